@@ -1,11 +1,11 @@
 """Brute force over all plans of a made-up search problem, with nothing of the search's own bounds.
 
 Stages are chosen one after another, in every way that the search may choose: layers, numbers of
-devices (some may stay idle), logical meshes, ZeRO levels, how many of its first layers are computed
-again in full, and whether the others are selectively; under every schedule, number of microbatches
-and of common replicas. A beginning is left only where it needs more memory for its state alone than
-there is, or more time than asked for by what its devices compute, or by what one microbatch takes
-on its way there and back. What is complete is simulated as a plan is.
+devices (any number, some may stay idle), logical meshes, ZeRO levels, how many of its first layers
+are computed again in full, and whether the others are selectively; under every schedule, number of
+microbatches and of common replicas. A beginning is left only where it needs more memory for its
+state alone than there is, or more time than asked for by what its devices compute, or by what one
+microbatch takes on its way there and back. What is complete is simulated as a plan is.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from launcher.plan.inter_op.layers_again import in_full, layers_again, remat_wor
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import ZERO_LEVELS
 from launcher.plan.inter_op.stage_costs import StageCosts
-from launcher.plan.inter_op.submeshes import place_submeshes
+from launcher.plan.inter_op.submeshes import in_order, place_submeshes
 from launcher.schedule import SCHEDULES, Kind, training_schedules
 
 
@@ -125,7 +125,8 @@ def uses_of(problem, setting):
     """Yield what a stage may do with its devices."""
     table, rows = problem.table, problem.batch_size // setting.num_micro_batches
     goes_back = SCHEDULES[setting.schedule].last_stage_alternates(setting.num_micro_batches)
-    for size, (m_index, model) in itertools.product(problem.sizes, enumerate(table.model_sizes)):
+    every = range(1, problem.cluster.num_devices + 1)
+    for size, (m_index, model) in itertools.product(every, enumerate(table.model_sizes)):
         data = size // model
         if size % model or rows % data or data % setting.replicas:
             continue
@@ -133,8 +134,8 @@ def uses_of(problem, setting):
         levels, layers = ZERO_LEVELS if data > 1 else (0,), len(problem.groups)
         # Without a limit only one program of both passes, which leaves little, is worth any.
         is_limited = np.isfinite(problem.memory_bytes or np.inf)
-        every = numbers(layers, table.selective)
-        counts = every if is_limited else [n for n in every if n in (0, layers, ~0)]
+        again = numbers(layers, table.selective)
+        counts = again if is_limited else [n for n in again if n in (0, layers, ~0)]
         for zero, again in itertools.product(levels, counts):
             passes = costs.passes(zero, again)
             whole = passes.forward + passes.backward
@@ -211,12 +212,10 @@ def _chains(problem, setting, uses, below):
 def _crossing(cluster, sizes, size, parts):
     """Return the seconds of a transfer between the last two submeshes, at least.
 
-    More submeshes may follow, so that all of them are placed in the order of their devices.
+    More submeshes may follow, so that all of them are placed in order.
     """
-    ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-    in_order = [tuple(range(*pair)) for pair in itertools.pairwise(ends)]
     found = []
-    for placed in (place_submeshes(sizes, cluster), in_order):
+    for placed in (place_submeshes(sizes, cluster), in_order(sizes, cluster)):
         hosts = [{cluster.host_of(device) for device in devices} for devices in placed[-2:]]
         counts = tuple(map(len, hosts))
         found.append(transfer_seconds(size, parts, counts, hosts[0] == hosts[1], cluster))

@@ -13,7 +13,7 @@ from launcher.plan.inter_op.cost_table import (
 )
 from launcher.plan.inter_op.layer_cost import LayerCost
 from launcher.plan.inter_op.problem import Problem
-from launcher.plan.inter_op.stage_choices import submesh_sizes
+from launcher.plan.inter_op.submeshes import submesh_sizes
 
 
 def cluster_of(hosts, each, memory=None):
@@ -59,7 +59,7 @@ def random_problem(rng):
     groups = tuple((i,) for i in range(layers))
     batch = int(rng.choice([2, 4, 6]))
     table = with_selective(CostTable(models, of, parameters, layers), rng.spawn(1)[0])
-    return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory)
+    return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory)
 
 
 def with_selective(table, rng):
@@ -132,7 +132,7 @@ def random_layers(rng, layers, hosts, each, batch):
     least = state / cluster.num_devices + float(of["left_bytes"][0].sum()) / batch
     memory = rng.choice([np.inf, least * rng.uniform(0.8, 2.0), least * rng.uniform(0.4, 1.0)])
     groups = tuple((i,) for i in range(layers))
-    return Problem(table, groups, batch, cluster, submesh_sizes(cluster), float(memory))
+    return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), float(memory))
 
 
 def middle_problem(rng, layers, most_devices):

@@ -11,9 +11,9 @@ from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.remat import remat_of_stages
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.further import checked_fit, lead_of, with_further
-from launcher.plan.inter_op.auto import model_sizes
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.select import search
+from launcher.plan.inter_op.submeshes import model_sizes
 from launcher.plan.options import checked_micro_batches
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import measure_layers

@@ -95,8 +95,9 @@ class Plan(Staged):
         workers: the processes that run it, of a run once they have started.
         reduction: how gradients are summed over the replicas.
         exchanges: what workers exchange through parameter servers, in order.
-        least_step_seconds: a lower bound on the predicted step of every plan that was searched
-            for; None where there is none.
+        least_step_seconds: a lower bound on the step of every plan that was searched for, proved
+            for estimates, times this plan's prediction over its own estimate; None where there is
+            none.
         tried: the plans of which this is the fastest as measured, in the order of their
             predictions; empty if it was chosen by its prediction.
     """

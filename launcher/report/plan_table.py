@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -144,20 +145,18 @@ def _remat_in_words(stage: StagePlan) -> str:
 def plan_table(plan: Plan) -> Table:
     """Return the stages as a table that fits 80 columns.
 
-    `submesh` is hosts × devices on each, `mesh` the logical mesh as data × model. Times are for one
-    microbatch; `transfer` is the time to send its activations to a later stage, the slowest where
-    there are several. `memory` is the peak of one device, with its share of the device's capacity
-    where that is known. `remat` has a column where the stages differ in it; layers
-    that the model checkpoints itself are counted there.
+    `submesh` is hosts × devices on each (`<=`: at most), `mesh` the logical mesh as data × model.
+    Times are for one microbatch; `transfer` is the time to send its activations to a later stage,
+    the slowest where there are several. `memory` is the peak of one device, with its share of the
+    device's capacity where that is known. `remat` has a column where the stages differ in it;
+    layers that the model checkpoints itself are counted there.
     """
     table = plain_table()
     capacity = plan.cluster.get("memory_bytes")
     columns: dict[str, list[str | Text]] = {
         "stage": [str(index) for index in range(len(plan.stages))],
         "layers": [ranges_text(stage.layers) for stage in plan.stages],
-        "submesh": [
-            f"{len(stage.hosts)}x{len(stage.devices) // len(stage.hosts)}" for stage in plan.stages
-        ],
+        "submesh": [_submesh(stage, plan.cluster["devices_per_host"]) for stage in plan.stages],
         "mesh": ["x".join(map(str, stage.logical_mesh)) for stage in plan.stages],
         "params": [count_text(stage.num_parameters) for stage in plan.stages],
         "remat": [_remat_in_words(stage) for stage in plan.stages],
@@ -173,6 +172,11 @@ def plan_table(plan: Plan) -> Table:
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
     return table
+
+
+def _submesh(stage: StagePlan, devices_per_host: int) -> str:
+    on_each = Counter(device // devices_per_host for device in stage.devices).values()
+    return f"{len(on_each)}x{'<=' if len(set(on_each)) > 1 else ''}{max(on_each)}"
 
 
 def _profile_table(plan: Plan) -> Table:

@@ -23,7 +23,8 @@ class Schedule(abc.ABC):
         interleaves: whether a mesh may hold several stages.
         splits_backward: whether the backward pass is two tasks, the gradients that an earlier
             stage waits for and those of the weights.
-        improves_1f1b: whether the search tries it on the stages that it found for 1F1B.
+        improves_1f1b: whether plans under it are searched for beside those under 1F1B; any that
+            trains is tried on the best plan at last.
     """
 
     name: ClassVar[str]

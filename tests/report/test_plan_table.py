@@ -147,3 +147,8 @@ def test_the_plan_says_how_near_it_is_to_the_best_possible(least, words):
     text = text_of(dataclasses.replace(make_plan(), least_step_seconds=least))
     assert words in text
     assert ("best possible" in text) == bool(words)
+
+
+def test_a_submesh_of_part_of_a_host_says_at_most_how_many_devices_each_gives():
+    plan = make_plan(num_stages=1, hosts=(0, 1), devices=(1, 2, 3, 4, 5), logical_mesh=(5, 1))
+    assert " 2x<=3 " in text_of(plan)

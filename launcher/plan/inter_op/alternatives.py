@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.partition.assignment import Assignment
 from launcher.plan.build import PlanBuilder
-from launcher.plan.inter_op.search import Estimated
+from launcher.plan.inter_op.found import Estimated
 from launcher.plan.plan import Plan
 from launcher.plan.words import describe_plan
 from launcher.trace.errors import BatchError

@@ -9,7 +9,7 @@ from launcher.partition.stages import group_layers, layer_flops
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.layer_costs import cost_table
 from launcher.plan.inter_op.problem import Problem
-from launcher.plan.inter_op.stage_choices import submesh_sizes
+from launcher.plan.inter_op.submeshes import model_sizes, submesh_sizes
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.trace.step import TracedStep
 
@@ -45,13 +45,7 @@ def make_problem(
         groups,
         step.batch_size,
         cluster,
-        submesh_sizes(cluster),
+        submesh_sizes(cluster, step.batch_size),
         cluster.memory_bytes,
         unjoined=table if len(groups) < loss.num_layers else None,
     )
-
-
-def model_sizes(cluster: ClusterShape) -> tuple[int, ...]:
-    """Return the sizes of the model axis: it stays inside a host, whose links are the fast ones."""
-    each = cluster.devices_per_host
-    return tuple(n for n in range(1, each + 1) if each % n == 0)

@@ -14,15 +14,18 @@ import numpy as np
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import LOCAL, ClusterShape
 from launcher.plan.errors import TooLargeError
+from launcher.plan.inter_op.divisors import spread_divisors
+from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.problem import (
     Candidate,
     Problem,
     Wanted,
     best_of,
     of_batch,
-    spread_divisors,
 )
-from launcher.plan.inter_op.stage_choices import submesh_sizes
+from launcher.plan.inter_op.submeshes import submesh_sizes
+from launcher.plan.stage_plan import Staged
+from launcher.plan.words import describe_plan
 
 _MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
 _PRECISION = 1.01
@@ -31,11 +34,19 @@ _GIB = 2**30
 _LINK = "cluster.links.inter_host_gb_per_second=12.5"
 
 
-def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
-    """Return the error that explains to a person why `best_of` found nothing."""
+def nothing_fits(
+    problem: Problem, wanted: Wanted, least: Candidate | None, built: Staged | None = None
+) -> PlanError:
+    """Return the error that explains to a person why `best_of` found nothing.
+
+    Args:
+        problem: the problem.
+        wanted: what the user fixed.
+        least: the plan that exceeds the memory least (`leanest`).
+        built: the same as it is shown; None: by its estimate.
+    """
     if reason := _too_many_stages(problem, wanted):
         return PlanError(reason)
-    least = _leanest(problem, wanted)
     if problem.memory_bytes is None or least is None:
         count = wanted.num_micro_batches
         return PlanError(
@@ -43,8 +54,9 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
             f"{f'{count} microbatches' if count else 'microbatches'}; change "
             "train.global_batch_size or parallel.num_micro_batches"
         )
-    stage = max(range(len(least.memory)), key=lambda s: least.memory[s])
-    needed, usable = least.memory[stage], problem.memory_bytes
+    shown = built or make_estimate(least.assignment, problem)
+    memory, usable = [stage.memory_bytes for stage in shown.stages], problem.memory_bytes
+    needed = max(memory)
     asked = [
         f"parallel.{name}={value}"
         for name, value in (
@@ -61,8 +73,8 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
 
     return TooLargeError(
         f"the model does not fit{' with ' + ' '.join(asked) if asked else ''}: in the leanest plan "
-        f"found ({len(least.memory)} stages, {least.assignment.num_micro_batches} microbatches) "
-        f"stage {stage} needs {needed / _GIB:.2f} GiB a device, "
+        f"found ({describe_plan(shown)}) stage {memory.index(needed)} needs "
+        f"{needed / _GIB:.2f} GiB a device, "
         f"{(needed - usable) / _GIB:.2f} GiB more than the {usable / _GIB:.2f} GiB that can be "
         "used. ",
         least.assignment,
@@ -86,9 +98,9 @@ def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
     return ""
 
 
-def _leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
+def leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
     """Return the plan that would fit with the least additional memory, to a hundredth of it."""
-    if problem.memory_bytes is None:
+    if problem.memory_bytes is None or _too_many_stages(problem, wanted):
         return None
     low, high = problem.memory_bytes, problem.memory_bytes
     found: list[Candidate] = []
@@ -156,7 +168,8 @@ def _devices(problem: Problem, wanted: Wanted) -> str:
     while times < _MOST_TIMES:
         times *= 2
         more = dataclasses.replace(cluster, hosts=cluster.hosts * times)
-        if best_of(dataclasses.replace(problem, cluster=more, sizes=submesh_sizes(more)), wanted):
+        sizes = submesh_sizes(more, problem.batch_size)
+        if best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), wanted):
             return _as_settings(cluster, more)
     return ""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,17 +19,17 @@ from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links
 from launcher.plan.inter_op.cost_table import CostTable
+from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.layer_cost import PER_SAMPLE
 from launcher.plan.inter_op.layers_again import FEWEST, remat_word
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import Outline, Outlines, Priced, StageChoice, price
 from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
-from launcher.plan.inter_op.submeshes import place_submeshes
+from launcher.plan.inter_op.submeshes import place_submeshes, submesh_sizes
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
 _MOST_SLICES_TRIED = 1024
-_MOST_DIVISORS = 20
 _MOST_FOUND = 4
 
 Progress = Callable[[float], None]
@@ -104,7 +103,8 @@ def of_batch(problem: Problem, size: int) -> Problem:
     rows = problem.table.of.items()
     of = {name: row * share if name in PER_SAMPLE else row for name, row in rows}
     table = dataclasses.replace(problem.table, of=of)
-    return dataclasses.replace(problem, table=table, batch_size=size, unjoined=None)
+    sizes = submesh_sizes(problem.cluster, size)
+    return dataclasses.replace(problem, table=table, batch_size=size, sizes=sizes, unjoined=None)
 
 
 def best_of(
@@ -180,25 +180,16 @@ def alike_but_replicas(every: Iterable[Setting]) -> Iterator[list[Setting]]:
 
 
 def remat_choices(wanted: Wanted, schedule: str) -> tuple[str, ...]:
-    """Return the words for rematerialisation that a stage may have under a schedule."""
+    """Return the words for rematerialisation that a stage may have under a schedule.
+
+    A schedule that splits backward passes is searched for what is not computed again, unless it is
+    asked for: there may be none.
+    """
+    if SCHEDULES[schedule].splits_backward and wanted.schedule is None:
+        return ("none",) if wanted.remat in (None, "none") else ()
     if wanted.remat:
         return (wanted.remat,)
     return ("none", "full") if SCHEDULES[schedule].interleaves else (FEWEST,)
-
-
-def spread_divisors(number: int, most: int) -> list[int]:
-    """Return the divisors of a number up to `most`.
-
-    Of more than `_MOST_DIVISORS` they are those that are nearest to the powers of the root of two,
-    and the largest.
-    """
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    divisors = sorted(n for n in {*low, *(number // n for n in low)} if n <= most)
-    if len(divisors) <= _MOST_DIVISORS:
-        return divisors
-    powers = [2 ** (k / 2) for k in range(2 * divisors[-1].bit_length())]
-    nearest = {min(divisors, key=lambda n: max(n / power, power / n)) for power in powers}
-    return sorted({*nearest, divisors[-1]})
 
 
 def candidate_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from launcher.partition.assignment import Assignment
 from launcher.plan.build import PlanBuilder
@@ -16,21 +17,19 @@ from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.climb import fewest_again, ungrouped
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.fewer_rows import fewer_rows_note
-from launcher.plan.inter_op.infeasible import nothing_fits
+from launcher.plan.inter_op.found import Estimated, Found
+from launcher.plan.inter_op.infeasible import leanest, nothing_fits
 from launcher.plan.inter_op.problem import Problem, Wanted
-from launcher.plan.inter_op.search import Estimated, Found, find_plans, plans_on_one_machine
-from launcher.plan.links import link_seconds
+from launcher.plan.inter_op.runners_up import most_bytes, runners_up
+from launcher.plan.inter_op.search import find_plans, plans_on_one_machine
 from launcher.plan.notes import refused_notes
-from launcher.plan.pipeline import Estimate
-from launcher.plan.plan import Plan, RunnerUp
+from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
-from launcher.plan.stage_plan import Staged
 from launcher.plan.words import describe_plan
 from launcher.remat_name import parse_remat
 from launcher.trace.errors import BatchError, JoinedError
 from launcher.trace.step import TracedStep
 
-_RUNNERS_UP = 3
 _MOST_BUILT = 3  # of those that fit
 # Estimates of memory are a few percent off without rematerialisation, and up to a fifth too low
 # with it. So a plan that was taken to fit may not.
@@ -92,7 +91,7 @@ def search(
         found = _find(problem, wanted, lambda share: progress(0.8 * share))
         estimates = found.ranked
         if not estimates and not built and not refused:
-            raise nothing_fits(problem, wanted)
+            return [_leanest(builder, problem, wanted)]
         if not estimates:
             break
         tried, refusals = _build(
@@ -121,6 +120,21 @@ def search(
     raise next(iter(refused.values()))
 
 
+def _leanest(builder: PlanBuilder, problem: Problem, wanted: Wanted) -> tuple[Plan, Assignment]:
+    """Return the plan that needs the least memory, which the search takes for too large.
+
+    Raises:
+        PlanError: it is.
+    """
+    least, plan = leanest(problem, wanted), None
+    if least is not None:
+        with suppress(BatchError):
+            plan = builder.build(least.assignment)
+            if plan.missing_bytes <= 0:
+                return plan, least.assignment
+    raise nothing_fits(problem, wanted, least, plan)
+
+
 def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -> Found:
     """Return the best plans by their simulated timelines; none where nothing fits.
 
@@ -141,7 +155,8 @@ def _selected(
 ) -> tuple[Plan, Estimated]:
     """Return the best of the plans that fit, with the next best ones, and its estimate.
 
-    What was only estimated is compared with the best one's estimate.
+    What was only estimated is compared with the best one's estimate, the bound included: in seconds
+    it is as far below the plan's own prediction as it was proved to be below its estimate.
     """
     fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
     best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
@@ -149,7 +164,7 @@ def _selected(
     least = found.least_seconds and found.least_seconds * scale
     plan = dataclasses.replace(
         best,
-        runners_up=_runners_up(best, chosen, built, found.ranked),
+        runners_up=runners_up(best, chosen, built, found.ranked),
         least_step_seconds=least and min(least, best.predicted_step_seconds),
         notes=(*best.notes, *refused_notes(refused)),
     )
@@ -238,12 +253,12 @@ def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]
     those that were built. A build costs a hundred estimates.
     """
     alike = [
-        (_most_bytes(plan), _most_bytes(one[1]))
+        (most_bytes(plan), most_bytes(one[1]))
         for plan, one in built
         if _policies(one) == _policies(estimate)
     ]
     short = max((needed / said for needed, said in alike if said), default=1.0)
-    return _most_bytes(estimate[1]) * max(1.0, short)
+    return most_bytes(estimate[1]) * max(1.0, short)
 
 
 def _policies(of: Estimated) -> set[str]:
@@ -264,69 +279,17 @@ def _with_less_memory(problem: Problem, built: Sequence[tuple[Plan, Estimated]])
     """Return the problem with less memory, by as much as the search underestimated the plans."""
     assert problem.memory_bytes is not None
     assert problem.cluster.memory_bytes is not None
-    share = max(_most_bytes(said) / _most_bytes(plan) for plan, (_, said) in built)
+    share = max(most_bytes(said) / most_bytes(plan) for plan, (_, said) in built)
     least = min(problem.memory_bytes, share * problem.cluster.memory_bytes)
     return dataclasses.replace(problem, memory_bytes=_MARGIN * least)
 
 
 def _too_large(built: Sequence[tuple[Plan, Estimated]]) -> TooLargeError:
-    least, (assignment, _) = min(built, key=lambda pair: _most_bytes(pair[0]))
-    needed, there = _most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
+    least, (assignment, _) = min(built, key=lambda pair: most_bytes(pair[0]))
+    needed, there = most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
     return TooLargeError(
         f"the model does not fit: the leanest plan found ({describe_plan(least)}) needs "
         f"{needed:.2f} GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use "
         "more devices (cluster.hosts, cluster.gpus), or a smaller train.global_batch_size",
         assignment,
     )
-
-
-def _runners_up(
-    best: Plan,
-    chosen: Estimated,
-    built: Sequence[tuple[Plan, Estimated]],
-    estimates: Sequence[Estimated],
-) -> tuple[RunnerUp, ...]:
-    """Return the next best plans, of those that are the same in words the best.
-
-    Those that were only estimated are compared with the best one's estimate.
-    """
-    known = {estimate[0]: plan for plan, estimate in built}
-    scale = best.predicted_step_seconds / chosen[1].predicted_step_seconds
-    words, found = {describe_plan(chosen[1])}, []
-    for estimate in estimates:
-        plan = known.get(estimate[0])
-        if estimate[0] == chosen[0] or (describe_plan(estimate[1]) in words and not plan):
-            continue
-        words.add(describe_plan(estimate[1]))
-        seconds = (plan or estimate[1]).predicted_step_seconds * (1.0 if plan else scale)
-        needed = _most_bytes(plan or estimate[1])
-        if needed > (best.cluster["memory_bytes"] or math.inf):
-            why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
-        else:
-            why = _why(plan, best) if plan else _why(estimate[1], chosen[1])
-        found.append(RunnerUp(describe_plan(estimate[1]), seconds, why))
-    found.sort(key=lambda runner: runner.predicted_step_seconds)
-    return tuple(found[:_RUNNERS_UP])
-
-
-def _most_bytes(plan: Staged) -> int:
-    return max(stage.memory_bytes for stage in plan.stages)
-
-
-def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:
-    """Return what costs a plan most time, compared with the best one."""
-    busy = [p.busy_seconds for p in (plan, best)]
-    once = [max(stage.update_seconds for stage in p.stages) for p in (plan, best)]
-    crossing = [max(link_seconds(p).values(), default=0.0) for p in (plan, best)]
-    waiting = [p.predicted_bubble_fraction * p.predicted_step_seconds for p in (plan, best)]
-    reasons = {
-        f"its busiest devices work {busy[0]:.3g} s a step, not {busy[1]:.3g}": busy[0] - busy[1],
-        f"gradients and update take {once[0]:.3g} s, not {once[1]:.3g}": once[0] - once[1],
-        f"its busiest link takes {crossing[0]:.3g} s a step, not {crossing[1]:.3g}": (
-            crossing[0] - crossing[1] if crossing[0] > busy[0] else 0.0  # else it is hidden
-        ),
-        f"its devices wait {plan.predicted_bubble_fraction:.0%} of the pipeline's time, not "
-        f"{best.predicted_bubble_fraction:.0%}": waiting[0] - waiting[1],
-    }
-    words = max(reasons, key=lambda reason: reasons[reason])
-    return words if reasons[words] > 0 else "it is as good within the model's precision"

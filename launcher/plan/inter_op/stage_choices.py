@@ -56,20 +56,6 @@ class Priced:
     again: np.ndarray
 
 
-def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
-    """Return the numbers of devices that a stage may have.
-
-    On one host of at most 16 devices these are all; otherwise the divisors of a host's number of
-    devices, and whole hosts by powers of two, so that the submeshes can be placed.
-    """
-    each, hosts = cluster.devices_per_host, cluster.hosts
-    if hosts == 1 and each <= 16:
-        return tuple(range(1, each + 1))
-    within = [n for n in range(1, each + 1) if each % n == 0]
-    counts = {2**k for k in range(hosts.bit_length()) if 2**k <= hosts} | {hosts}
-    return tuple(sorted({*within, *(each * n for n in counts)}))
-
-
 def in_flight(setting: Setting, depth: int) -> list[int]:
     """Return the microbatches whose activations a stage holds, by the number of stages behind it.
 

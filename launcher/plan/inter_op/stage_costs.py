@@ -304,9 +304,9 @@ class StageCosts(StageRings):
 
     @property
     def _senders(self) -> Any:
-        """The links to the next stage."""
-        devices = self._data * self._model
-        hosts = -(-devices // self._cluster.devices_per_host)
+        """The links to the next stage, at most: part of a host may be on two of them."""
+        devices, each = self._data * self._model, self._cluster.devices_per_host
+        hosts = (devices - 2) // each + 2 if devices % each else devices // each
         return self._data if self._is_local else min(self._data, hosts)
 
     @property

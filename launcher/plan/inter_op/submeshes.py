@@ -7,13 +7,35 @@ from collections.abc import Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links, ring_links
+from launcher.plan.inter_op.divisors import divisors, spread_divisors
+
+
+def model_sizes(cluster: ClusterShape) -> list[int]:
+    """Return the sizes of the model axis: it stays inside a host, whose links are the fast ones."""
+    each = cluster.devices_per_host
+    return divisors(each, each)
+
+
+def submesh_sizes(cluster: ClusterShape, batch_size: int) -> tuple[int, ...]:
+    """Return the numbers of devices that a stage may have, the others of its hosts being idle.
+
+    They are all that rows can be shared by: the product of a divisor of the batch and a size of the
+    model axis. Of the divisors that are larger than a host and more than 20 only some are taken
+    (`spread_divisors`), and those that fill the cluster.
+    """
+    most, models = cluster.num_devices, model_sizes(cluster)
+    whole = {most // model for model in models if batch_size % (most // model) == 0}
+    inside = divisors(batch_size, cluster.devices_per_host)
+    shares = {*inside, *spread_divisors(batch_size, most), *whole}
+    found = {data * model for data in shares for model in models}
+    return tuple(sorted(size for size in found if size <= most))
 
 
 def place_submeshes(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...]]:
     """Return devices for submeshes of these sizes, in the pipeline's order.
 
     Submeshes that fill hosts get whole hosts; the others share hosts with their neighbours where
-    they can. Where no such placement fits, the devices are taken in their order.
+    they can. Where no such placement fits, the devices are taken in their order (`in_order`).
     """
     each = cluster.devices_per_host
     fresh = iter(range(cluster.hosts))
@@ -27,7 +49,7 @@ def place_submeshes(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[i
         else:
             taken = [host for _, host in zip(range(hosts), fresh, strict=False)]
             if len(taken) < hosts:
-                return _in_order(sizes)
+                return in_order(sizes, cluster)
             left = [host * each + d for host in taken for d in range(each)]
             room.append(left)
         found.append(tuple(left[:size]))
@@ -35,9 +57,15 @@ def place_submeshes(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[i
     return found
 
 
-def _in_order(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True)]
+def in_order(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...]]:
+    """Return devices one after another: of the submeshes that fill hosts first, so that they do."""
+    fills = [size % cluster.devices_per_host == 0 for size in sizes]
+    found: list[tuple[int, ...]] = [()] * len(sizes)
+    first = 0
+    for s in sorted(range(len(sizes)), key=lambda s: not fills[s]):
+        found[s] = tuple(range(first, first + sizes[s]))
+        first += sizes[s]
+    return found
 
 
 @functools.cache

@@ -12,19 +12,28 @@ import math
 from collections.abc import Iterator
 
 from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.interleaved import interleaved_like
-from launcher.plan.inter_op.problem import Problem, Wanted, spread_divisors
-from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
+from launcher.plan.inter_op.problem import Problem, Wanted
+from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, training_schedules
 
 
 def schedule_variants(
-    assignment: Assignment, problem: Problem, wanted: Wanted
+    assignment: Assignment, problem: Problem, wanted: Wanted, every: bool = False
 ) -> Iterator[Assignment]:
-    """Yield an assignment, and the same under every other open schedule that can run it."""
+    """Yield an assignment, and the same under every other open schedule that can run it.
+
+    Args:
+        assignment: the assignment.
+        problem: the problem.
+        wanted: what is fixed by the user.
+        every: whether to try those schedules, too, that are rarely better (`improves_1f1b`).
+    """
     yield assignment
     if wanted.schedule is not None or len(assignment.layers) == 1:
         return
-    others = [schedule for schedule in SCHEDULES.values() if schedule.improves_1f1b]
+    trained = (SCHEDULES[name] for name in training_schedules())
+    others = [schedule for schedule in trained if every or schedule.improves_1f1b]
     for schedule in others:
         may_split = not schedule.splits_backward or set(assignment.remat) == {"none"}
         if may_split and not schedule.interleaves:

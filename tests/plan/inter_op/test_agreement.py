@@ -97,7 +97,7 @@ def assignment_of(rng, step, cluster, zeros):
     cuts = sorted(rng.choice(np.arange(1, layers), count - 1, replace=False).tolist())
     runs = zip((0, *cuts), (*cuts, layers), strict=True)
     schedule = str(rng.choice(["gpipe", "1f1b", "eager_1f1b", "zero_bubble"]))
-    remats = ["none"] if schedule == "zero_bubble" else ["none", "full", "full:1"]
+    remats = ["none", "full", "full:1"]
     return Assignment(
         method="auto",
         layers=tuple(tuple(range(first, end)) for first, end in runs),

@@ -16,7 +16,7 @@ from launcher.schedule import SCHEDULES
 def test_replicas_change_what_they_change_and_nothing_else(seed, schedule):
     problem = random_problem(np.random.default_rng(seed))
     seen = set()
-    for alike in alike_but_replicas(settings(problem, Wanted(), schedule)):
+    for alike in alike_but_replicas(settings(problem, Wanted(schedule=schedule), schedule)):
         assert [one.replicas for one in alike] == sorted({one.replicas for one in alike})
         outlines = Outlines(problem.table, problem.cluster, problem.sizes, alike[0])
         for setting in reversed(alike):  # in any order

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from random_problems import random_problem
 
+from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.layers_again import every_number, remat_word
-from launcher.plan.inter_op.problem import Wanted, best_of, spread_divisors
+from launcher.plan.inter_op.problem import Wanted, best_of
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import ways
 from launcher.plan.inter_op.stage_dp import objective
@@ -26,7 +27,7 @@ def brute_force(problem, wanted):
         depth = min(layers, cluster.num_devices)
         every = [
             (size, way)
-            for size in problem.sizes
+            for size in range(1, cluster.num_devices + 1)
             for way in ways(problem.table, cluster, setting, size, depth, [])
         ]
         least = min(least, _best_stages(every, layers, cluster.num_devices))
