@@ -19,7 +19,7 @@ from recipes.bert_options import BERTOptions
 from recipes.synthetic_options import Synthetic
 from recipes.vit_options import ViTOptions
 
-LAYERS = 4
+LAYERS = 2
 SHAPE = {"size": None, "num_layers": LAYERS, "num_heads": 2, "hidden_size": 16}
 OPTIONS = {
     "bert": BERTOptions(**SHAPE, vocab_size=32, sequence_length=8).filled(),

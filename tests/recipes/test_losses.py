@@ -45,10 +45,7 @@ def with_gradient(options):
 @pytest.mark.devices(1)
 @pytest.mark.parametrize(
     "name",
-    [
-        *("gpt_tied", "bert"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_untied", "llama")),
-    ],
+    [pytest.param(n, marks=[] if n == "bert" else pytest.mark.slow) for n in OPTIONS],
 )
 def test_chunks_give_the_plain_loss_and_its_gradient_in_less_memory(name):
     plain, params, batch = with_gradient(OPTIONS[name])
