@@ -45,7 +45,10 @@ def with_gradient(options):
 @pytest.mark.devices(1)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n == "bert" else pytest.mark.slow) for n in OPTIONS],
+    [
+        *("bert", pytest.param("gpt_untied", marks=pytest.mark.slow)),
+        *(pytest.param(n, marks=pytest.mark.stress) for n in ("gpt_tied", "llama")),
+    ],
 )
 def test_chunks_give_the_plain_loss_and_its_gradient_in_less_memory(name):
     plain, params, batch = with_gradient(OPTIONS[name])
