@@ -18,7 +18,7 @@ from recipes import Model
 from recipes.bert_options import BERTOptions
 from recipes.blocks import blocks_in_a_row
 from recipes.encoder import INIT_SCALE, EncoderBlock, gelu
-from recipes.losses import mean_of, scores_of
+from recipes.losses import mean_of, output_matrix, scores_in_chunks
 
 _EPSILON = 1e-12
 
@@ -30,8 +30,13 @@ class BERT(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size]."""
+    def __call__(self, tokens: jax.Array, with_logits: bool = True) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+        Args:
+            tokens: the tokens.
+            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
+        """
         options, normal = self.options, nn.initializers.normal(INIT_SCALE)
         hidden, vocab_size = cast(int, options.hidden_size), cast(int, options.vocab_size)
         words = nn.Embed(
@@ -55,9 +60,12 @@ class BERT(nn.Module):
             options.attention,
             self.dtype,
         )
-        x = blocks_in_a_row(self, block, cast(int, options.num_layers), x)
+        count, scans = cast(int, options.num_layers), options.scan_layers
+        x = blocks_in_a_row(self, block, count, x, scanned=scans)
         x = nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="head_dense")(x)
         x = norm("head_layernorm")(gelu(x))
+        if not with_logits:
+            return x
         bias = self.param("head_bias", nn.initializers.zeros, (vocab_size,))
         return words.attend(x) + bias.astype(self.dtype)
 
@@ -80,7 +88,16 @@ def build(options: BERTOptions, precision: str) -> Model:
     def loss(
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = cast(jax.Array, bert.apply({"params": params}, batch["tokens"]))
-        return mean_of(scores_of(logits, batch["targets"], evaluates=key is None), batch)
+        hidden = bert.apply({"params": params}, batch["tokens"], with_logits=False)
+        scores = scores_in_chunks(
+            cast(jax.Array, hidden),
+            output_matrix(params),
+            batch["targets"],
+            bert.dtype,
+            options.loss_chunks,
+            evaluates=key is None,
+            bias=params["head_bias"],
+        )
+        return mean_of(scores, batch)
 
     return Model(init, loss)

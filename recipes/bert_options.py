@@ -34,6 +34,8 @@ class BERTOptions(SizedOptions):
     mlp_ratio: int | None = number(None, minimum=1)
     mask_every: int = number(7, minimum=2)
     mask_token: int | None = number(None, minimum=0)
+    scan_layers: bool = False
+    loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
@@ -41,8 +43,8 @@ class BERTOptions(SizedOptions):
     optional: ClassVar[tuple[str, ...]] = ("mask_token",)
 
     def check(self) -> Iterator[ConfigError]:
-        """Yield an error where the heads cannot be equal, or the mask is no token."""
-        yield from uneven(self, ("hidden_size", "num_heads"))
+        """Yield an error where heads or parts of the loss are unequal, or the mask is no token."""
+        yield from uneven(self, ("hidden_size", "num_heads"), ("sequence_length", "loss_chunks"))
         if self.vocab_size and self.mask_token is not None and self.mask_token >= self.vocab_size:
             yield ConfigError(
                 f"model.mask_token={self.mask_token} is not in the vocabulary: tokens are below "

@@ -82,23 +82,27 @@ def scores_in_chunks(
     dtype: Any,
     chunks: int = 1,
     evaluates: bool = False,
+    bias: jax.Array | None = None,
 ) -> Scores:
     """Return the scores of tokens by their last hidden values.
 
     With several chunks the logits of one are held at a time: the backward pass computes them again,
-    and adds up the matrix' gradient in its own type.
+    and adds up the gradients of the matrix and the bias in their own type.
 
     Args:
         hidden: float [batch, length, hidden_size].
         matrix: from hidden values to logits, float32 [hidden_size, vocab_size].
         targets: int32 [batch, length].
-        dtype: the type of the product.
+        dtype: the type of the logits.
         chunks: into how many parts the positions are cut, a divisor of length.
         evaluates: as in `scores_of`.
+        bias: added to the logits, float32 [vocab_size].
     """
 
     def of_chunk(hidden: jax.Array, targets: jax.Array) -> Scores:
         logits = jnp.dot(hidden.astype(dtype), matrix.astype(dtype))
+        if bias is not None:
+            logits = logits + bias.astype(dtype)
         return scores_of(logits, targets, evaluates)
 
     if chunks == 1:

@@ -53,7 +53,8 @@ class ViT(nn.Module):
             options.attention,
             self.dtype,
         )
-        x = blocks_in_a_row(self, block, cast(int, options.num_layers), x)
+        count, scans = cast(int, options.num_layers), options.scan_layers
+        x = blocks_in_a_row(self, block, count, x, scanned=scans)
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x[:, 0])
         return nn.Dense(
             cast(int, options.num_classes),

@@ -31,6 +31,7 @@ class ViTOptions(SizedOptions):
     num_heads: int | None = number(None, minimum=1)
     hidden_size: int | None = number(None, minimum=1)
     mlp_ratio: int = number(4, minimum=1)
+    scan_layers: bool = False
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS

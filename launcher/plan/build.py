@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from launcher.partition.assignment import Assignment
-from launcher.partition.buckets import gradient_order
+from launcher.partition.buckets import gradient_order, is_summed_in_every
 from launcher.partition.joint_graph import Known
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import Recomputed, own_layers, recomputed
@@ -160,8 +160,10 @@ class PlanBuilder:
 
     def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSums]:
         """Return the memory of a stage's task programs, and the sums of its gradients."""
-        afresh = cut.slicing.num_slices == 1
-        key, operands = (cut.likeness(stage), afresh), cut.stages[stage].operands
+        layout, operands = cut.layouts[cut.stages[stage].mesh], cut.stages[stage].operands
+        alone = cut.slicing.micro_batches == 1
+        afresh = {i for i in operands if alone or is_summed_in_every(layout, i)}
+        key = cut.likeness(stage), tuple(i in afresh for i in operands)
         if key not in self._known:
             of, inside = cut.programs(stage, self._differentiated)
             place = {i: k for k, i in enumerate(operands)}

@@ -121,13 +121,13 @@ FAMILIES = {  # by family: a row, other values of its settings, and of what is b
             "num_heads": 2,
             "hidden_size": 16,
         },
-        {"mlp_ratio": 2},
+        {"mlp_ratio": 2, "scan_layers": True, "loss_chunks": 2},
     ),
     "vit": (
         CLASSES | TRANSFORMER | {"patch_size": 4},
         {"image_size": 4, "channels": 2, "num_classes": 3, "patch_size": 2, "num_layers": 2}
         | {"num_heads": 2, "hidden_size": 16},
-        {"mlp_ratio": 2},
+        {"mlp_ratio": 2, "scan_layers": True},
     ),
     "resnet": (
         CLASSES | {"depth": 10, "width": 4},

@@ -225,8 +225,9 @@ def test_bfloat16_is_written_and_read(tmp_path):
         np.testing.assert_array_equal(one, other.astype(jnp.bfloat16).astype("f4"))
 
 
-def test_scanned_layers_start_from_the_same_files(tmp_path):
-    options = KINDS["llama"]
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_scanned_layers_start_from_the_same_files(kind, tmp_path):
+    options = KINDS[kind]
     params = random_params(options)
     write(options, params, tmp_path / "theirs")
     scanned = dataclasses.replace(options, scan_layers=True)
@@ -441,21 +442,24 @@ def test_a_config_that_cannot_be_used_is_refused(content, words, tmp_path):
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("scan_layers", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_is_exported_as_transformers_reads_it(scan_layers, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "scan_layers"),
+    [pytest.param("qwen3", False, marks=pytest.mark.slow), ("qwen3", True), ("bert", True)],
+)
+def test_a_run_is_exported_as_transformers_reads_it(kind, scan_layers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = dataclasses.replace(KINDS["qwen3"], scan_layers=scan_layers)
+    options = dataclasses.replace(KINDS[kind], scan_layers=scan_layers)
     params = random_params(options)
     home = tmp_path / "outputs" / "mine"
     state = TrainState(jnp.int32(3), params, {"mu": params}, jnp.zeros(2, jnp.uint32))
     checkpoint.save(home / "checkpoints", 3, checkpoint.copy_to_host(state), {})
     words = [f"model.{key}={value}" for key, value in dataclasses.asdict(options).items()
-             if key not in ("name", "size", "sizes")]  # fmt: skip
+             if key not in ("name", "size", "sizes") and value is not None]  # fmt: skip
     theirs = tmp_path / "theirs"  # where the run started; it names the tokenizer
     theirs.mkdir()
     (theirs / "tokenizer.json").write_bytes(tokenizer_files("bytes").files["tokenizer.json"])
     words += ["dataset=synthetic", "run.id=mine", f"train.init_from=hf:{theirs}"]
-    run = load(["model=llama", "model.size=null", *words], [])
+    run = load([f"model={options.name}", "model.size=null", *words], [])
     (home / "config.yaml").write_text(yaml.safe_dump(to_written(run)))
     asked = load(["task=export", "run.id=mine", "export.format=hf"], [])
     assert export(asked, Console(quiet=True)) == 0

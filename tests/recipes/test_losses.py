@@ -11,6 +11,7 @@ from filled import filled_params
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from recipes import build_model
+from recipes.bert_options import BERTOptions
 from recipes.gpt_options import GPTOptions
 from recipes.images import classification
 from recipes.llama_options import LlamaOptions
@@ -23,6 +24,7 @@ OPTIONS = {
     "gpt_tied": GPTOptions(**SIZES).filled(),
     "gpt_untied": GPTOptions(**SIZES, tie_embeddings=False).filled(),
     "llama": LlamaOptions(**SIZES).filled(),
+    "bert": BERTOptions(**SIZES).filled(),
 }
 
 
@@ -30,8 +32,12 @@ def with_gradient(options):
     """The compiled loss and gradient, and their arguments."""
     model = build_model(options, "fp32")
     params = filled_params(model)
+    if "head_bias" in params:
+        params["head_bias"] = np.random.default_rng(1).normal(size=2048).astype(np.float32)
     tokens = np.random.default_rng(0).integers(2048, size=(8, 65)).astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if options.name == "bert":
+        batch["weights"] = np.float32(tokens[:, 1:] % 7 == 0)
     both = jax.jit(lambda p, b: jax.value_and_grad(model.loss, has_aux=True)(p, b, None))
     return both.lower(params, batch).compile(), params, batch
 
@@ -39,7 +45,10 @@ def with_gradient(options):
 @pytest.mark.devices(1)
 @pytest.mark.parametrize(
     "name",
-    ["gpt_tied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_untied", "llama"))],
+    [
+        *("bert", pytest.param("gpt_untied", marks=pytest.mark.slow)),
+        *(pytest.param(n, marks=pytest.mark.stress) for n in ("gpt_tied", "llama")),
+    ],
 )
 def test_chunks_give_the_plain_loss_and_its_gradient_in_less_memory(name):
     plain, params, batch = with_gradient(OPTIONS[name])
@@ -67,9 +76,10 @@ def test_in_16_bits_the_gradient_is_added_up_in_32():
     assert found.dtype == jnp.float32
 
 
-def test_chunks_that_are_not_equal_are_refused():
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_chunks_that_are_not_equal_are_refused(name):
     with pytest.raises(ConfigError, match=r"model.loss_chunks=3"):
-        from_dict({"model": {"name": "gpt", **SIZES, "loss_chunks": 3}})
+        from_dict({"model": {"name": name, **SIZES, "loss_chunks": 3}})
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -72,6 +72,16 @@ class Trainee:
         assert self.worker.saved() is None
         return read, self._losses(3, 4)
 
+    def resume(self, source):
+        """Restore a state; the losses of two steps."""
+        self.worker.restore(source, 2)
+        return self._losses(3, 4)
+
+    def save_last(self, folder):
+        """Save the state after the fourth step."""
+        self.worker.save(folder, 4, {"config": {}}, "d")
+        assert self.worker.saved() is None
+
     def start_and_save(self, source, target):
         """A first state with the parameters of a checkpoint, saved as it is."""
         self.worker.create(source)

@@ -60,7 +60,7 @@ class Stored:
         outs = list(zip(one.outputs, self.jaxpr.outvars, strict=True))
         summed = [v for name, v in outs if name.kind in ("grad", "result")]
         held = [v for name, v in outs if name.kind not in ("grad", "result")]
-        self.gradients = [v for name, v in outs if name.kind == "grad" and is_var(v)]
+        self.gradients = {v: name.of for name, v in outs if name.kind == "grad" and is_var(v)}
         self.liveness = Liveness(self.jaxpr.eqns, held, summed)
 
     @functools.cached_property
@@ -80,19 +80,19 @@ def stored_in(of: StagePrograms) -> dict[Kind, Stored]:
     return {kind: Stored(one) for kind, one in of.programs.items()}
 
 
-def footprint(of: StagePrograms, sharding: Sharding, afresh: bool = False) -> Footprint:
+def footprint(of: StagePrograms, sharding: Sharding, afresh: Set[int] = frozenset()) -> Footprint:
     """Return the memory of the task programs where `sharding` cuts the joint graph's values.
 
     Args:
         of: the task programs.
         sharding: of the joint graph's values.
-        afresh: whether gradients are made, rather than added to. Until one is made, its buffer can
-            hold another value.
+        afresh: the operands whose gradients are made, rather than added to. Until one is made, its
+            buffer can hold another value.
     """
     size, working = _sizes(sharding), {}
     for k, (kind, one) in enumerate(stored_in(of).items()):
         inside = one.sizes(sharding)
-        buffers = one.gradients if afresh else []
+        buffers = [v for v, i in one.gradients.items() if i in afresh]
         needs = one.liveness.peak_beside(buffers, inside) if buffers else one.liveness.peak(inside)
         working[kind] = _SLACK * (_arriving(of, k, size) + needs)
     return Footprint(left_bytes(of, sharding), working)

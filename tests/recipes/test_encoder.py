@@ -1,0 +1,86 @@
+"""`recipes/bert.py` and `recipes/vit.py`: their blocks as one scan."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from filled import filled_params
+
+from launcher.plan import local_shape
+from launcher.plan.methods import PipeshardParallel, UniformStageOption
+from launcher.testing import assert_allclose
+from launcher.trace import trace_step
+from launcher.train.step import init_state, make_train_step
+from recipes import build_dataset, build_model
+from recipes.bert_options import BERTOptions
+from recipes.synthetic_options import Synthetic
+from recipes.vit_options import ViTOptions
+
+LAYERS = 2
+SHAPE = {"size": None, "num_layers": LAYERS, "num_heads": 2, "hidden_size": 16}
+OPTIONS = {
+    "bert": BERTOptions(**SHAPE, vocab_size=32, sequence_length=8).filled(),
+    "vit": ViTOptions(**SHAPE, image_size=8, channels=2, num_classes=4, patch_size=4),
+}
+FAMILIES = pytest.mark.parametrize("name", OPTIONS)
+
+
+def in_a_row_and_scanned(name):
+    scanned = dataclasses.replace(OPTIONS[name], scan_layers=True)
+    return build_model(OPTIONS[name], "fp32"), build_model(scanned, "fp32")
+
+
+def batch_for(name):
+    return build_dataset(Synthetic(num_samples=8), OPTIONS[name], 8, seed=0).train(0)
+
+
+def taken_apart(params):
+    """The same tree, with a block's parameters under a name of their own."""
+    rest = dict(params)
+    stacked = rest.pop("layers")
+    return rest | {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(LAYERS)}
+
+
+@pytest.mark.devices(1)
+@FAMILIES
+def test_scanned_layers_compute_what_layers_in_a_row_do(name):
+    apart, scanned = in_a_row_and_scanned(name)
+    params, batch = filled_params(scanned), batch_for(name)
+    assert jax.tree.structure(taken_apart(params)) == jax.tree.structure(filled_params(apart))
+
+    def with_gradient(model, params):
+        return jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, None)[0]))(params)
+
+    expected, slopes = with_gradient(apart, taken_apart(params))
+    found, stacked = with_gradient(scanned, params)
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    assert_allclose(taken_apart(stacked), slopes, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.devices(1)
+@FAMILIES
+def test_scanned_layers_start_apart(name):
+    _, scanned = in_a_row_and_scanned(name)
+    kernels = jax.jit(scanned.init)(jax.random.key(0))["layers"]["linear_qkv"]["kernel"]
+    assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == LAYERS
+
+
+@FAMILIES
+def test_the_plan_is_that_of_layers_in_a_row(name):
+    """Stages, memory, parameters, seconds: only the names of the blocks' parameters differ."""
+    optimizer, batch, plans = optax.adam(1e-3), batch_for(name), []
+    for model in in_a_row_and_scanned(name):
+        step = make_train_step(model, optimizer, lambda count: 1e-3)
+        start = functools.partial(init_state, model, optimizer)
+        state = jax.eval_shape(start, jax.random.key_data(jax.random.key(0)))
+        method = PipeshardParallel(2, stage_option=UniformStageOption(2))
+        plans.append(method.plan(trace_step(step, (state, batch)), local_shape(4, 1, "cpu")))
+    apart, scanned = plans
+    assert [s.layers for s in scanned.stages] == [s.layers for s in apart.stages]
+    memory = [[s.memory_bytes for s in plan.stages] for plan in plans]
+    assert memory[1] == pytest.approx(memory[0], rel=0.02)
+    assert scanned.num_parameters == apart.num_parameters
+    assert scanned.predicted_step_seconds == pytest.approx(apart.predicted_step_seconds, rel=0.02)
