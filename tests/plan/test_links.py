@@ -18,7 +18,8 @@ from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import _why, best_plan
+from launcher.plan.inter_op.runners_up import reason
+from launcher.plan.inter_op.select import best_plan
 from launcher.plan.links import link_seconds, once_seconds
 from launcher.plan.pipeline import Pipeline, estimated, timeline
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
@@ -312,7 +313,7 @@ def test_the_busiest_link_of_a_runner_up_counts_collectives():
     )
     busiest = [max(link_seconds(plan).values()) for plan in (shared, apart)]
     words = "its busiest link takes {:.3g} s a step, not {:.3g}"
-    assert _why(shared, apart) == words.format(*busiest)
+    assert reason(shared, apart) == words.format(*busiest)
 
 
 def random_assignment(rng, cluster):
