@@ -88,6 +88,8 @@ def test_the_best_plans_are_of_several_kinds_and_fit() -> None:
     assert len(plans()) == 3
     kinds = [tuple(len(stage.devices) for stage in plan.stages) for plan in plans()]
     assert len(set(kinds)) == 3
+    # Pipelines, too, which the search of the best plan alone has not simulated.
+    assert {len(plan.meshes) for plan in plans()} == {1, 4}
     seconds = [plan.predicted_step_seconds for plan in plans()]
     assert seconds[1:] == sorted(seconds[1:])
     for plan in plans():

@@ -13,6 +13,7 @@ from launcher.plan.words import describe_plan
 from launcher.trace.errors import BatchError
 
 _MOST = 2.0  # times the best plan's step: further off no prediction is
+_NEAR = 1.25  # times the best prediction: plans of other kinds that are tried first
 _SPARE = 2  # times as many are built at most, as some do not fit or cannot cut the batch
 
 
@@ -26,8 +27,9 @@ def next_best(
 ) -> list[tuple[Plan, Assignment]]:
     """Return up to `count` other plans that fit, each with its assignment, best first.
 
-    No two are the same in words. Predictions err alike for plans with as many stages on as many
-    devices, so the best of other kinds come before the next best of a kind.
+    No two are the same in words. Predictions err alike for plans with as many stages, and for those
+    on the same submeshes: the best with other numbers of submeshes come first, as far as their
+    predictions are near, then the best on other ones, then the next best.
 
     Args:
         builder: builds plans.
@@ -54,17 +56,31 @@ def next_best(
 
 def _by_kind(chosen: Estimated, ranked: Sequence[Estimated]) -> Iterator[Estimated]:
     """Yield estimates that differ in words from the chosen one, the best of each kind first."""
-    words, kinds = {describe_plan(chosen[1])}, {_kind(chosen)}
-    distinct: list[Estimated] = []
-    later: list[Estimated] = []
+    near = _NEAR * chosen[1].predicted_step_seconds
+    words, counts, kinds = {describe_plan(chosen[1])}, {_num_meshes(chosen)}, {_kind(chosen)}
+    others: list[Estimated] = []
     for estimate in ranked:
         if (text := describe_plan(estimate[1])) in words:
             continue
         words.add(text)
-        (later if _kind(estimate) in kinds else distinct).append(estimate)
+        if _num_meshes(estimate) in counts or estimate[1].predicted_step_seconds > near:
+            others.append(estimate)
+            continue
+        counts.add(_num_meshes(estimate))
         kinds.add(_kind(estimate))
-    yield from distinct
+        yield estimate
+    later: list[Estimated] = []
+    for estimate in others:
+        if _kind(estimate) in kinds:
+            later.append(estimate)
+            continue
+        kinds.add(_kind(estimate))
+        yield estimate
     yield from later
+
+
+def _num_meshes(estimate: Estimated) -> int:
+    return len(estimate[1].meshes)
 
 
 def _kind(estimate: Estimated) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from launcher.partition.assignment import Assignment
 from launcher.plan.build import PlanBuilder
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import TooLargeError
+from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.further import lead_of
 from launcher.plan.inter_op.alternatives import next_best
 from launcher.plan.inter_op.auto import make_problem
@@ -109,10 +109,10 @@ def search(
             rows = fewer_rows_note(problem, wanted, chosen[1])
             best = dataclasses.replace(best, notes=(*best.notes, *rows))
             more = how_many(best) - 1
-            return [
-                (best, chosen[0]),
-                *(next_best(builder, best, chosen, built, estimates, more) if more > 0 else ()),
-            ]
+            if more <= 0:
+                return [(best, chosen[0])]
+            estimates = _of_every_depth(problem, wanted, estimates)
+            return [(best, chosen[0]), *next_best(builder, best, chosen, built, estimates, more)]
         problem = _with_less_memory(problem, built)
         memory_searches += 1
     if built:
@@ -148,6 +148,21 @@ def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -
     if found.unmeasured and not found.estimates:
         raise found.unmeasured[0]
     return found
+
+
+def _of_every_depth(
+    problem: Problem, wanted: Wanted, ranked: Sequence[Estimated]
+) -> list[Estimated]:
+    """Return the estimates with the best pipelines of 2, 4, 8 … submeshes where there are none."""
+    depths = {len(estimate.meshes) for _, estimate in ranked}
+    most = min(problem.cluster.num_devices, len(problem.groups))
+    missing = [n for n in (2**k for k in range(1, most.bit_length())) if n not in depths]
+    found = list(ranked)
+    for count in missing if wanted.num_stages is None else ():
+        with suppress(UnmeasuredError):
+            given = dataclasses.replace(wanted, num_stages=count)
+            found += _find(problem, given, lambda share: None).ranked[:1]
+    return sorted(found, key=lambda one: one[1].predicted_step_seconds)
 
 
 def _selected(
