@@ -158,6 +158,7 @@ def test_states_are_saved_on_the_way_and_training_goes_on_from_any(undisturbed, 
     assert again.losses() == undisturbed.losses()[steps[0] :]
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
     training = Training(tmp_path / "checkpoints", "train.checkpoint.every_steps=2")
     training.folder.write_text("in the way")

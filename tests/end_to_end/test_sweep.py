@@ -153,6 +153,7 @@ def test_a_sweep_grows_and_what_failed_is_run_again(tmp_path: Path) -> None:
     assert other.returncode == 2
 
 
+@pytest.mark.slow
 def test_a_hopeless_run_is_stopped_early(tmp_path: Path) -> None:
     run = """
 import json, pathlib, signal, sys, time

@@ -60,6 +60,7 @@ def test_what_it_writes_is_the_state_as_it_was_when_copied(background, tmp_path)
         jax.tree.map(np.testing.assert_array_equal, restored(tmp_path, step), make_state(step))
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_is_ended_and_the_next_save_has_another(
     background, tmp_path, monkeypatch
 ):

@@ -289,6 +289,7 @@ def silent_ray(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_start_says_what_it_waits_for_and_ends_in_time(silent_ray, tmp_path, caplog):
     silent_ray()
     caplog.set_level("INFO", "launcher")

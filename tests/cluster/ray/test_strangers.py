@@ -173,6 +173,7 @@ def below(folder):
         yield from (os.path.join(at, name) for name in folders + files)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypatch):
     (tmp_path / "met.py").write_text(MET)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -201,6 +201,7 @@ def test_a_config_that_is_none_is_not_taken(text: str, first: Path) -> None:
     assert load(["parallel=replay", f"parallel.plan={first}/plan.json"]).model.name == "gpt"
 
 
+@pytest.mark.slow
 def test_a_plan_is_replayed_by_its_name_alone(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("recipe=mlp_synthetic", "parallel=manual", "cluster=emulated", "cluster.gpus=2")
     assert main(["task=plan", "run.id=one", "optimizer.warmup_steps=3", *words]) == 0

@@ -100,6 +100,7 @@ def test_task_plan_shows_the_plan_and_fails(tmp_path: Path, capsys: pytest.Captu
     assert (err, "; parallel.allow_over_memory=true" in out) == ("", True)
 
 
+@pytest.mark.slow
 def test_auto_shows_the_nearest_plan_and_advises_what_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

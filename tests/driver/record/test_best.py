@@ -92,6 +92,7 @@ class Kept(Training):
         return super().run()
 
 
+@pytest.mark.slow
 def test_the_best_state_is_saved_at_once_and_outlives_later_ones(tmp_path, monkeypatch):
     words = "train.eval_every=1", "train.steps=6", "train.keep_best=eval_loss"
     often = "train.checkpoint.every_minutes=1e-9", "train.checkpoint.keep=1"

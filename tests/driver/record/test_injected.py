@@ -116,7 +116,7 @@ def test_data_that_come_late_are_named(words, tmp_path, monkeypatch):
 
 
 SAVES = [
-    ("copy_to_host", 0.4, pipeline(1, 2)),  # memory
+    pytest.param("copy_to_host", 0.4, pipeline(1, 2), marks=pytest.mark.slow),  # memory
     pytest.param("save", 0.8, pipeline(2, 2, "gpipe"), marks=pytest.mark.slow),  # the disk
     pytest.param("save", 0.8, pipeline(4, 4), marks=pytest.mark.stress),
 ]

@@ -71,6 +71,7 @@ def shape(devices: int = 2) -> Any:
     return local_shape(devices, 1, "cpu")
 
 
+@pytest.mark.slow
 def test_distinct_layers_are_measured_once_and_then_remembered(
     own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
