@@ -42,6 +42,7 @@ from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 
 Bounded = tuple[float, Assignment | None]  # neither this nor what comes later is below the seconds
 
+_WORTH_IDLING = 1.03  # times as fast, at least, are plans for which devices of a machine stay idle
 _GAP = 5e-4  # relative: a plan that is so near to its bound is not improved
 _MOST_TASKS = 150_000  # of all simulated timelines, for what only may be better
 _MOST_EXPANDED = 1000  # beginnings of pipelines, of one number of microbatches and schedule
@@ -96,8 +97,11 @@ def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -
     for one in (v for given in assignments for v in schedule_variants(given, problem, wanted)):
         found.add(one)
     if found.estimates:  # on fewer devices nothing fits that does not on all
+        limit, on_all = found.best / _WORTH_IDLING, set(found.estimates)
         for one in on_few_devices(problem, wanted):
             found.add(one)
+            if one not in on_all and limit < found.seconds_of(one) < math.inf:
+                del found.estimates[one]
     found.climb(wanted)
     return found
 

@@ -21,6 +21,9 @@ def test_devices_that_share_a_machine_may_idle():
     plan = auto_plans(small, shape, None, "auto", "auto")[0]
     assert plan.num_devices == 1
     assert auto_plans(large, shape, None, "auto", "auto")[0].num_devices == 4
+    # On one device it is predicted to be 1.6 % faster, which is less than predictions are good for.
+    between = layered_step([(896, 896)] * 4, 128)
+    assert auto_plans(between, shape, None, "auto", "auto")[0].num_devices == 4
     every = auto_plans(small, shape, None, "auto", "auto", num_stages=2)[0]
     assert len(every.stages) == 2
 
