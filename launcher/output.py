@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
+
+# Control characters, lone surrogates, and what separates lines and paragraphs.
+_OBEYED = "Cc", "Cs", "Zl", "Zp"
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def answer(text: str, end: str = "\n") -> int:
@@ -32,7 +37,11 @@ def answer(text: str, end: str = "\n") -> int:
 
 def without_control(text: str) -> str:
     """Return a text without what a terminal would obey; lines and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return "".join("\ufffd" if _is_obeyed(c) else c for c in text)
+
+
+def _is_obeyed(c: str) -> bool:
+    return c not in "\n\t" and (c in _DIRECTIONS or unicodedata.category(c) in _OBEYED)
 
 
 def complain(text: str) -> None:

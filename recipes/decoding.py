@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ class TextPlaces(NamedTuple):
 class Generator:
     """Goes on with texts; its programs are compiled for the parameters of its first call, and stay.
 
-    Compiling takes longer than writing many a text. So all programs that a text will need are
+    Compiling often takes longer than writing a text. So all programs that a text will need are
     compiled at its beginning, in threads, and short texts need none but that for single tokens.
 
     Args:
@@ -167,6 +168,8 @@ class Generator:
     ) -> None:
         self._decoder, self._sampling, self._places = decoder, sampling, places
         self._compiler = ThreadPoolExecutor(os.cpu_count(), "launcher-generator")
+        # Nobody waits for programs that a text turned out not to need.
+        weakref.finalize(self, self._compiler.shutdown, wait=False, cancel_futures=True)
         # By the number of rows; and by that and the number of tokens of each.
         self._empty: dict[int, Future[Any]] = {}
         self._read: dict[tuple[int, int], Future[Any]] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes import Dataset, InputError, tokens
 from recipes.corpus.prepare import Preparation, prepare_corpus, up_to_date
-from recipes.corpus.saved_datasets import read_split
+from recipes.corpus.saved_datasets import read_splits
 from recipes.corpus.sources import find_sources
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
 from recipes.documents_options import Documents
@@ -54,8 +54,12 @@ def prepare(options: Documents, processes: int, progress: Callable[[float], None
     meta = prepare_corpus(preparation(options), processes, progress)
     bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
     left_out = f"left out: {_several(meta.skipped, 'bad document')}, first {bad}\n"
-    split = read_split(options.path) if options.format == "arrow" and not options.pattern else None
-    which = f"the split {split.name} is read, of {', '.join(split.names)}\n" if split else ""
+    is_saved = options.format == "arrow" and not options.pattern
+    splits = dict.fromkeys(
+        f"the split {split.name} is read, of {', '.join(split.names)}\n"
+        for split in (read_splits(options.path) if is_saved else ())
+    )
+    which = "".join(splits)
     return (
         f"{which}{left_out if meta.skipped else ''}{_several(meta.documents, 'document')}, "
         f"{meta.tokens:,} tokens of {meta.vocab_size:,} are in {options.folder}"

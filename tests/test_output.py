@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.output import without_control
+
 ANSWERS = [
     ["--help"],
     ["--version"],
@@ -49,3 +51,11 @@ def test_output_may_be_closed(tmp_path: Path) -> None:
     shell = f"{sys.executable} -m launcher --version >&-; echo $?"
     result = subprocess.run(shell, shell=True, cwd=tmp_path, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("0\n", "")
+
+
+def test_what_a_terminal_obeys_is_masked_and_every_other_character_stays() -> None:
+    obeyed = "\x1b\x07\r\x9b\u2028\u202e\ud800"
+    assert without_control(obeyed) == "\ufffd" * len(obeyed)
+    # a space that does not break, an ideographic one, joiners, a soft hyphen
+    text = "3\xa0€\u3000👩\u200d🔬 می\u200cخواهم co\xadop\n\t\ue000"
+    assert without_control(text) == text

@@ -124,7 +124,7 @@ class Peer:
 
         Args:
             addresses: what `join` returned in each process, in their order.
-            first_key: the first key to pull by, the same in all processes.
+            first_key: what all transfer keys are counted from, the same in all processes.
         """
         if isinstance(self._transport, PullTransport):
             self._transport.connect([a for a in addresses if a is not None], first_key)

@@ -38,7 +38,7 @@ class Compilation:
         self._pool = pool
         first: dict[str, Run] = {}
         for x in emitted.instructions:
-            if isinstance(x, Run) and placement.runs_here(x.mesh):
+            if isinstance(x, Run):
                 first.setdefault(x.program, x)
         # What another process may not have pulled yet must not be written over.
         offered = {

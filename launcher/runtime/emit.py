@@ -36,7 +36,7 @@ def emit(
 ) -> Emitted:
     """Return the instruction list of a worker, with the tasks in the order of the plan's timeline.
 
-    It takes time for the worker's own tasks and their neighbours', besides the timeline.
+    Its cost grows with the tasks of this worker and its neighbours, plus that of the timeline.
 
     Args:
         step: the step.

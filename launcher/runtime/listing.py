@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Listing:
-    """The instructions so far, of all that a step does those of one worker.
+    """One worker's instructions so far.
 
     Every instruction of the step has its turn, whether it is listed here or not, so that what
     several workers do together has the same turn in all their lists. Some turns may be nobody's.
@@ -27,7 +27,7 @@ class Listing:
         here: the meshes on which the worker has a device.
         turns: the number of turns so far.
         listed: the instructions.
-        programs: see `Emitted`, and the following.
+        programs: see `Emitted`; so for the next two.
         summing: of those programs.
         alike: of those programs.
     """

@@ -58,15 +58,15 @@ def prove(
             there.difference_update(x.slots)
             continue
         at, to = (x.src, x.dst) if isinstance(x, Send) else (x.mesh, x.mesh)
-        read = there.union(x.inputs) if at not in here else there  # elsewhere: another proves it
-        absent = [s for s in x.inputs if s not in read or slots[s].mesh != at]
+        is_here = at in here  # elsewhere another process proves that arrays are there
+        absent = [s for s in x.inputs if slots[s].mesh != at or (is_here and s not in there)]
         if absent or any(slots[s].mesh != to for s in x.outputs):
             raise PlanError(f"{_told(x)} needs slots {absent}, not there")
         there.update(x.outputs)
 
 
 def digest(turns: int, owners: Sequence[Set[int]]) -> str:
-    """Return a hash of what all processes know alike.
+    """Return a hash of what must be the same in all processes.
 
     Args:
         turns: the number of turns.

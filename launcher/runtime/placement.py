@@ -49,7 +49,7 @@ class Placement:
         return is_here(self.whole(mesh))
 
     def is_local(self, send: Send) -> bool:
-        """Return whether one process, this or another, owns all devices of both sides."""
+        """Return whether one process owns all devices of both sides."""
         devices = [d for mesh in (send.src, send.dst) for d in self.meshes[mesh].devices.flat]
         return len({d.process_index for d in devices}) == 1
 

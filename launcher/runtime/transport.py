@@ -178,7 +178,7 @@ class PullTransport(CheckedBarrier):
 
         Args:
             addresses: the addresses of all processes, in the order of `jax.process_index()`.
-            first_key: the first key that the server knows, the same in all processes.
+            first_key: what all keys are counted from, the same in all processes.
         """
         me = jax.process_index()
         self._first = first_key

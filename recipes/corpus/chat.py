@@ -95,7 +95,9 @@ def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[[Any, bool
         compiled = environment.from_string(text)
     except TemplateError as error:
         named = "the tokenizer's" if template is None else f"dataset.chat_template={template}"
-        raise InputError(f"{named}: no chat template of Jinja ({error}); name another") from None
+        raise InputError(
+            f"{named}: not a valid Jinja chat template ({error}); name another"
+        ) from None
 
     def render(messages: Any, prompts: bool) -> str:
         # Templates speak of the first message; without any they fail, and there is nothing to say.

@@ -1,4 +1,4 @@
-"""The documents of the source as tokens, and what follows bad ones."""
+"""The documents of the source as tokens, and how bad ones are treated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EncodedDocument(NamedTuple):
     """A document's tokens.
 
     Attributes:
-        tokens: with the one that ends it, if the tokenizer has such a one.
+        tokens: with the one that ends it, if the tokenizer has one.
         text_bytes: how long the text is as UTF-8; None: it is a conversation.
         learned: which tokens are to be learned; None: all.
     """

@@ -10,9 +10,10 @@ import functools
 import glob
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,7 +81,7 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
         key: the setting that names it.
 
     Raises:
-        InputError: there are none, or one is no file of tokens.
+        InputError: there are none, or one is not a token file.
     """
     source, root = f"{key}={path}", Path(path).expanduser()
     if (root / META).is_file():
@@ -97,8 +98,9 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
         raise InputError(f"{source} {what}; {_REMEDY}")
     for file in paths:
         if file.suffix not in ENDINGS:
-            raise InputError(f"{source}: {file} is no file of tokens; {_remedy_for(file)}")
-    files = [_plain(source, file, dtype) for file in paths]
+            raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
+    kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
+    files = [_plain(source, file, dtype, kind_in) for file in paths]
     if not sum(file.count for file in files):
         raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
     return Corpus(source, tuple(file for file in files if file.count))
@@ -138,14 +140,16 @@ def _prepared(source: str, root: Path) -> Corpus:
     return Corpus(source, tuple(files), meta)
 
 
-def _plain(source: str, path: Path, dtype: str) -> TokenFile:
+def _plain(
+    source: str, path: Path, dtype: str, kind_in: Callable[[Path], np.dtype[Any]]
+) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise InputError(f"{source}: you may not read {path}; change its permissions")
     if path.suffix == ".npy":
         return _npy(source, path, dtype)
     if dtype == "auto":
         is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
-        kind = read_meta(path.parent, source).dtype if is_part else np.dtype("<u2")
+        kind = kind_in(path.parent) if is_part else np.dtype("<u2")
     else:
         kind = np.dtype(dtype).newbyteorder("<")
     size = path.stat().st_size

@@ -53,16 +53,17 @@ def saved_files(folder: Path, source: str) -> list[Path]:
     return found
 
 
-def read_split(path: str) -> ChosenSplit | None:
-    """Return which split is read of what `dataset.path` names: `train`, or the only one.
+def read_splits(path: str) -> list[ChosenSplit]:
+    """Return which splits are read of what `dataset.path` names, of each dictionary that is there.
 
-    Returns:
-        The split; None where there are none.
+    Of a dictionary it is `train`, or the only one.
 
     Raises:
-        InputError: none is the one, or the folder's list of them cannot be read.
+        InputError: none is the one, or a folder's list of them cannot be read.
     """
-    return _split_of(Path(path).expanduser(), f"dataset.path={path}")
+    folder, source = Path(path).expanduser(), f"dataset.path={path}"
+    folders = (file.parent for file in sorted(folder.rglob(_SPLITS)))
+    return [split for each in folders if (split := _split_of(each, source))]
 
 
 def _split_of(folder: Path, source: str) -> ChosenSplit | None:

@@ -12,7 +12,8 @@ def checked_value(value: Any) -> Any:
     they are joined.
 
     Raises:
-        ValueError: it is no document; the message goes on a sentence that begins with the field.
+        ValueError: it is not a document; the message continues a sentence that begins with the
+            field.
     """
     if value is None:
         raise ValueError("is null")

@@ -128,7 +128,7 @@ def test_a_file_of_another_kind_is_never_read_as_tokens(tmp_path, name, remedy):
     anything = model(vocab_size=70000)
     for path in (tmp_path / name, tmp_path / "*"):
         said = refusal(Tokens(path=str(path)), anything)
-        assert said.startswith(f"dataset.path={path}: {tmp_path / name} is no file of tokens; ")
+        assert said.startswith(f"dataset.path={path}: {tmp_path / name} is not a token file; ")
         assert remedy in said
     mixture = Mixture(parts={"web": {"path": str(tmp_path / name)}})
     assert refusal(mixture, anything).startswith(f"dataset.parts.web.path={tmp_path / name}: ")

@@ -13,7 +13,7 @@ import numpy as np
 
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import LOCAL, ClusterShape
-from launcher.plan.errors import TooLargeError
+from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.problem import (
@@ -54,9 +54,12 @@ def nothing_fits(
             f"{f'{count} microbatches' if count else 'microbatches'}; change "
             "train.global_batch_size or parallel.num_micro_batches"
         )
-    shown = built or make_estimate(least.assignment, problem)
-    memory, usable = [stage.memory_bytes for stage in shown.stages], problem.memory_bytes
+    shown, usable = built or _estimated(least, problem), problem.memory_bytes
+    memory: Sequence[float] = least.memory
+    if shown:
+        memory = [stage.memory_bytes for stage in shown.stages]
     needed = max(memory)
+    words = f" ({describe_plan(shown)})" if shown else ""
     asked = [
         f"parallel.{name}={value}"
         for name, value in (
@@ -73,13 +76,20 @@ def nothing_fits(
 
     return TooLargeError(
         f"the model does not fit{' with ' + ' '.join(asked) if asked else ''}: in the leanest plan "
-        f"found ({describe_plan(shown)}) stage {memory.index(needed)} needs "
+        f"found{words} stage {memory.index(needed)} needs "
         f"{needed / _GIB:.2f} GiB a device, "
         f"{(needed - usable) / _GIB:.2f} GiB more than the {usable / _GIB:.2f} GiB that can be "
         "used. ",
         least.assignment,
         advice,
     )
+
+
+def _estimated(least: Candidate, problem: Problem) -> Staged | None:
+    try:
+        return make_estimate(least.assignment, problem)
+    except UnmeasuredError:  # its memory is known all the same
+        return None
 
 
 def _too_many_stages(problem: Problem, wanted: Wanted) -> str:

@@ -21,7 +21,7 @@ def runners_up(
     built: Sequence[tuple[Plan, Estimated]],
     estimates: Sequence[Estimated],
 ) -> tuple[RunnerUp, ...]:
-    """Return the next best plans, of those that are the same in words the best.
+    """Return the next best plans, of plans that read the same in words only the best.
 
     Those that were only estimated are compared with the best one's estimate.
     """

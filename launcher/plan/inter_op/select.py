@@ -111,7 +111,9 @@ def search(
             more = how_many(best) - 1
             if more <= 0:
                 return [(best, chosen[0])]
-            estimates = _of_every_depth(problem, wanted, estimates)
+            estimates = _of_every_depth(
+                problem, wanted, estimates, lambda share: progress(0.9 + 0.1 * share)
+            )
             return [(best, chosen[0]), *next_best(builder, best, chosen, built, estimates, more)]
         problem = _with_less_memory(problem, built)
         memory_searches += 1
@@ -128,7 +130,7 @@ def _leanest(builder: PlanBuilder, problem: Problem, wanted: Wanted) -> tuple[Pl
     """
     least, plan = leanest(problem, wanted), None
     if least is not None:
-        with suppress(BatchError):
+        with suppress(BatchError, UnmeasuredError):
             plan = builder.build(least.assignment)
             if plan.missing_bytes <= 0:
                 return plan, least.assignment
@@ -151,17 +153,22 @@ def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -
 
 
 def _of_every_depth(
-    problem: Problem, wanted: Wanted, ranked: Sequence[Estimated]
+    problem: Problem,
+    wanted: Wanted,
+    ranked: Sequence[Estimated],
+    progress: Callable[[float], None],
 ) -> list[Estimated]:
     """Return the estimates with the best pipelines of 2, 4, 8 … submeshes where there are none."""
     depths = {len(estimate.meshes) for _, estimate in ranked}
     most = min(problem.cluster.num_devices, len(problem.groups))
     missing = [n for n in (2**k for k in range(1, most.bit_length())) if n not in depths]
     found = list(ranked)
-    for count in missing if wanted.num_stages is None else ():
+    for k, count in enumerate(missing if wanted.num_stages is None else ()):
         with suppress(UnmeasuredError):
+            progress(k / len(missing))
             given = dataclasses.replace(wanted, num_stages=count)
-            found += _find(problem, given, lambda share: None).ranked[:1]
+            deeper = _find(problem, given, lambda share: None)
+            found += deeper.ranked[:1] if deeper.estimates else []
     return sorted(found, key=lambda one: one[1].predicted_step_seconds)
 
 

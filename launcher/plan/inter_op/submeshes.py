@@ -20,8 +20,8 @@ def submesh_sizes(cluster: ClusterShape, batch_size: int) -> tuple[int, ...]:
     """Return the numbers of devices that a stage may have, the others of its hosts being idle.
 
     They are all that rows can be shared by: the product of a divisor of the batch and a size of the
-    model axis. Of the divisors that are larger than a host and more than 20 only some are taken
-    (`spread_divisors`), and those that fill the cluster.
+    model axis. If the batch has more than 20 divisors, only some of those larger than a host are
+    taken (`spread_divisors`), and those that fill the cluster.
     """
     most, models = cluster.num_devices, model_sizes(cluster)
     whole = {most // model for model in models if batch_size % (most // model) == 0}

@@ -9,8 +9,9 @@ import pytest
 from layered import layered_step
 
 from launcher.plan import describe_plan, local_shape
-from launcher.plan.build import build_plan
-from launcher.plan.errors import TooLargeError
+from launcher.plan.build import PlanBuilder, build_plan
+from launcher.plan.errors import TooLargeError, UnmeasuredError
+from launcher.plan.inter_op import infeasible
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.cost_table import CostTable, Parameters
 from launcher.plan.inter_op.infeasible import _batch, leanest, nothing_fits
@@ -140,3 +141,15 @@ def test_a_plan_that_fits_is_taken_though_its_estimate_does_not():
         memory = (min(max(one.memory) for one in found) - 1) / GIB
     [(plan, _)] = search(step, a100s(memory), Wanted())
     assert plan.missing_bytes <= 0
+
+
+def test_where_layers_could_not_be_measured_it_is_the_lack_that_is_said(monkeypatch):
+    """Layers that take too much memory are those that cannot be run to be measured."""
+
+    def unmeasured(*_):
+        raise UnmeasuredError("layer 0 could not be measured")
+
+    monkeypatch.setattr(PlanBuilder, "build", unmeasured)
+    monkeypatch.setattr(infeasible, "make_estimate", unmeasured)
+    with pytest.raises(TooLargeError, match=r"leanest plan found stage \d needs [\d.]+ GiB"):
+        search(layered_step([(8192, 8192)] * 6, 65536), a100s(0.5), Wanted())

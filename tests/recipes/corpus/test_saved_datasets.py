@@ -66,6 +66,18 @@ def test_of_several_splits_train_is_read_or_the_only_one(tmp_path):
     assert said.startswith("the split train is read, of train, validation, test\n1 document, ")
 
 
+def test_the_split_of_every_dictionary_below_a_folder_is_said(tmp_path):
+    splits(tmp_path / "data" / "a", "train", "test")
+    splits(tmp_path / "data" / "b", "talks")
+    options = Documents(path=str(tmp_path / "data"), format="arrow", tokens=str(tmp_path / "out"))
+    said = prepare(options, 1, lambda share: None).splitlines()
+    assert said[:2] == [
+        "the split train is read, of train, test",
+        "the split talks is read, of talks",
+    ]
+    assert said[2].startswith("2 documents, ")
+
+
 def test_a_folder_that_datasets_did_not_write_is_all_its_files(tmp_path):
     (tmp_path / "deep").mkdir()
     arrow(tmp_path / "b.arrow", "b")
