@@ -94,7 +94,8 @@ class PermuteTransport(CheckedBarrier):
         self,
         exchanges: Sequence[Shipment],
         order: str,
-        together: Mapping[str, int] | None = None,
+        together: Mapping[str, int] = NOTHING,
+        by_all: bool = False,
     ) -> None:
         """Compile the exchanges, then open the communicator of each group of devices.
 
@@ -104,10 +105,10 @@ class PermuteTransport(CheckedBarrier):
         new = [x for x in programs if x.is_here and x.run is None]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = list(pool.map(_Program.compiled, new))
-        self.barrier(order, together or NOTHING)
+        self.barrier(order, together)
         for program, run in zip(new, compiled, strict=True):
             program.run = self._throttle.wrap(run, program.local)
-        if together is None:
+        if by_all:
             for program in programs:
                 program.is_open = True
         groups = {x.devices: x for x in reversed(new)}

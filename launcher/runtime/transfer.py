@@ -240,7 +240,8 @@ def move(
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
     if not transfer.exchange.is_open:
         with fail_together(transport):
-            transport.open([transfer.exchange], transfer.exchange.description)
+            exchange = transfer.exchange
+            transport.open([exchange], exchange.description, by_all=True)
             transport.barrier("open")
     return transfer(transport.reserve(1), list(arrays))
 

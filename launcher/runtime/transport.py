@@ -90,14 +90,16 @@ class Transport(Protocol):
         self,
         exchanges: Sequence[Shipment],
         order: str,
-        together: Mapping[str, int] | None = None,
+        together: Mapping[str, int] = NOTHING,
+        by_all: bool = False,
     ) -> None:
         """Make exchanges ready to be called, then pass the `barrier`.
 
         Args:
-            exchanges: this process's; without `together`, those of all processes.
+            exchanges: those that this process takes part in.
             order: see `barrier`.
             together: see `barrier`.
+            by_all: whether every process opens these very exchanges, those too that take no part.
         """
 
     def barrier(self, order: str, together: Mapping[str, int] = NOTHING) -> None:
@@ -195,10 +197,11 @@ class PullTransport(CheckedBarrier):
         self,
         exchanges: Sequence[Shipment],
         order: str,
-        together: Mapping[str, int] | None = None,
+        together: Mapping[str, int] = NOTHING,
+        by_all: bool = False,
     ) -> None:
         """Pass the barrier; nothing has to be prepared. See `Transport`."""
-        self.barrier(order, together or NOTHING)
+        self.barrier(order, together)
 
     def reserve(self, count: int) -> int:
         """See `Transport`."""

@@ -70,8 +70,8 @@ def test_parcels_of_all_kinds_arrive():
     every = [parcels_at_random(seed, 6) for seed in range(3)]
     every += [every[0], []]
     exchanges = [way.bind(parcels) for parcels in every]
-    way.open(exchanges, "")
-    way.open(exchanges, "")  # nothing new
+    way.open(exchanges, "", by_all=True)
+    way.open(exchanges, "", by_all=True)  # nothing new
     assert all(exchange.is_open for exchange in exchanges)
     rng = np.random.default_rng(0)
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_equal_exchanges_share_a_program_and_devices_meet_once(monkeypatch):
     lowered, ran = [], []
     compiled = way_of(lowered, ran)
     monkeypatch.setattr("launcher.runtime.permute._Program.compiled", compiled)
-    way.open(exchanges, "")
+    way.open(exchanges, "", by_all=True)
     assert len(lowered) == 3
     assert [[device.id for device in devices] for devices in ran] == [[a.id, b.id], [b.id, c.id]]
 
@@ -108,11 +108,11 @@ def test_what_a_step_opens_is_not_open_for_all():
     way, (a, b) = PermuteTransport(), jax.devices()[:2]
     parcels = [Parcel(a, b, (3,), jnp.dtype("float32"))]
     exchange = way.bind(parcels)
-    way.open([exchange], "", {})
+    way.open([exchange], "")
     assert not exchange.is_open
     (arrived,) = exchange(0, {0: jax.device_put(jnp.ones(3, "float32"), a)}).values()
     assert arrived.devices() == {b}
-    way.open([way.bind(parcels)], "")
+    way.open([way.bind(parcels)], "", by_all=True)
     assert exchange.is_open
 
 
@@ -123,7 +123,7 @@ def test_an_exchange_leaves_nothing_behind():
     sent = jax.device_put(jnp.ones(77), a)
     before = len(jax.live_arrays())
     both = [way.bind([Parcel(a, to, sent.shape, sent.dtype)]) for to in (b, b, c)]
-    way.open(both, "")
+    way.open(both, "", by_all=True)
     arrived = [exchange(0, {0: sent}) for exchange in both]
     assert len(jax.live_arrays()) == before + len(arrived) + 2  # zeros on b, and on c
     del both, arrived
