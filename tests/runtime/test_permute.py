@@ -252,6 +252,8 @@ def test_every_schedule_gives_the_same_bits_by_both_ways(count, devices):
         {**ONE_F_ONE_B, "stages": n, "schedule": schedule}
         for schedule in SCHEDULES
         for n in {min(stages, 4), min(count, 4)}
+        # three stages would take turns on one submesh, whose nine slices the batch does not have
+        if n % 2 == 0 or schedule != "interleaved_1f1b"
     ]
     the_same_by_both(count, devices, settings)
 
