@@ -61,15 +61,15 @@ def stages_of_compilation(
 
 def loss_program_text(loss: Loss) -> str:
     """Return the loss on one slice of the batch as a jaxpr, without its marks."""
-    from launcher.trace.jaxpr import program
+    from launcher.trace.jaxpr import Jaxpr
 
-    return _pretty(program(loss.invars, loss.equations, loss.outvars))
+    return str(Jaxpr(loss.invars, loss.equations, loss.outvars))
 
 
 def layers_text(step: TracedStep, loss: Loss) -> str:
     """Return a jaxpr for each layer, with the operands that it reads."""
     from launcher.partition.stages import cut_stages
-    from launcher.trace.jaxpr import program
+    from launcher.trace.jaxpr import Jaxpr
     from launcher.trace.leaf_names import operand_names
 
     names = operand_names(step)
@@ -77,7 +77,7 @@ def layers_text(step: TracedStep, loss: Loss) -> str:
     texts = []
     for graph in graphs:
         reads = ", ".join(names[i] for i in graph.operands) or "none"
-        text = _pretty(program(graph.inputs, graph.equations, graph.outs))
+        text = str(Jaxpr(graph.inputs, graph.equations, graph.outs))
         texts.append(f"layer {graph.index}, operands: {reads}\n{text}")
     return "\n\n".join(texts)
 
@@ -130,18 +130,18 @@ def tasks_text(cut: PartitionedStep, stage: int) -> str:
     for kind, one in made.programs.items():
         outputs = ", ".join(map(named, one.outputs))
         inputs = ", ".join(map(named, one.inputs))
-        texts.append(f"{kind.value}: {inputs} -> {outputs}\n{_pretty(one.closed)}")
+        texts.append(f"{kind.value}: {inputs} -> {outputs}\n{one.closed!s}")
     return "\n\n".join(texts)
 
 
 def update_text(cut: PartitionedStep) -> str:
     """Return a jaxpr for each program that runs before the pipeline and after it."""
-    from launcher.trace.jaxpr import program
+    from launcher.trace.jaxpr import Jaxpr
 
     texts = []
     for word, segments in (("before", cut.update.before), ("update", cut.update.after)):
         for number, segment in enumerate(segments):
-            text = _pretty(program(segment.inputs, segment.equations, segment.outputs))
+            text = str(Jaxpr(segment.inputs, segment.equations, segment.outputs))
             texts.append(f"{word}.{number}, mesh {segment.mesh}\n{text}")
     return "\n\n".join(texts)
 
@@ -214,10 +214,6 @@ def _labels(cut: PartitionedStep) -> dict[Any, str]:
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _pretty(closed: Any) -> str:
-    return str(closed.jaxpr.pretty_print(use_color=False))
 
 
 def _aval(aval: Any) -> str:

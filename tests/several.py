@@ -159,7 +159,7 @@ def sharpness_aware(value_and_grad, evaluated):
     def step(state, batch):
         params = state["params"]
         value, grads = value_and_grad(error)(params, batch)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         near = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
         sharp, grads = value_and_grad(error)(near, batch)
         return updated(state, grads), (value, sharp)

@@ -42,7 +42,7 @@ def gradient_order(program: TaskProgram) -> tuple[int, ...]:
 
     Gradients that one equation makes are in the order of the program's results.
     """
-    jaxpr = program.closed.jaxpr
+    jaxpr = program.closed
     made = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     found = [
         (made.get(v, -1), name.of)  # type: ignore[arg-type]  # a literal is made by none

@@ -5,6 +5,7 @@ Its values have names that the runtime knows them by.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -19,9 +20,10 @@ from launcher.partition.stages import StageGraph
 from launcher.trace import Loss
 from launcher.trace.jaxpr import (
     Atom,
-    ClosedJaxpr,
     Equation,
+    Jaxpr,
     Var,
+    called_instead,
     captured,
     free_vars,
     inline_calls,
@@ -29,7 +31,7 @@ from launcher.trace.jaxpr import (
     jaxpr_as_fun,
     make_jaxpr,
     needed,
-    program,
+    read_jaxpr,
 )
 from launcher.trace.structure_text import structure_text
 
@@ -131,14 +133,14 @@ def trace_joint(
     closed = inline_calls(make_jaxpr(joint, *avals))
     if open_checkpoints:
         closed = opened(closed)
-    variables = dict(zip(inputs, closed.jaxpr.invars, strict=True))
+    variables = dict(zip(inputs, closed.invars, strict=True))
     outputs = [*made, *(Name("grad", i) for i in grads)]
     outputs += [Name("cotangent", (v, graph.index)) for v in graph.active_in]
     return JointGraph(
         inputs=variables,
-        outputs=dict(zip(outputs, closed.jaxpr.outvars, strict=True)),
-        equations=closed.jaxpr.eqns,
-        constants=dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
+        outputs=dict(zip(outputs, closed.outvars, strict=True)),
+        equations=closed.eqns,
+        constants=dict(zip(closed.constvars, closed.consts, strict=True)),
         slices=frozenset(
             v for name, v in variables.items() if name.kind != "operand" or name.of in varying
         ),
@@ -158,7 +160,7 @@ def _in_segments(
     """
     cut = segments(graph.layers, remat, by_layer=known is not None)
     if known is None and all(segment.policy is None for segment in cut):
-        return jaxpr_as_fun(program(list(reads), graph.equations, graph.outs))
+        return jaxpr_as_fun(Jaxpr(list(reads), graph.equations, graph.outs))
     fixed = _fixed(graph.equations)
     parts: list[tuple[list[Var], list[Var], Callable[..., Any]]] = []
     wanted = {v for v in graph.outs if is_var(v)}
@@ -167,7 +169,7 @@ def _in_segments(
         equations = [*needed(fixed, free_vars(segment.equations)), *segment.equations]
         given = free_vars(equations)
         wanted.update(given)
-        closed = program(given, equations, made)
+        closed = Jaxpr(given, equations, made)
         run = (
             _run_of(closed, segment.policy)
             if known is None
@@ -184,15 +186,15 @@ def _in_segments(
     return forward
 
 
-def _run_of(closed: ClosedJaxpr, policy: Policy | None) -> Callable[..., Any]:
+def _run_of(closed: Jaxpr, policy: Policy | None) -> Callable[..., Any]:
     """Return the function of a segment."""
     run = jaxpr_as_fun(closed)
     return run if policy is None else jax.checkpoint(run, policy=policy)
 
 
-def _known_run(closed: ClosedJaxpr, policy: Policy | None, known: Known) -> Callable[..., Any]:
+def _known_run(closed: Jaxpr, policy: Policy | None, known: Known) -> Callable[..., Any]:
     """Return one function for equal segments, whose derivative JAX keeps."""
-    key = structure_text(closed.jaxpr), policy, tuple(map(id, captured(closed.eqns)))
+    key = structure_text(closed), policy, tuple(map(id, captured(closed.eqns)))
     if key not in known:
         known[key] = jax.jit(_run_of(closed, policy))
     return known[key]
@@ -246,26 +248,23 @@ def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
     return first
 
 
-def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+def opened(closed: Jaxpr) -> Jaxpr:
     """Replace every `jax.checkpoint` by its body.
 
     A barrier, like that of `jax.checkpoint`, keeps the compiler from computing only once what is to
     be computed again.
     """
-    while any(is_checkpoint(eqn) for eqn in closed.jaxpr.eqns):
-        equations = [_as_call(eqn) if is_checkpoint(eqn) else eqn for eqn in closed.jaxpr.eqns]
-        jaxpr = closed.jaxpr.replace(eqns=equations)
-        closed = inline_calls(ClosedJaxpr(jaxpr, closed.consts))
+    while any(is_checkpoint(eqn) for eqn in closed.eqns):
+        equations = [_as_call(eqn) if is_checkpoint(eqn) else eqn for eqn in closed.eqns]
+        closed = inline_calls(dataclasses.replace(closed, eqns=equations))
     return closed
 
 
 def _as_call(eqn: Equation) -> Equation:
-    body = jaxpr_as_fun(ClosedJaxpr(eqn.params["jaxpr"], ()))
+    body = jaxpr_as_fun(read_jaxpr(eqn.params["jaxpr"]))
     again = eqn.params["differentiated"] and eqn.params["prevent_cse"]
 
     def run(*args: Any) -> Any:
         return body(*(jax.lax.optimization_barrier(args) if again else args))
 
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    (call,) = make_jaxpr(jax.jit(run), *avals).eqns
-    return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)
+    return called_instead(eqn, run, eqn.invars)

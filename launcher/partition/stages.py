@@ -14,16 +14,7 @@ import jax.numpy as jnp
 
 from launcher.trace import Loss
 from launcher.trace.cost import program_flops
-from launcher.trace.jaxpr import (
-    Atom,
-    Equation,
-    Var,
-    dependents,
-    free_vars,
-    is_var,
-    needed,
-    program,
-)
+from launcher.trace.jaxpr import Atom, Equation, Jaxpr, Var, dependents, free_vars, is_var, needed
 from launcher.trace.layers import ANY_LAYER
 from launcher.trace.structure_text import structure_text
 
@@ -70,7 +61,7 @@ class StageGraph:
             "of": [len(self.operands), len(self.activations_out), 0 in self.results],
             "consumers": [len(readers) for readers in self.consumers],  # each sends a gradient back
         }
-        return structure_text(program(self.inputs, self.equations, self.outs).jaxpr, how)
+        return structure_text(Jaxpr(self.inputs, self.equations, self.outs), how)
 
     @property
     def active_in(self) -> tuple[Var, ...]:

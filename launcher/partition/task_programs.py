@@ -21,8 +21,8 @@ from launcher.schedule import Kind
 from launcher.trace.cost import matmul_flops
 from launcher.trace.jaxpr import (
     Atom,
-    ClosedJaxpr,
     Equation,
+    Jaxpr,
     Var,
     dependents,
     free_vars,
@@ -30,7 +30,6 @@ from launcher.trace.jaxpr import (
     jaxpr_as_fun,
     nbytes,
     needed,
-    program,
 )
 from launcher.trace.primitive_kinds import BARRIERS
 
@@ -42,7 +41,7 @@ class TaskProgram:
     `closed`: the same, with the `constants` that it captures as leading inputs.
     """
 
-    closed: ClosedJaxpr
+    closed: Jaxpr
     constants: tuple[Any, ...]
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
@@ -205,7 +204,7 @@ def _passes(
         left = [v for v, maker in made.items() if maker == k and v in later and v not in known]
         constants = [v for v in reads[k] if v in joint.constants]
         inputs = [v for v in reads[k] if v not in joint.constants]
-        closed = program([*constants, *inputs], equations, [*outs, *left])
+        closed = Jaxpr([*constants, *inputs], equations, [*outs, *left])
         passes.append(
             TaskProgram(
                 closed=closed,

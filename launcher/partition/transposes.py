@@ -9,28 +9,25 @@ swapped only where less is copied. Pure.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
 from jax.lax import DotAlgorithm
 
 from launcher.trace.bodies import bodies, replace_bodies
-from launcher.trace.jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, is_var
+from launcher.trace.jaxpr import Equation, Jaxpr, Var, is_var
 
 
-def without_transposes(closed: ClosedJaxpr) -> ClosedJaxpr:
+def without_transposes(jaxpr: Jaxpr) -> Jaxpr:
     """Return the program with `transpose(a · b)` as `b · a`, inside loops and checkpoints, too."""
-    return ClosedJaxpr(_rewritten(closed.jaxpr), closed.consts)
-
-
-def _rewritten(jaxpr: Jaxpr) -> Jaxpr:
     uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
     uses.update(v for v in jaxpr.outvars if is_var(v))
     products: dict[Var, int] = {}  # those that nothing has read, by their place
     equations: list[Equation | None] = []
     for eqn in jaxpr.eqns:
         if bodies(eqn):  # kernels have none, and stay as they are written
-            eqn = replace_bodies(eqn, _rewritten)
+            eqn = replace_bodies(eqn, without_transposes)
         if eqn.primitive.name == "dot_general" and uses[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = len(equations)
         elif eqn.primitive.name == "transpose" and is_var(of := eqn.invars[0]):
@@ -40,7 +37,7 @@ def _rewritten(jaxpr: Jaxpr) -> Jaxpr:
                 equations[at] = None
                 eqn = _the_other_way(product, eqn)
         equations.append(eqn)
-    return jaxpr.replace(eqns=[eqn for eqn in equations if eqn is not None])
+    return dataclasses.replace(jaxpr, eqns=[eqn for eqn in equations if eqn is not None])
 
 
 def _swaps(product: Equation, permutation: Sequence[int]) -> bool:

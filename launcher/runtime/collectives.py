@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from launcher.partition.buckets import Bucket, are_packed, scatter_dim
 from launcher.partition.sharding.layout import DATA, ROWS, Layout
@@ -145,4 +145,5 @@ def _ends(sizes: Sequence[int]) -> list[int]:
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """Return the axes of a submesh, without its devices."""
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    auto = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)

@@ -26,7 +26,7 @@ from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import Exchange, Free, with_donations, with_frees
 from launcher.runtime.listing import Listing
 from launcher.runtime.slots import Slots
-from launcher.trace.jaxpr import Var, captured, is_var, jaxpr_as_fun, program
+from launcher.trace.jaxpr import Jaxpr, Var, captured, is_var, jaxpr_as_fun
 from launcher.trace.step import TracedStep
 from launcher.trace.structure_text import structure_text
 
@@ -198,7 +198,7 @@ class _Emitter:
 
     def own_segment(self, name: str, segment: Segment, turn: int) -> None:
         of_outer, mesh, layout = self.slots.of_outer, segment.mesh, self.cut.layouts[segment.mesh]
-        closed = program(segment.inputs, segment.equations, segment.outputs)
+        closed = Jaxpr(segment.inputs, segment.equations, segment.outputs)
         fun = jaxpr_as_fun(closed)
         copies = {k: self.copies[v] for k, v in enumerate(segment.inputs) if v in self.copies}
 
@@ -218,7 +218,7 @@ class _Emitter:
                 "copies": [(k, layout.operand(i)) for k, (i, _) in copies.items()],
                 "held": [id(x) for x in captured(segment.equations)],
             }
-            self.listing.alike[name] = structure_text(closed.jaxpr, how)
+            self.listing.alike[name] = structure_text(closed, how)
         inputs = [of_outer(v, mesh) for v in segment.inputs]
         for k, (_, slot) in copies.items():
             inputs[k] = slot

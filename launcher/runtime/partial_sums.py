@@ -9,6 +9,7 @@ each device needs for its own part.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,31 +23,28 @@ from launcher.runtime.collectives import abstract_mesh
 from launcher.trace.bodies import replace_bodies
 from launcher.trace.jaxpr import (
     Atom,
-    ClosedJaxpr,
     Equation,
     Jaxpr,
     Var,
+    called_instead,
     is_var,
     jaxpr_as_fun,
-    make_jaxpr,
-    program,
 )
 from launcher.trace.primitive_kinds import FORMS, GRADIENT_SUMS, PARTIAL_SUMS
 
 
-def emitted_locally(closed: ClosedJaxpr, known: Sharding, replicas: int) -> ClosedJaxpr:
+def emitted_locally(jaxpr: Jaxpr, known: Sharding, replicas: int) -> Jaxpr:
     """Return the same program with some of its equations replaced by a `jax.shard_map`.
 
     Args:
-        closed: the program.
+        jaxpr: the program.
         known: how the program's values are sharded, except those inside its bodies.
         replicas: how many replicas of the program will run side by side, under a `jax.vmap`.
     """
-    jaxpr = closed.jaxpr
     sharding = Sharding(NamedDims(jaxpr.eqns), known.sizes)
     for v in (*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)):
         sharding.seed(v, known.spec(v))
-    return ClosedJaxpr(_rewritten(jaxpr, 0, sharding, replicas), closed.consts)
+    return _rewritten(jaxpr, 0, sharding, replicas)
 
 
 def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> Jaxpr:
@@ -62,7 +60,8 @@ def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> J
             instead[id(eqn)] = [body.alone(eqn)]
         elif sharding.dims.inner_scopes(scope, eqn):
             instead[id(eqn)] = [_with_bodies(eqn, scope, sharding, replicas)]
-    return jaxpr.replace(eqns=[new for e in jaxpr.eqns for new in instead.get(id(e), [e])])
+    equations = [new for e in jaxpr.eqns for new in instead.get(id(e), [e])]
+    return dataclasses.replace(jaxpr, eqns=equations)
 
 
 def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -> Equation:
@@ -179,7 +178,7 @@ class _Body:
             rest = value(root, known.get, False)
             return summed if rest is None else jax.lax.add(summed, rest)
 
-        return _called(members[-1], whole, [*reads, *others])
+        return called_instead(members[-1], whole, [*reads, *others])
 
     def alone(self, eqn: Equation) -> Equation:
         """Return a product that each device computes from its own shards."""
@@ -189,7 +188,7 @@ class _Body:
             made = _applied(eqn, values)
             return jax.lax.psum(made, runs.summed) if runs.summed else made
 
-        return _called(eqn, self._mapped(local, runs.ins, runs.outs[0]), eqn.invars)
+        return called_instead(eqn, self._mapped(local, runs.ins, runs.outs[0]), eqn.invars)
 
     def _mapped(
         self, fun: Callable[..., Any], ins: Sequence[Spec], out: Spec
@@ -217,7 +216,7 @@ def _applied(eqn: Equation, values: Sequence[Any]) -> Any:
     """Return an equation's only result for other operands, which may have other lengths."""
     named = [(v, x) for v, x in zip(eqn.invars, values, strict=True) if is_var(v)]
     reads = dict(named)
-    (made,) = jaxpr_as_fun(program(list(reads), [eqn], eqn.outvars))(*reads.values())
+    (made,) = jaxpr_as_fun(Jaxpr(list(reads), [eqn], eqn.outvars))(*reads.values())
     return made
 
 
@@ -232,15 +231,3 @@ def _in_form(eqn: Equation, value: Any, shape: Sequence[int]) -> Any:
     if eqn.primitive.name == "reshape":
         return jax.lax.reshape(value, shape, eqn.params["dimensions"])
     return _applied(eqn, [value])
-
-
-def _called(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
-    """Return an equation with the results of `eqn` that calls `fun`."""
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    (call,) = make_jaxpr(jax.jit(fun), *avals).eqns
-    return eqn.replace(
-        primitive=call.primitive,
-        params=call.params,
-        effects=call.effects,
-        invars=list(operands),
-    )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.transfer import absent, is_here, place_array
 from launcher.stacked_array import StackedSharding, stacked_in
-from launcher.trace.jaxpr import ClosedJaxpr, jaxpr_as_fun, make_jaxpr_and_shape
+from launcher.trace.jaxpr import Jaxpr, jaxpr_as_fun, make_jaxpr_and_shape
 from launcher.trace.open_scans import with_rows_apart
 
 
@@ -38,7 +38,7 @@ def create_state(
     if expected != jax.tree.structure(shapes):
         raise TypeError("init does not return the structure that the step takes")
     program, counts = _with_rows(program, jax.tree.leaves(shardings))
-    avals = [v.aval for v in program.jaxpr.outvars]
+    avals = [v.aval for v in program.outvars]
     wanted = jax.tree.leaves(jax.tree.map(_rows_of, shardings))
     made = [None if is_here(s) else absent(a, s) for a, s in zip(avals, wanted, strict=True)]
 
@@ -66,9 +66,7 @@ def _rows_of(sharding: Any) -> Any:
     return sharding.rows if isinstance(sharding, StackedSharding) else sharding
 
 
-def _with_rows(
-    program: ClosedJaxpr, shardings: Sequence[Any]
-) -> tuple[ClosedJaxpr, tuple[int, ...]]:
+def _with_rows(program: Jaxpr, shardings: Sequence[Any]) -> tuple[Jaxpr, tuple[int, ...]]:
     """Return a program that returns the rows of results that are to lie apart, and their numbers.
 
     A scan that makes such results is its iterations, so that a mesh only runs those of its rows.

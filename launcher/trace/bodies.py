@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.trace.jaxpr import Atom, ClosedJaxpr, Equation, Jaxpr, sub_jaxprs
+from launcher.trace.jaxpr import (
+    Atom,
+    Equation,
+    Jaxpr,
+    is_jaxpr,
+    read_jaxpr,
+    rewritten_as,
+    scan_counts,
+    sub_jaxprs,
+)
 from launcher.trace.primitive_kinds import CALLS, CALLS_WITH_RULES
 
 _REWRITTEN = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")  # parameters that hold bodies
@@ -43,11 +52,11 @@ def bodies(eqn: Equation) -> list[Body]:
     params, ins, outs = eqn.params, eqn.invars, eqn.outvars
     name = eqn.primitive.name
     if name == "scan":
-        consts, carry = params["num_consts"], params["num_carry"]
+        consts, carry = scan_counts(eqn)
         turn = [*enumerate(outs[:carry]), *enumerate(ins[consts : consts + carry])]
         return [
             Body(
-                params["jaxpr"].jaxpr,
+                read_jaxpr(params["jaxpr"]),
                 list(enumerate(ins)),
                 [*turn, *enumerate(outs[carry:], carry)],
                 params["length"],
@@ -59,9 +68,9 @@ def bodies(eqn: Equation) -> list[Body]:
         a, b = params["cond_nconsts"], params["body_nconsts"]
         state = ins[a + b :]
         return [
-            Body(params["cond_jaxpr"].jaxpr, list(enumerate([*ins[:a], *state])), []),
+            Body(read_jaxpr(params["cond_jaxpr"]), list(enumerate([*ins[:a], *state])), []),
             Body(
-                params["body_jaxpr"].jaxpr,
+                read_jaxpr(params["body_jaxpr"]),
                 list(enumerate(ins[a:])),
                 [*enumerate(outs), *enumerate(state)],
             ),
@@ -78,8 +87,8 @@ def _called(eqn: Equation) -> Jaxpr | None:
     if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             found = eqn.params.get(key)
-            if isinstance(found, (Jaxpr, ClosedJaxpr)):
-                return found.jaxpr if isinstance(found, ClosedJaxpr) else found
+            if is_jaxpr(found):
+                return read_jaxpr(found)
     return None
 
 
@@ -89,7 +98,7 @@ def alternatives(eqn: Equation) -> list[Jaxpr]:
     Their inputs are the last operands of the equation.
     """
     if eqn.primitive.name == "cond":
-        return [branch.jaxpr for branch in eqn.params["branches"]]
+        return [read_jaxpr(branch) for branch in eqn.params["branches"]]
     called = _called(eqn)
     return [] if called is None else [called]
 
@@ -116,9 +125,7 @@ def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation
     def rewritten(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(rewritten, value))
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(rewrite(value.jaxpr), value.consts)
-        return rewrite(value)
+        return rewritten_as(value, rewrite(read_jaxpr(value)))
 
     params = {key: rewritten(eqn.params[key]) for key in _REWRITTEN if key in eqn.params}
     return eqn.replace(params={**eqn.params, **params})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.trace.jaxpr import ClosedJaxpr, Equation, inline_calls, is_var, needed, program
+from launcher.trace.jaxpr import Equation, Jaxpr, inline_calls, is_var, needed
 
 
 def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
@@ -40,13 +40,13 @@ def _split(eqn: Equation) -> list[Equation]:
     return parts
 
 
-def _operands_read(branches: Sequence[ClosedJaxpr], result: int) -> set[int]:
+def _operands_read(branches: Sequence[Jaxpr], result: int) -> set[int]:
     found: set[int] = set()
     for branch in branches:
-        out = branch.jaxpr.outvars[result]
-        used = {v for e in needed(branch.jaxpr.eqns, [out]) for v in e.invars if is_var(v)}
+        out = branch.outvars[result]
+        used = {v for e in needed(branch.eqns, [out]) for v in e.invars if is_var(v)}
         used |= {out} if is_var(out) else set()
-        found |= {i for i, v in enumerate(branch.jaxpr.invars) if v in used}
+        found |= {i for i, v in enumerate(branch.invars) if v in used}
     return found
 
 
@@ -65,7 +65,6 @@ def _connected(sets: Sequence[set[int]]) -> list[list[int]]:
     return [sorted(indices) for _, indices in groups]
 
 
-def _narrow(branch: ClosedJaxpr, results: list[int], operands: list[int]) -> ClosedJaxpr:
-    jaxpr = branch.jaxpr
-    outs = [jaxpr.outvars[k] for k in results]
-    return program([jaxpr.invars[i] for i in operands], needed(jaxpr.eqns, outs), outs)
+def _narrow(branch: Jaxpr, results: list[int], operands: list[int]) -> Jaxpr:
+    outs = [branch.outvars[k] for k in results]
+    return Jaxpr([branch.invars[i] for i in operands], needed(branch.eqns, outs), outs)

@@ -28,7 +28,6 @@ from launcher.trace.jaxpr import (
     jaxpr_as_fun,
     make_jaxpr,
     needed,
-    program,
 )
 from launcher.trace.pairs import Pair, differ
 from launcher.trace.placements import Joined, Partial, PerSlice, Placement, Replicated, Sharded
@@ -118,7 +117,7 @@ def _derivative(
     eqn = function.eqn
     names = [Var(v.aval) for v in eqn.invars]  # an operand may be given twice
     outs = [eqn.outvars[j] for j in results]
-    fun = jaxpr_as_fun(program(names, [eqn.replace(invars=names)], outs))
+    fun = jaxpr_as_fun(Jaxpr(names, [eqn.replace(invars=names)], outs))
 
     def derived(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         def of_moving(*moved: Any) -> list[Any]:
@@ -129,7 +128,7 @@ def _derivative(
 
     of = [eqn.invars[i] for i in moving] if derive is _tangents else outs
     closed = make_jaxpr(derived, [v.aval for v in eqn.invars], [v.aval for v in of])
-    return inline_calls(closed).jaxpr
+    return inline_calls(closed)
 
 
 def _tangents(fun: Callable[..., list[Any]], at: list[Any], rates: list[Any]) -> Any:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from launcher.trace.follow_placements import follow_placements, same_structure
-from launcher.trace.jaxpr import Equation, Jaxpr, Var, dependents, is_var, make_jaxpr, program
+from launcher.trace.jaxpr import Equation, Jaxpr, Var, dependents, is_var, make_jaxpr
 from launcher.trace.pairs import Pair, Placed
 from launcher.trace.placements import Joined, Partial, Placement, Replicated
 from launcher.trace.primitive_kinds import (
@@ -51,7 +51,7 @@ def may_finish(eqn: Equation, batch_size: int) -> bool:
     """Return whether `find_finish` may find something, by the loss on the whole batch alone."""
     if set(_candidates(eqn).values()) & _keyed(eqn):
         return True
-    makers = {v: e for e in eqn.params["jaxpr"].jaxpr.eqns for v in e.outvars}
+    makers = {v: e for e in eqn.params["jaxpr"].eqns for v in e.outvars}
 
     def may_have_rows(v: Var) -> bool:
         return any(n % batch_size == 0 for n in v.aval.shape)
@@ -84,7 +84,7 @@ def find_finish(whole: Equation, part: Equation, num_slices: int) -> Finish | No
         part: the equation of the loss on one slice.
         num_slices: how many slices.
     """
-    a, b = whole.params["jaxpr"].jaxpr, part.params["jaxpr"].jaxpr
+    a, b = whole.params["jaxpr"], part.params["jaxpr"]
     if not same_structure(a, b):
         return None
     given = operand_placements(operand_axes(whole, part, num_slices))
@@ -115,14 +115,14 @@ def find_finish(whole: Equation, part: Equation, num_slices: int) -> Finish | No
 
 def _candidates(eqn: Equation) -> dict[int, Var]:
     """Return the results of which nothing is said and nothing is differentiated."""
-    outs = enumerate(zip(eqn.params["jaxpr"].jaxpr.outvars, eqn.params["reduce"], strict=True))
+    outs = enumerate(zip(eqn.params["jaxpr"].outvars, eqn.params["reduce"], strict=True))
     first = 1 if eqn.params["wrt"] else 0
     return {i: v for i, (v, said) in outs if i >= first and said == "infer" and is_var(v)}
 
 
 def _keyed(eqn: Equation) -> set[Var]:
     """Return what depends on a random key that the loss is given, the key itself included."""
-    jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr = eqn.params["jaxpr"]
     keys = [v for v in jaxpr.invars if is_typed(v.aval) or raw_generator(v, jaxpr.eqns)]
     return dependents(jaxpr.eqns, keys) if keys else set()
 
@@ -165,11 +165,11 @@ def with_results(eqn: Equation, finish: Finish, outvars: Sequence[Var] | None = 
     Raises:
         BatchError: the program is another one than that in which it was found.
     """
-    jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr = eqn.params["jaxpr"]
     ends = [jaxpr.eqns[i].outvars[j] for i, j in places_in(eqn, finish.ends, finish.structure)]
     said, count = eqn.params["reduce"], len(jaxpr.outvars)
     kept = [i for i in range(count) if i not in finish.results]
-    closed = program(jaxpr.invars, jaxpr.eqns, [*(jaxpr.outvars[i] for i in kept), *ends])
+    closed = Jaxpr(jaxpr.invars, jaxpr.eqns, [*(jaxpr.outvars[i] for i in kept), *ends])
     words = (*(said[i] for i in kept), *("infer" for _ in ends))
     return eqn.replace(
         params={**eqn.params, "jaxpr": closed, "reduce": words},
@@ -184,7 +184,7 @@ def finishing_equations(eqn: Equation, finish: Finish) -> tuple[list[Equation], 
         eqn: the loss's equation on the whole batch, with all its results.
         finish: what is computed after it.
     """
-    jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr = eqn.params["jaxpr"]
     ends = [jaxpr.eqns[i].outvars[j] for i, j in finish.ends]
     names = [Var(v.aval) for v in ends]
     equations: list[Equation] = []
@@ -194,7 +194,7 @@ def finishing_equations(eqn: Equation, finish: Finish) -> tuple[list[Equation], 
         result = jaxpr.outvars[i]
         if result in env:  # an operand, as it is
             copy = make_jaxpr(jnp.copy, jax.ShapeDtypeStruct(result.aval.shape, result.aval.dtype))
-            (eqn_of_copy,) = copy.jaxpr.eqns
+            (eqn_of_copy,) = copy.eqns
             equations.append(eqn_of_copy.replace(invars=[env[result]], outvars=[eqn.outvars[i]]))
             continue
         made = _between(jaxpr.eqns, result, {*env})

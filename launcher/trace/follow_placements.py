@@ -8,6 +8,7 @@ size decides are the whole batch's, and what all slices share is counted once. P
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ from launcher.trace.bodies import alternatives
 from launcher.trace.derivative_rules import RULES, follow_rule
 from launcher.trace.jaxpr import (
     Atom,
-    ClosedJaxpr,
     Equation,
     Jaxpr,
     Literal,
     Var,
+    read_jaxpr,
+    rewritten_as,
+    scan_counts,
     source_line,
     sub_jaxprs,
 )
@@ -62,7 +65,7 @@ class Followed:
 
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
         """Return the slice's program in the place of the traced one."""
-        return jaxpr.replace(eqns=self.equations, outvars=self.outvars)
+        return dataclasses.replace(jaxpr, eqns=self.equations, outvars=self.outvars)
 
 
 def same_structure(whole: Jaxpr, part: Jaxpr) -> bool:
@@ -185,8 +188,8 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
     key = "branches" if pair.name == "cond" else "jaxpr"
     old = pair.part.params[key]
     new: Any = (
-        _like(old[0], bodies[0]),
-        *(_like(o, b) for o, b in zip(old[1:], bodies[1:], strict=True)),
+        rewritten_as(old[0], bodies[0]),
+        *(rewritten_as(o, b) for o, b in zip(old[1:], bodies[1:], strict=True)),
     )
     return _replaced(pair, outs, {key: new})
 
@@ -217,9 +220,9 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
     A loop over the examples is a function of each, if nothing goes from one iteration to the next.
     """
     whole, part = pair.whole.params, pair.part.params
-    consts, carry = part["num_consts"], part["num_carry"]
+    consts, carry = scan_counts(pair.part)
     lost = Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
-    a, b = whole["jaxpr"].jaxpr, part["jaxpr"].jaxpr
+    a, b = read_jaxpr(whole["jaxpr"]), read_jaxpr(part["jaxpr"])
     xs = given[consts + carry :]
     if Sharded(0) in xs:
         alone = carry == 0 and all(isinstance(p, Replicated) for p in given[:consts])
@@ -239,29 +242,28 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
     outs = [*state, *(Joined(pair.part) if isinstance(p, RowNumbers) else p for p in stacked)]
     if not found.changed:
         return Placed(outs, [pair.part])
-    return _replaced(pair, outs, {"jaxpr": _like(part["jaxpr"], found.program(b))})
+    return _replaced(pair, outs, {"jaxpr": rewritten_as(part["jaxpr"], found.program(b))})
 
 
 def _while(pair: Pair, given: list[Placement]) -> Placed:
     """Return the placements of a loop's state, if the test is the same in every slice."""
     whole, part = pair.whole.params, pair.part.params
     tests, consts = part["cond_nconsts"], part["body_nconsts"]
-    a, b = whole["body_jaxpr"].jaxpr, part["body_jaxpr"].jaxpr
+    a, b = (read_jaxpr(params["body_jaxpr"]) for params in (whole, part))
+    c, d = (read_jaxpr(params["cond_jaxpr"]) for params in (whole, part))
 
     def body(state: list[Placement]) -> Followed:
         return _inside(pair, a, b, [*given[tests : tests + consts], *state])
 
     state, found = _fixed_point(given[tests + consts :], body, pair.part)
-    test = _inside(
-        pair, whole["cond_jaxpr"].jaxpr, part["cond_jaxpr"].jaxpr, [*given[:tests], *state]
-    )
+    test = _inside(pair, c, d, [*given[:tests], *state])
     if not isinstance(test.outs[0], Replicated):
         return Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     if not found.changed and not test.changed:
         return Placed(state, [pair.part])
     params = {
-        "body_jaxpr": _like(part["body_jaxpr"], found.program(b)),
-        "cond_jaxpr": _like(part["cond_jaxpr"], test.program(part["cond_jaxpr"].jaxpr)),
+        "body_jaxpr": rewritten_as(part["body_jaxpr"], found.program(b)),
+        "cond_jaxpr": rewritten_as(part["cond_jaxpr"], test.program(d)),
     }
     return _replaced(pair, state, params)
 
@@ -278,10 +280,6 @@ def _fixed_point(
         if new == state:
             return state, found
         state = new
-
-
-def _like(old: Any, jaxpr: Jaxpr) -> Any:
-    return ClosedJaxpr(jaxpr, old.consts) if isinstance(old, ClosedJaxpr) else jaxpr
 
 
 def _replaced(pair: Pair, outs: Sequence[Placement], params: dict[str, Any]) -> Placed:

@@ -1,13 +1,18 @@
-"""Jaxprs: JAX's classes for programs, with types, and small pure functions over them.
+"""The one reader of JAX's programs: `Jaxpr`, the same form whatever JAX's version.
 
-A program is a list of equations with unique definitions; these functions trace one, flatten calls,
-keep what is needed, and answer who depends on whom. `jax.extend` is imported here and nowhere else,
-so that a release of JAX that moves a name touches one module.
+JAX changes the form of its jaxprs between minor versions: what is closed over constants, where a
+loop keeps its counts, which operations hide their program. `make_jaxpr` reads them into `Jaxpr`,
+which no other module needs to know more about, and `jaxpr_as_fun` runs one. The functions here
+trace a program, flatten calls, keep what is needed, and answer who depends on whom. `jax.extend` is
+imported here and nowhere else.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import jax
@@ -60,56 +65,139 @@ if TYPE_CHECKING:
 
         def replace(self, **changes: Any) -> Equation: ...
 
-    class Jaxpr:
-        constvars: list[Var]
-        invars: list[Var]
-        outvars: list[Var | Literal]
-        eqns: list[Equation]
-        effects: Set[Any]
-
-        def __init__(
-            self,
-            constvars: Sequence[Var],
-            invars: Sequence[Var],
-            outvars: Sequence[Var | Literal],
-            eqns: Sequence[Equation],
-            effects: Set[Any],
-            debug_info: Any,
-        ) -> None: ...
-        def replace(self, **changes: Any) -> Jaxpr: ...
-        def pretty_print(self, *, use_color: bool) -> str: ...
-
-    class ClosedJaxpr:
-        jaxpr: Jaxpr
-        consts: list[Any]
-        eqns: list[Equation]
-        out_avals: list[Aval]
-
-        def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None: ...
-
 else:
-    Var, DropVar, Literal = jex.Var, jex.DropVar, jex.Literal
-    Equation, Jaxpr, ClosedJaxpr = jex.JaxprEqn, jex.Jaxpr, jex.ClosedJaxpr
+    Var, DropVar, Literal, Equation = jex.Var, jex.DropVar, jex.Literal, jex.JaxprEqn
 
 Atom: TypeAlias = "Var | Literal"
 
 _UNNAMED = jex.DebugInfo("launcher", "<part>", None, None)  # programs that no single function wrote
 
 
-def make_jaxpr(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+@dataclass(frozen=True, eq=False, repr=False)
+class Jaxpr:
+    """A program; what JAX calls a jaxpr.
+
+    Attributes:
+        invars, eqns, outvars: its inputs, its equations in order, its results.
+        constvars, consts: the variables of the arrays that it captures, and these arrays.
+    """
+
+    invars: Sequence[Var]
+    eqns: Sequence[Equation]
+    outvars: Sequence[Atom]
+    constvars: Sequence[Var] = ()
+    consts: Sequence[Any] = ()
+
+    @property
+    def out_avals(self) -> list[Aval]:
+        """The types of the results."""
+        return [v.aval for v in self.outvars]
+
+    @functools.cached_property
+    def written(self) -> Any:
+        """The program as JAX's own jaxpr, closed over the captured arrays."""
+        effects = frozenset().union(*(eqn.effects for eqn in self.eqns))
+        parts: list[Any] = [self.constvars, self.invars, self.outvars, self.eqns]
+        constvars, invars, outvars, eqns = map(list, parts)
+        jaxpr = jex.Jaxpr(constvars, invars, outvars, eqns, effects, _UNNAMED)
+        return jex.ClosedJaxpr(jaxpr, list(self.consts))
+
+    def __str__(self) -> str:
+        return str(self.written)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Return whether a parameter of an equation is a program."""
+    return isinstance(value, (Jaxpr, jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def read_jaxpr(value: Any) -> Jaxpr:
+    """Return a program of JAX's, such as a parameter of an equation, as a `Jaxpr`."""
+    if isinstance(value, Jaxpr):
+        return value
+    inner = getattr(value, "jaxpr", value)  # before JAX 0.11, a closed one holds an open one
+    consts = getattr(value, "consts", ())
+    return Jaxpr(inner.invars, inner.eqns, inner.outvars, inner.constvars, consts)
+
+
+def rewritten_as(old: Any, new: Jaxpr) -> Any:
+    """Return what takes the place of `old` among an equation's parameters, in `old`'s own form.
+
+    Args:
+        old: the parameter.
+        new: the program to be written; it captures what `old` does.
+    """
+    if isinstance(old, Jaxpr):
+        return new
+    parts = {"invars": list(new.invars), "outvars": list(new.outvars), "eqns": list(new.eqns)}
+    if isinstance(old, jex.Jaxpr):  # since JAX 0.11 all are
+        return old.replace(**parts)
+    return old.replace(jaxpr=old.jaxpr.replace(**parts))
+
+
+def make_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
     """Trace `fun(*args)`; `args` may be shapes."""
-    return cast(ClosedJaxpr, jax.make_jaxpr(fun)(*args))
+    return make_jaxpr_and_shape(fun, *args)[0]
 
 
-def make_jaxpr_and_shape(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+def make_jaxpr_and_shape(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
     """Trace `fun(*args)`; returns its program and the shapes of its result."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return cast(ClosedJaxpr, closed), shape
+    return _expanded(read_jaxpr(closed)), shape
 
 
-def jaxpr_as_fun(closed: ClosedJaxpr) -> Callable[..., Any]:
+def jaxpr_as_fun(jaxpr: Jaxpr) -> Callable[..., Any]:
     """Return the function that evaluates a program and returns a list."""
-    return cast(Callable[..., Any], jex.jaxpr_as_fun(cast(Any, closed)))
+    return cast(Callable[..., Any], jex.jaxpr_as_fun(jaxpr.written))
+
+
+def _expanded(jaxpr: Jaxpr) -> Jaxpr:
+    """Replace operations that hide what they compute (`call_hi_primitive`) by calls of it.
+
+    Since JAX 0.12 `searchsorted`, `nonzero` and what is made of them are such. One whose result has
+    a derivative keeps its rule, and stays as it is.
+    """
+    eqns = list(map(_expanded_equation, jaxpr.eqns))
+    changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return dataclasses.replace(jaxpr, eqns=eqns) if changed else jaxpr
+
+
+def _expanded_equation(eqn: Equation) -> Equation:
+    if eqn.primitive.name == "call_hi_primitive":
+        if any(has_tangent(v.aval) for v in eqn.outvars):
+            return eqn
+        hidden = eqn.params["_prim"]
+
+        def shown(*flat: Any) -> list[Any]:
+            return jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, flat)))
+
+        return called_instead(eqn, shown, eqn.invars)
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            found = tuple(map(expanded, value))
+            return found if any(a is not b for a, b in zip(found, value, strict=True)) else value
+        if not is_jaxpr(value):
+            return value
+        old = read_jaxpr(value)
+        new = _expanded(old)
+        return value if new is old else rewritten_as(value, new)
+
+    params = {key: expanded(value) for key, value in eqn.params.items()}
+    changed = any(params[key] is not value for key, value in eqn.params.items())
+    return eqn.replace(params=params) if changed else eqn
+
+
+def called_instead(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
+    """Return an equation with the results of `eqn` that calls `fun(*operands)`."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    (call,) = make_jaxpr(jax.jit(fun), *avals).eqns
+    return eqn.replace(
+        primitive=call.primitive,
+        params=call.params,
+        effects=call.effects,
+        invars=list(operands),
+    )
 
 
 def hide_from_source_lines(file: str) -> None:
@@ -125,7 +213,7 @@ def is_var(atom: Atom) -> TypeIs[Var]:
     return not isinstance(atom, Literal)
 
 
-def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
     """Return the same program with each plain call (`jit`) replaced by its body, under fresh names.
 
     An equation of a body is in the named scopes of its call. Where no line of the user's is known
@@ -146,16 +234,17 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
                 eqn = eqn.replace(source_info=own.replace(name_stack=stack))
             operands = [read(v) for v in eqn.invars]
             results: list[Any]
-            body = eqn.params.get("jaxpr") if eqn.primitive.name in CALLS else None
-            if body is None:
+            called = eqn.params.get("jaxpr") if eqn.primitive.name in CALLS else None
+            if called is None:
                 results = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=operands, outvars=results))
             else:
-                inner: dict[Var, Atom] = dict(zip(body.jaxpr.invars, operands, strict=True))
-                for v, value in zip(body.jaxpr.constvars, body.consts, strict=True):
+                body = read_jaxpr(called)
+                inner: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
+                for v, value in zip(body.constvars, body.consts, strict=True):
                     inner[v] = name = Var(v.aval)
                     constants[name] = value
-                results = walk(body.jaxpr, inner, eqn)
+                results = walk(body, inner, eqn)
             env.update(
                 (v, r)
                 for v, r in zip(eqn.outvars, results, strict=True)
@@ -163,18 +252,15 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
             )
         return [read(v) for v in jaxpr.outvars]
 
-    top = closed.jaxpr
-    env: dict[Var, Atom] = {v: v for v in (*top.constvars, *top.invars)}
-    constants.update(zip(top.constvars, closed.consts, strict=True))
-    outs = walk(top, env, None)
-    jaxpr = Jaxpr(list(constants), top.invars, outs, equations, top.effects, _UNNAMED)
-    return ClosedJaxpr(jaxpr, list(constants.values()))
+    env: dict[Var, Atom] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    constants.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    outs = walk(jaxpr, env, None)
+    return Jaxpr(jaxpr.invars, equations, outs, list(constants), list(constants.values()))
 
 
-def lift_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
+def lift_constants(jaxpr: Jaxpr) -> Jaxpr:
     """Return the same program with its captured constants as leading inputs."""
-    jaxpr = closed.jaxpr
-    return program([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    return Jaxpr([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
 def needed(equations: Sequence[Equation], outs: Iterable[Atom]) -> list[Equation]:
@@ -208,23 +294,20 @@ def free_vars(equations: Iterable[Equation], outs: Iterable[Atom] = ()) -> list[
     return list(free)
 
 
-def program(
-    invars: Sequence[Var], equations: Sequence[Equation], outs: Sequence[Atom]
-) -> ClosedJaxpr:
-    """A closed program of these parts; it captures nothing."""
-    effects = frozenset().union(*(e.effects for e in equations)) if equations else frozenset()
-    jaxpr = Jaxpr((), list(invars), list(outs), list(equations), effects, _UNNAMED)
-    return ClosedJaxpr(jaxpr, ())
-
-
 def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
     """Return the programs inside an equation's parameters (loop bodies, branches, calls)."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
+            if is_jaxpr(item):
+                yield read_jaxpr(item)
+
+
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """Return how many constants and how many carried values a scan has; what it scans follows."""
+    if "ft_in" in eqn.params:  # since JAX 0.11
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
 def captured(equations: Iterable[Equation]) -> Iterator[Any]:
@@ -235,13 +318,14 @@ def captured(equations: Iterable[Equation]) -> Iterator[Any]:
     """
     for eqn in equations:
         yield from (eqn.params[name] for name in ("bwd", "jvp_jaxpr_fun") if name in eqn.params)
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr)
-        ):
-            if isinstance(value, ClosedJaxpr):
-                yield from value.consts
         for jaxpr in sub_jaxprs(eqn):
+            yield from jaxpr.consts
             yield from captured(jaxpr.eqns)
+
+
+def has_tangent(aval: Aval) -> bool:
+    """Return whether values of this type have derivatives: floating or complex numbers."""
+    return bool(jex.primal_dtype_to_tangent_dtype(aval.dtype) != jax.dtypes.float0)
 
 
 def source_line(eqn: Equation) -> str:
@@ -259,11 +343,11 @@ def nbytes(aval: Aval) -> int:
 def splice(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
     """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    closed = inline_calls(make_jaxpr(fun, *avals))
-    rename: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
+    made = inline_calls(make_jaxpr(fun, *avals))
+    rename: dict[Any, Any] = dict(zip(made.invars, operands, strict=True))
 
     def read(atom: Atom) -> Atom:
         return rename.get(atom, atom) if is_var(atom) else atom
 
-    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in closed.jaxpr.eqns]
-    return equations, [read(v) for v in closed.jaxpr.outvars]
+    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in made.eqns]
+    return equations, [read(v) for v in made.outvars]

@@ -10,7 +10,7 @@ from launcher.trace.slices import Loss
 def no_loss_equation() -> Equation:
     """Return a loss that reads nothing, differentiates nothing and returns nothing."""
     nothing = make_jaxpr(lambda: ())
-    (eqn,) = make_jaxpr(lambda: loss_p.bind(jaxpr=nothing, wrt=(), reduce=())).jaxpr.eqns
+    (eqn,) = make_jaxpr(lambda: loss_p.bind(jaxpr=nothing, wrt=(), reduce=())).eqns
     return eqn
 
 

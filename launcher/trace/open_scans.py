@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from launcher.trace.jaxpr import (
     Atom,
-    ClosedJaxpr,
     Equation,
     Jaxpr,
     Var,
@@ -26,7 +25,7 @@ from launcher.trace.jaxpr import (
     inline_calls,
     is_var,
     needed,
-    program,
+    scan_counts,
 )
 from launcher.trace.primitive_kinds import ELEMENTWISE, LOOPS
 from launcher.trace.primitives import boundary_p
@@ -107,7 +106,7 @@ def _open_equation(eqn: Equation, positions: Set[int]) -> Equation:
         eqn: the equation, on the whole batch or on a slice.
         positions: the operands that become one for each row.
     """
-    jaxpr: Jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr: Jaxpr = eqn.params["jaxpr"]
     values: dict[Var, Value] = {}
     starts: list[int] = []
     invars: list[Var] = []
@@ -127,7 +126,7 @@ def _open_equation(eqn: Equation, positions: Set[int]) -> Equation:
     ends = [*starts[1:], len(invars)]
     wrt = [k for i in eqn.params["wrt"] for k in range(starts[i], ends[i])]
     results = eqn.outvars[: len(jaxpr.outvars)]
-    params = {"jaxpr": program(invars, opener.equations, outs), "wrt": tuple(wrt)}
+    params = {"jaxpr": Jaxpr(invars, opener.equations, outs), "wrt": tuple(wrt)}
     return eqn.replace(
         invars=operands,
         outvars=[*results, *(Var(invars[k].aval) for k in wrt)],
@@ -135,15 +134,14 @@ def _open_equation(eqn: Equation, positions: Set[int]) -> Equation:
     )
 
 
-def with_rows_apart(closed: ClosedJaxpr, counts: Sequence[int]) -> ClosedJaxpr:
+def with_rows_apart(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
     """Return a program some of whose results are the rows of what they were.
 
     Args:
-        closed: the program.
+        jaxpr: the program.
         counts: for each result how many rows it has that are results; 0 where it stays.
     """
-    closed = inline_calls(closed)
-    jaxpr = closed.jaxpr
+    jaxpr = inline_calls(jaxpr)
     wanted = {v for v, count in zip(jaxpr.outvars, counts, strict=True) if count and is_var(v)}
     before = -1
     while len(wanted) != before:
@@ -159,9 +157,7 @@ def with_rows_apart(closed: ClosedJaxpr, counts: Sequence[int]) -> ClosedJaxpr:
         outs += (
             map(opener.rows(value).__getitem__, range(count)) if count else [opener.whole(value)]
         )
-    made = program([*jaxpr.constvars, *jaxpr.invars], needed(opener.take(), outs), outs).jaxpr
-    parts = {"constvars": jaxpr.constvars, "invars": jaxpr.invars}
-    return ClosedJaxpr(made.replace(**parts), closed.consts)
+    return dataclasses.replace(jaxpr, eqns=needed(opener.take(), outs), outvars=outs)
 
 
 def _opened_loss(
@@ -231,7 +227,7 @@ def _stacked_operands(step: TracedStep) -> set[int]:
     They are parameters: floating, and not of the batch. A loss with marks has none: its layers are
     those that it says.
     """
-    jaxpr: Jaxpr = step.loss_equation.params["jaxpr"].jaxpr
+    jaxpr: Jaxpr = step.loss_equation.params["jaxpr"]
     if any(eqn.primitive is boundary_p for eqn in jaxpr.eqns):
         return set()  # layers end where the user says
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
@@ -243,7 +239,7 @@ def _stacked_operands(step: TracedStep) -> set[int]:
     found = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in LOOPS and may_open(eqn):
-            first = eqn.params["num_consts"] + eqn.params["num_carry"]
+            first = sum(scan_counts(eqn))
             if any(atom in inside for atom in eqn.invars[first:]):
                 continue  # a recurrent network's time steps, with parameters for each
             for atom in eqn.invars[first:]:

@@ -124,7 +124,7 @@ def _times(eqn: Equation, atom: Atom, factor: float) -> Equation:
     """Return the equation that scales an operand of `eqn`."""
     value = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
     closed = make_jaxpr(lambda x: x * np.asarray(factor, x.dtype), value)
-    made = closed.jaxpr.eqns[0]
+    made = closed.eqns[0]
     renamed = [atom if is_var(v) else v for v in made.invars]
     out = Var(made.outvars[0].aval)
     return made.replace(invars=renamed, outvars=[out], source_info=eqn.source_info)

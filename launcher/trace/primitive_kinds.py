@@ -13,15 +13,15 @@ from __future__ import annotations
 # have the result's shape, or are scalars.
 ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type",
-    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
-    "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag",
-    "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to",
-    "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma",
-    "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
-    "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
-    "tanh", "xor",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
+    "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p",
+    "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "name", "ne", "neg", "nextafter",
+    "not", "one_minus_square", "or", "polygamma", "population_count", "pow", "real",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
+    "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 ))
 # Element-wise along the leading dimensions, but replicated by sharding: they are part of random
 # number generation, which every device does whole.
@@ -34,7 +34,7 @@ _BY_LOOP = frozenset((
 COSTLY = frozenset((
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt",
     "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log",
-    "log1p", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+    "log1p", "log2", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 ))
 # Element-wise ones that XLA expands to several, of which so many results are stored.
 IN_STEPS = {"erfc": 3}

@@ -19,8 +19,8 @@ from jax.interpreters import ad, batching, mlir
 
 from launcher.trace.errors import GradientError
 from launcher.trace.jaxpr import (
-    ClosedJaxpr,
     Equation,
+    Jaxpr,
     Primitive,
     hide_from_source_lines,
     inline_calls,
@@ -236,7 +236,7 @@ def _check_loss(aval: Any, word: str) -> None:
 
 
 def _whole_batch(
-    *operands: Any, jaxpr: ClosedJaxpr, wrt: tuple[int, ...], reduce: tuple[str, ...]
+    *operands: Any, jaxpr: Jaxpr, wrt: tuple[int, ...], reduce: tuple[str, ...]
 ) -> list[Any]:
     """What the primitive means: the loss, its other results and its gradients, on one batch."""
     del reduce  # one microbatch: nothing to combine

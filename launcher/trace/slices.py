@@ -130,7 +130,7 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
     _check_divides(traces.batch_size, num_slices)
     eqn = traces.whole
     axes: list[int | None] = [None] * len(eqn.invars)
-    jaxpr, words = eqn.params["jaxpr"].jaxpr, eqn.params["reduce"]
+    jaxpr, words = eqn.params["jaxpr"], eqn.params["reduce"]
     if num_slices > 1:
         eqn = traces.part(num_slices)
         check_same_results(traces.whole, eqn)
@@ -142,7 +142,7 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
             )
         found = _follow(traces, eqn, axes, num_slices)
         words = reductions(traces.whole, eqn, found.outs, num_slices)
-        jaxpr = found.program(eqn.params["jaxpr"].jaxpr)
+        jaxpr = found.program(eqn.params["jaxpr"])
     equations, layers, num_layers = cut_layers(jaxpr)
     invars = list(jaxpr.invars)
     raw: list[str | None] = [None] * len(invars)
@@ -179,15 +179,15 @@ def _follow(
     placements are those of the reference, and what is changed in it is changed in the equations
     that match.
     """
-    whole: Jaxpr = traces.whole.params["jaxpr"].jaxpr
-    own: Jaxpr = part.params["jaxpr"].jaxpr
+    whole: Jaxpr = traces.whole.params["jaxpr"]
+    own: Jaxpr = part.params["jaxpr"]
     reference = traces.reference() if traces.batch_size == num_slices else None
     if reference is None:
         if not same_structure(whole, own):
             raise unlike_program(part)
         return follow_placements(whole, own, operand_placements(axes), num_slices)
     large, small, count = reference
-    more, fewer = large.params["jaxpr"].jaxpr, small.params["jaxpr"].jaxpr
+    more, fewer = large.params["jaxpr"], small.params["jaxpr"]
     if not same_structure(more, fewer):
         raise unlike_program(part)
     same, equations = matching(whole, own), list(own.eqns)
@@ -223,7 +223,7 @@ def _check_one_row(
     Only what moves elements may be another equation, and what matches has the elements of one row.
     """
     large, small, _ = reference
-    whole, own, more, fewer = (e.params["jaxpr"].jaxpr for e in (traces.whole, part, large, small))
+    whole, own, more, fewer = (e.params["jaxpr"] for e in (traces.whole, part, large, small))
     live = {id(e) for jaxpr in (whole, own) for e in needed(jaxpr.eqns, jaxpr.outvars)}
     rest = [e for i, e in enumerate(whole.eqns) if i not in same]
     matched = set(same.values())
@@ -245,7 +245,7 @@ def _row_of(v: Var) -> tuple[Var, Equation]:
     """A variable that holds one row, a value like `v`, and the equation that makes `v` of it."""
     row = jax.ShapeDtypeStruct((1, *v.aval.shape), v.aval.dtype)
     closed = make_jaxpr(lambda x: jax.lax.squeeze(x, [0]), row)
-    return closed.jaxpr.invars[0], closed.jaxpr.eqns[0].replace(outvars=[v])
+    return closed.invars[0], closed.eqns[0].replace(outvars=[v])
 
 
 def _check_divides(batch_size: int, num_slices: int) -> None:

@@ -25,6 +25,8 @@ from launcher.trace.jaxpr import (
     inline_calls,
     is_var,
     make_jaxpr,
+    read_jaxpr,
+    scan_counts,
     splice,
 )
 from launcher.trace.primitive_kinds import ELEMENTWISE, FOLDS, LOOPS
@@ -128,7 +130,7 @@ class Opener:
         template = make_jaxpr(
             lambda x: [jax.lax.index_in_dim(x, 0, axis=0, keepdims=False)],
             jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype),
-        ).jaxpr
+        )
 
         def cut(i: int) -> Atom:
             (row,) = self._body(template, [value], lambda params: _from_row(params, i))
@@ -178,14 +180,14 @@ class Opener:
             parts = [*made]
 
         of_row = jax.ShapeDtypeStruct(out.aval.shape, out.aval.dtype)
-        folded = make_jaxpr(lambda x, y: [getattr(jax.lax, fold)(x, y)], of_row, of_row).jaxpr
+        folded = make_jaxpr(lambda x, y: [getattr(jax.lax, fold)(x, y)], of_row, of_row)
         return [functools.reduce(lambda x, y: self._body(folded, [x, y])[0], parts)]
 
     def _iterations(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         """Add the body of a scan once for each iteration."""
         params = eqn.params
-        consts, carried, length = params["num_consts"], params["num_carry"], params["length"]
-        body = inline_calls(params["jaxpr"]).jaxpr
+        (consts, carried), length = scan_counts(eqn), params["length"]
+        body = inline_calls(read_jaxpr(params["jaxpr"]))
         same = [self.whole(x) for x in operands[:consts]]
         carry = [self.whole(x) for x in operands[consts : consts + carried]]
         stacked = [self.rows(x) for x in operands[consts + carried :]]
@@ -234,7 +236,9 @@ class Opener:
 def may_open(eqn: Equation) -> bool:
     """Return whether an equation is a scan that can be written as its iterations."""
     return (
-        eqn.primitive.name in LOOPS and eqn.params["length"] > 1 and not eqn.params["jaxpr"].consts
+        eqn.primitive.name in LOOPS
+        and eqn.params["length"] > 1
+        and not read_jaxpr(eqn.params["jaxpr"]).consts
     )
 
 
@@ -289,5 +293,5 @@ def _from_row(params: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def _mark() -> Equation:
-    (eqn,) = make_jaxpr(lambda: boundary_p.bind()).jaxpr.eqns
+    (eqn,) = make_jaxpr(lambda: boundary_p.bind()).eqns
     return eqn

@@ -24,7 +24,6 @@ from launcher.trace.cudnn import described_cudnn
 from launcher.trace.errors import BatchError, TraceError
 from launcher.trace.interface import Interface
 from launcher.trace.jaxpr import (
-    ClosedJaxpr,
     Equation,
     Jaxpr,
     Var,
@@ -164,7 +163,7 @@ def trace_step(
     if needs_loss:
         batch_size(arguments)  # refuses what the trace would refuse in other words
 
-    def make(shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
+    def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
         def of_arrays(*values: Any) -> Any:
             return fun(*arguments.with_static(values))
 
@@ -174,9 +173,9 @@ def trace_step(
 
     with listing_losses() as reached:
         closed, out_shape = make(arguments.shapes)
-    equations = closed.jaxpr.eqns
+    equations = closed.eqns
     places = find_losses(fun, equations, needs_loss)
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    constants = dict(zip(closed.constvars, closed.consts, strict=True))
     if not places:
         return _without_loss(closed, arguments.without_batch(), out_shape, constants)
     size = batch_size(arguments)
@@ -193,9 +192,9 @@ def trace_step(
                 again, _ = make(jax.tree.unflatten(in_tree, leaves))
         except LossReachedError as end:
             bind = functools.partial(loss_p.bind, **end.params)
-            (eqn,) = make_jaxpr(bind, *end.avals).jaxpr.eqns
+            (eqn,) = make_jaxpr(bind, *end.avals).eqns
             return [eqn.replace(source_info=equations[places[0]].source_info)]
-        found = [again.jaxpr.eqns[place] for place in find_losses(fun, again.jaxpr.eqns)]
+        found = [again.eqns[place] for place in find_losses(fun, again.eqns)]
         if len(found) != len(places):
             raise BatchError(
                 f"the step has {len(places)} losses on the whole batch of {size} and {len(found)} "
@@ -210,7 +209,7 @@ def trace_step(
     losses = {place: split(number, place) for number, place in enumerate(places)}
     refuse_side_effects([e for i, e in enumerate(equations) if i not in losses])
     whole = _interface(closed, arguments, out_shape)
-    fingerprint = _fingerprint(closed.jaxpr, arguments)
+    fingerprint = _fingerprint(closed, arguments)
     batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
     parts = cut_at_losses(equations, losses, whole.outvars, batch | set(constants))
 
@@ -251,14 +250,14 @@ def _of_slice(rows: int, size: int) -> Iterator[None]:
         ) from error
 
 
-def _interface(closed: ClosedJaxpr, arguments: Arguments, out_shape: Any) -> Interface:
+def _interface(closed: Jaxpr, arguments: Arguments, out_shape: Any) -> Interface:
     """Return the arguments and results of the whole step."""
     return Interface(
         in_tree=jax.tree.structure(arguments.shapes),
         out_tree=jax.tree.structure(out_shape),
-        in_avals=tuple(v.aval for v in closed.jaxpr.invars),
-        invars=tuple(closed.jaxpr.invars),
-        outvars=tuple(closed.jaxpr.outvars),
+        in_avals=tuple(v.aval for v in closed.invars),
+        invars=tuple(closed.invars),
+        outvars=tuple(closed.outvars),
         donated=arguments.donated,
         batch=arguments.batch,
         aliases=aliases(arguments, out_shape),
@@ -266,19 +265,19 @@ def _interface(closed: ClosedJaxpr, arguments: Arguments, out_shape: Any) -> Int
 
 
 def _without_loss(
-    closed: ClosedJaxpr, arguments: Arguments, out_shape: Any, constants: dict[Var, Any]
+    closed: Jaxpr, arguments: Arguments, out_shape: Any, constants: dict[Var, Any]
 ) -> TracedStep:
     """Return a step that takes no gradient: all of it comes after a loss that is none."""
     whole = _interface(closed, arguments, out_shape)
-    refuse_side_effects(closed.jaxpr.eqns)
+    refuse_side_effects(closed.eqns)
     return TracedStep(
         **vars(whole),
         constants=constants,
         before=(),
         loss_equation=no_loss_equation(),
-        after=tuple(needed(split_conditionals(closed.jaxpr.eqns), whole.outvars)),
+        after=tuple(needed(split_conditionals(closed.eqns), whole.outvars)),
         batch_size=batch_size(arguments),
-        fingerprint=_fingerprint(closed.jaxpr, arguments),
+        fingerprint=_fingerprint(closed, arguments),
         traces=None,
     )
 

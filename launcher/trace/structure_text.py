@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.trace.jaxpr import Atom, Aval, ClosedJaxpr, Jaxpr, Literal, Var, is_var
+from launcher.trace.jaxpr import Atom, Aval, Jaxpr, Literal, Var, is_jaxpr, is_var, read_jaxpr
 
 _NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")
 
@@ -64,11 +64,10 @@ def _number(atom: Literal, known: dict[object, str]) -> str:
 
 
 def _value(value: Any, known: dict[object, str]) -> str:
-    if isinstance(value, ClosedJaxpr):
-        consts = [getattr(x, "aval", x) for x in value.consts]
-        return f"{_value(value.jaxpr, known)}{consts}"
-    if isinstance(value, Jaxpr):
-        return "{" + ";".join(_lines(value, known)) + "}"
+    if is_jaxpr(value):
+        jaxpr = read_jaxpr(value)
+        consts = [getattr(x, "aval", x) for x in jaxpr.consts]
+        return "{" + ";".join(_lines(jaxpr, known)) + f"}}{consts}"
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(_value(each, known) for each in value) + ")"
     return str(value)

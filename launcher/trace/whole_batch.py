@@ -21,17 +21,7 @@ from launcher.trace.follow_placements import (
     place_equation,
     same_structure,
 )
-from launcher.trace.jaxpr import (
-    Atom,
-    Equation,
-    Jaxpr,
-    Var,
-    is_var,
-    needed,
-    program,
-    source_line,
-    sub_jaxprs,
-)
+from launcher.trace.jaxpr import Atom, Equation, Jaxpr, Var, is_var, needed, source_line, sub_jaxprs
 from launcher.trace.pairs import Pair, Placed, grown_axis
 from launcher.trace.placements import Joined, Partial, Placement, Replicated, RowNumbers, Sharded
 from launcher.trace.primitive_kinds import DRAWS, KEEPS_ROWS, KEY_MAKERS, RANDOM, ROW_WISE
@@ -87,7 +77,7 @@ def find_whole_batch(
         num_slices: how many slices.
         constants: the operands of the loss that are captured arrays.
     """
-    a, b = whole.params["jaxpr"].jaxpr, part.params["jaxpr"].jaxpr
+    a, b = whole.params["jaxpr"], part.params["jaxpr"]
     if len(whole.invars) != len(part.invars) or not same_structure(a, b):
         return None
     axes = operand_axes(whole, part, num_slices)
@@ -106,7 +96,7 @@ def find_whole_batch(
     for v, placement in zip(b.outvars, followed.outs, strict=True):
         if is_var(v) and isinstance(placement, RowNumbers) and v not in used:
             finder.found.add(made[v])
-    sliced = program(b.invars, followed.equations, b.outvars).jaxpr
+    sliced = Jaxpr(b.invars, followed.equations, b.outvars)
 
     def reached() -> dict[Var, Place]:
         wanted = {b.eqns[i].outvars[j] for i, j in finder.found}
@@ -125,7 +115,7 @@ def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) ->
     It finds nothing where all that does not depend on the parameters is element-wise, or has no
     dimension that the batch size divides.
     """
-    jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr = eqn.params["jaxpr"]
 
     def long(v: Atom) -> list[tuple[int, int]]:
         """Return the dimensions that may be the examples, if the value has any."""
@@ -226,7 +216,7 @@ class _Finder:
 
 def in_words(eqn: Equation, found: WholeBatch) -> tuple[str, ...]:
     """Return what is computed on the whole batch: the primitives and their lines, without keys."""
-    equations = eqn.params["jaxpr"].jaxpr.eqns
+    equations = eqn.params["jaxpr"].eqns
     made = [equations[i] for i, j in found.places if not is_typed(equations[i].outvars[j].aval)]
     return tuple(dict.fromkeys(f"{e.primitive.name} at {source_line(e)}" for e in made))
 
@@ -246,7 +236,7 @@ def places_in(eqn: Equation, places: Sequence[Place], structure: Jaxpr) -> Seque
     Raises:
         BatchError: it is another program.
     """
-    jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr = eqn.params["jaxpr"]
     if same_structure(jaxpr, structure):
         return places
     same = matching(structure, jaxpr)
@@ -268,7 +258,7 @@ def with_operands(
     Raises:
         BatchError: the program is another one than that in which it was found.
     """
-    jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr = eqn.params["jaxpr"]
     inner = [jaxpr.eqns[i].outvars[j] for i, j in places_in(eqn, found.places, found.structure)]
     operands = inner if operands is None else operands
     renamed = {v: Var(v.aval) for v in inner}  # what their equations make has another name
@@ -278,13 +268,13 @@ def with_operands(
         else e
         for e in jaxpr.eqns
     ]
-    closed = program([*jaxpr.invars, *inner], equations, jaxpr.outvars)
+    closed = Jaxpr([*jaxpr.invars, *inner], equations, jaxpr.outvars)
     return eqn.replace(invars=[*eqn.invars, *operands], params={**eqn.params, "jaxpr": closed})
 
 
 def whole_batch_equations(eqn: Equation, found: WholeBatch) -> tuple[list[Equation], list[Var]]:
     """Return the equations that compute `found` outside the loss, and the variables it is in."""
-    jaxpr = eqn.params["jaxpr"].jaxpr
+    jaxpr = eqn.params["jaxpr"]
     inner = [jaxpr.eqns[i].outvars[j] for i, j in found.places]
     env: dict[Var, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
     equations = []

@@ -19,7 +19,7 @@ def no_gradient_note(step: TracedStep) -> str | None:
 
     A parameter is an argument of the step that the loss is differentiated with respect to.
     """
-    jaxpr: Jaxpr = step.loss_equation.params["jaxpr"].jaxpr
+    jaxpr: Jaxpr = step.loss_equation.params["jaxpr"]
     wrt = step.loss_equation.params["wrt"]
     reached = _reached(jaxpr, jaxpr.outvars[:1]) if wrt else set()
     operands = {i: step.loss_equation.invars[i] for i in wrt}

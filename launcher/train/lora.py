@@ -18,13 +18,13 @@ import numpy as np
 from launcher.config.optimizers import Lora
 from launcher.trace.jaxpr import (
     Equation,
+    Jaxpr,
     Var,
     inline_calls,
     is_var,
     jaxpr_as_fun,
     lift_constants,
     make_jaxpr_and_shape,
-    program,
     splice,
 )
 from launcher.train.matrices import matrix_axes
@@ -102,7 +102,7 @@ def _summed_at_first_use(
     closed, shape = make_jaxpr_and_shape(lambda *x: loss(*jax.tree.unflatten(tree, x)), *leaves)
     inlined = inline_calls(closed)
     traced = lift_constants(inlined)
-    kernels = traced.jaxpr.invars[-len(leaves) :][: len(names)]
+    kernels = traced.invars[-len(leaves) :][: len(names)]
     waiting = {kernels[i]: name for i, name in enumerate(names) if name in adapters}
     matrices = {name: tuple(Var(jax.typeof(x)) for x in pair) for name, pair in adapters.items()}
     equations: list[Equation] = []
@@ -117,7 +117,7 @@ def _summed_at_first_use(
         operands = [sums.get(v, v) if is_var(v) else v for v in eqn.invars]
         equations.append(eqn.replace(invars=operands))
     pairs = [v for pair in matrices.values() for v in pair]
-    whole = program([*traced.jaxpr.invars, *pairs], equations, traced.jaxpr.outvars)
+    whole = Jaxpr([*traced.invars, *pairs], equations, traced.outvars)
     values = [x for pair in adapters.values() for x in pair]
     out = jaxpr_as_fun(whole)(*inlined.consts, *leaves, *values)
     return jax.tree.unflatten(jax.tree.structure(shape), out)

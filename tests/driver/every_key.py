@@ -104,7 +104,7 @@ def model_told(config: Config):
 def _arrays_in(closed) -> list[str]:
     """The arrays that a program holds, those of programs inside it, too, which no text shows."""
     found = [str(one) for one in closed.consts]
-    for eqn in closed.jaxpr.eqns:
+    for eqn in closed.eqns:
         found += [str(one.val) for one in eqn.invars if isinstance(one, jax.extend.core.Literal)]
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_program):
             found += _arrays_in(inner) if _is_program(inner) else []

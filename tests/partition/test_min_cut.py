@@ -3,12 +3,11 @@
 import itertools
 import random
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from launcher.partition.min_cut import is_cheap, kept_values
-from launcher.trace.jaxpr import is_var, nbytes
+from launcher.trace.jaxpr import is_var, make_jaxpr, nbytes
 
 
 def random_program(seed):
@@ -31,7 +30,7 @@ def random_program(seed):
             values.append(made())
         return values
 
-    jaxpr = jax.make_jaxpr(fun)(jnp.ones((4, 2)), jnp.ones((1, 2))).jaxpr
+    jaxpr = make_jaxpr(fun, jnp.ones((4, 2)), jnp.ones((1, 2)))
     made = [v for e in jaxpr.eqns for v in e.outvars]
     wanted = chance.sample(made, 2)
     firm = chance.sample(made, 1) if chance.random() < 0.5 else []
@@ -67,12 +66,12 @@ def test_no_smaller_set_would_do(seed):
 
 
 def test_of_equal_sets_it_is_the_one_that_computes_least():
-    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(jnp.tanh(x))))(jnp.ones(3)).jaxpr
+    jaxpr = make_jaxpr(lambda x: jnp.sin(jnp.cos(jnp.tanh(x))), jnp.ones(3))
     last = jaxpr.outvars[0]
     assert kept_values(jaxpr.eqns, set(jaxpr.invars), [last]) == {last}
 
 
 def test_what_is_at_hand_is_not_kept():
-    jaxpr = jax.make_jaxpr(lambda x, y: jnp.sin(x) + y)(jnp.ones(3), jnp.ones(3)).jaxpr
+    jaxpr = make_jaxpr(lambda x, y: jnp.sin(x) + y, jnp.ones(3), jnp.ones(3))
     assert kept_values(jaxpr.eqns, set(), jaxpr.outvars) == set()
     assert kept_values(jaxpr.eqns, set(jaxpr.invars[:1]), []) == set()

@@ -18,7 +18,7 @@ from launcher.plan.plan import Plan
 from launcher.remat_name import WORDS, RematName, parse_remat
 from launcher.trace import trace_step
 from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import jaxpr_as_fun, program
+from launcher.trace.jaxpr import Jaxpr, jaxpr_as_fun
 
 LAYERS, WIDTH, ROWS = 4, 16, 64
 DOTS = jax.checkpoint_policies.dots_saveable
@@ -81,7 +81,7 @@ def products(step, plan):
     cut = partition(step, plan.assignment)
     run, planned = (
         sum(
-            matmul_flops(one.closed.jaxpr.eqns)
+            matmul_flops(one.closed.eqns)
             for graph in cut.stages
             for one in cut.programs(graph.index, known)[0].programs.values()
         )
@@ -159,7 +159,7 @@ def test_equal_layers_are_differentiated_once_and_the_program_is_the_same(model,
     for joint in joints:
         names, outs = list(joint.inputs), list(joint.outputs)
         run = jaxpr_as_fun(
-            program(
+            Jaxpr(
                 [joint.inputs[n] for n in names], joint.equations, [joint.outputs[n] for n in outs]
             )
         )

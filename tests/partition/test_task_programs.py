@@ -16,7 +16,7 @@ from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind
 from launcher.trace import trace_step
 from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import nbytes
+from launcher.trace.jaxpr import make_jaxpr, nbytes
 
 WIDTH, ROWS, DEPTH = 16, 8, 3
 WHOLE = {Kind.FORWARD, Kind.BACKWARD}
@@ -96,7 +96,7 @@ def evaluate(passes, env):
     env, flops = dict(env), {}
     for kind, one in passes.items():
         args = [env[name] for name in one.inputs]
-        flops[kind] = matmul_flops(jax.make_jaxpr(one.fun)(*args).eqns)
+        flops[kind] = matmul_flops(make_jaxpr(one.fun, *args).eqns)
         env.update(zip(one.outputs, one.fun(*args), strict=True))
     return env, flops
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend import core as jex
 
 import launcher
 from launcher.partition.slicing import Slicing
@@ -14,7 +13,7 @@ from launcher.partition.update import place_update
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.trace import trace_step
-from launcher.trace.jaxpr import program
+from launcher.trace.jaxpr import Jaxpr, jaxpr_as_fun
 
 WIDTH, LAYERS = 16, 4
 NUMBER = 4  # bytes of a float32
@@ -106,7 +105,7 @@ class Meshes:
 
     def run(self, segments):
         for one in segments:
-            fun = jex.jaxpr_as_fun(program(one.inputs, one.equations, one.outputs))
+            fun = jaxpr_as_fun(Jaxpr(one.inputs, one.equations, one.outputs))
             values = self.on[one.mesh]
             made = fun(*[values[v] for v in one.inputs])
             values.update(zip(one.outputs, made, strict=True))

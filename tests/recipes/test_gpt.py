@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from filled import filled_params
 
-from launcher.trace.jaxpr import inline_calls
+from launcher.trace.jaxpr import inline_calls, make_jaxpr
 from recipes import build_model
 from recipes.gpt import GPT
 from recipes.gpt_options import GPTOptions
@@ -63,7 +63,7 @@ def names_of(params):
 def test_there_are_exactly_num_layers_pipeline_layers(num_layers):
     model = build(num_layers=num_layers)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(lambda p, b: model.loss(p, b, None))(params, random_batch())
+    jaxpr = make_jaxpr(lambda p, b: model.loss(p, b, None), params, random_batch())
     names = [equation.primitive.name for equation in jaxpr.eqns]
     assert names.count("pipeline_boundary") == num_layers - 1
 
@@ -73,7 +73,7 @@ def test_blocks_share_no_array_but_the_one_they_hand_on(key):
     """Only one array crosses each boundary, so a stage waits for its neighbour alone."""
     model = build(num_layers=3, dropout=0.1)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(model.loss)(params, random_batch(), key)
+    jaxpr = make_jaxpr(model.loss, params, random_batch(), key)
     made_in, crossing, layer = {}, {}, 0
     for equation in jaxpr.eqns:
         layer += equation.primitive.name == "pipeline_boundary"
@@ -147,7 +147,7 @@ def test_bf16_computes_in_bf16_and_keeps_parameters_and_loss_in_fp32():
     full = loss_of(build(), params, batch)
     assert float(loss_of(model, params, batch)) == pytest.approx(float(full), abs=0.02)
 
-    equations = inline_calls(jax.make_jaxpr(model.loss)(params, batch, None)).eqns
+    equations = inline_calls(make_jaxpr(model.loss, params, batch, None)).eqns
     products = [e for e in equations if e.primitive.name == "dot_general"]
     assert dtypes_of([v.aval for e in products for v in [*e.invars, *e.outvars]]) == {"bfloat16"}
     exponentials = [e for e in equations if e.primitive.name == "exp"]

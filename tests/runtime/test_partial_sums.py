@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.runtime.partial_sums import emitted_locally
+from launcher.trace.jaxpr import jaxpr_as_fun, make_jaxpr
 
 DEVICES, ROWS, WIDTH, COLUMNS = 4, 8, 16, 12
 FORMS = {  # what is made of a product, and how that is cut where the weight's columns are
@@ -35,11 +35,11 @@ def gradient_of(count, form):
 
 def compiled(fun, args, spec, locally):
     """The program for several devices, the weights' columns cut over them, and its arguments."""
-    closed = jax.make_jaxpr(fun)(*args)
+    closed = make_jaxpr(fun, *args)
     count = len(args[1])
     specs = [(None, None), *[(None, "model")] * count, *[spec] * count]
-    sharding = Sharding(NamedDims(closed.jaxpr.eqns), {"model": DEVICES})
-    for var, one in zip(closed.jaxpr.invars, specs, strict=True):
+    sharding = Sharding(NamedDims(closed.eqns), {"model": DEVICES})
+    for var, one in zip(closed.invars, specs, strict=True):
         sharding.seed(var, one)
     if locally:
         closed = emitted_locally(closed, sharding, 1)
@@ -49,7 +49,7 @@ def compiled(fun, args, spec, locally):
         for leaf, one in zip(jax.tree.leaves(args), specs, strict=True)
     ]
     whole = NamedSharding(mesh, PartitionSpec())
-    call = jax.jit(jex.jaxpr_as_fun(closed), out_shardings=[whole])
+    call = jax.jit(jaxpr_as_fun(closed), out_shardings=[whole])
     return call.lower(*placed).compile(), placed
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 import launcher
 from launcher.trace import trace_step
-from launcher.trace.jaxpr import jaxpr_as_fun, program
+from launcher.trace.jaxpr import Jaxpr, jaxpr_as_fun
 from launcher.trace.random_keys import fold_slices
 
 COMBINE = {
@@ -39,10 +39,10 @@ def run(step, args, count):
     loss = traced.loss(count)
     names = [*traced.constants, *traced.invars]
     given = [*traced.constants.values(), *jax.tree.leaves(args)]
-    before = program(names, traced.before, traced.operands)
+    before = Jaxpr(names, traced.before, traced.operands)
     operands = jaxpr_as_fun(before)(*given)
     cuts = [cut(x, i, loss) for i, x in enumerate(operands)]
-    sliced = jaxpr_as_fun(program(loss.invars, loss.equations, loss.outvars))
+    sliced = jaxpr_as_fun(Jaxpr(loss.invars, loss.equations, loss.outvars))
     seed = 1 / count if loss.reduce[:1] == ("mean",) else 1.0  # as tasks have it
 
     @jax.jit
@@ -60,7 +60,7 @@ def run(step, args, count):
     grads = [sum(parts) for parts in zip(*(grads for _, grads in found), strict=True)]
     known = dict(zip(names, given, strict=True)) | dict(zip(traced.operands, operands, strict=True))
     known |= dict(zip(traced.loss_equation.outvars, [*values, *grads], strict=True))
-    after = jaxpr_as_fun(program([*known], traced.after, traced.outvars))
+    after = jaxpr_as_fun(Jaxpr([*known], traced.after, traced.outvars))
     return jax.tree.unflatten(traced.out_tree, after(*known.values())), loss.reduce
 
 

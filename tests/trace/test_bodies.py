@@ -1,11 +1,13 @@
 """The programs inside an equation: whose inputs and outputs they have, and how often they run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from launcher.trace.bodies import alternatives, bodies, replace_bodies, total
-from launcher.trace.jaxpr import is_var
+from launcher.trace.jaxpr import is_var, make_jaxpr
 
 X = jnp.arange(12.0).reshape(3, 4)
 
@@ -43,7 +45,7 @@ CASES = {
 
 def equation(case):
     fun, primitive, *_ = CASES[case]
-    found = jax.make_jaxpr(fun)(X, jnp.eye(4)).jaxpr.eqns
+    found = make_jaxpr(fun, X, jnp.eye(4)).eqns
     names = {"checkpoint": ("checkpoint", "remat2"), "jit": ("jit", "pjit")}
     (eqn,) = [e for e in found if e.primitive.name in names.get(primitive, (primitive,))]
     return eqn
@@ -87,8 +89,8 @@ def test_bodies_are_replaced_in_their_order(case, replaced):
 
     def emptied(jaxpr):
         seen.append(jaxpr)
-        return jaxpr.replace(eqns=[])
+        return dataclasses.replace(jaxpr, eqns=[])
 
     emptied_bodies = [body.jaxpr.eqns for body in bodies(replace_bodies(eqn, emptied))]
-    assert seen == [body.jaxpr for body in bodies(eqn)][:replaced]
+    assert [one.eqns for one in seen] == [body.jaxpr.eqns for body in bodies(eqn)][:replaced]
     assert replaced == 0 or emptied_bodies == [[]] * replaced

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from launcher.trace.factors import _RULES, _nothing, factors
-from launcher.trace.jaxpr import inline_calls, is_var
+from launcher.trace.jaxpr import inline_calls, is_var, make_jaxpr
 from launcher.trace.placement_rules import row_factors
 
 PARTS = 2
@@ -305,10 +305,10 @@ CASES = {
 def equations_of(case):
     """The equations of a case, each with its operands and its results."""
     fun, operands, *_ = CASES[case]
-    closed = inline_calls(jax.make_jaxpr(fun)(*operands))
-    values = dict(zip(closed.jaxpr.invars, map(np.asarray, operands), strict=True))
-    values |= dict(zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True))
-    for eqn in closed.jaxpr.eqns:
+    closed = inline_calls(make_jaxpr(fun, *operands))
+    values = dict(zip(closed.invars, map(np.asarray, operands), strict=True))
+    values |= dict(zip(closed.constvars, map(np.asarray, closed.consts), strict=True))
+    for eqn in closed.eqns:
         given = [values[v] if is_var(v) else np.asarray(v.val, v.aval.dtype) for v in eqn.invars]
         made = bind(eqn, given, eqn.params)
         yield eqn, given, made
@@ -413,11 +413,11 @@ def test_examples_are_along_the_axis_where_slices_make_the_whole(case):
 @pytest.mark.parametrize("name", ["exp", "logistic", "is_finite", "add", "max", "lt", "atan2"])
 def test_element_wise_operations_may_be_cut_anywhere(name):
     operands = (X,) if name in ("exp", "logistic", "is_finite") else (X, X[::-1])
-    for eqn in inline_calls(jax.make_jaxpr(getattr(lax, name))(*operands)).jaxpr.eqns:
+    for eqn in inline_calls(make_jaxpr(getattr(lax, name), *operands)).eqns:
         assert check(eqn, operands) == X.ndim
 
 
 def test_an_unknown_primitive_has_no_factors():
-    closed = inline_calls(jax.make_jaxpr(jnp.linalg.cholesky)(jnp.eye(4)))
-    found = {eqn.primitive.name: factors(eqn) for eqn in closed.jaxpr.eqns}
+    closed = inline_calls(make_jaxpr(jnp.linalg.cholesky, jnp.eye(4)))
+    found = {eqn.primitive.name: factors(eqn) for eqn in closed.eqns}
     assert found["cholesky"] is None

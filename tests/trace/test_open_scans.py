@@ -164,7 +164,7 @@ def test_the_opened_loss_is_the_loss(run):
     assert opened.loss(1).num_layers == (2 if run is twice else 1) * LAYERS
     params, x = params_of(3), np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("f")
     eqn = opened.traces.whole
-    assert "scan" not in primitives(eqn.params["jaxpr"].jaxpr.eqns)
+    assert "scan" not in primitives(eqn.params["jaxpr"].eqns)
     flat = [
         leaf
         for p in jax.tree.leaves(params)
@@ -230,7 +230,7 @@ def test_a_layer_is_made_without_the_others():
     apart = with_rows_apart(closed, (LAYERS, LAYERS))
     rows = jaxpr_as_fun(apart)(keys)
     assert_allclose(rows, [*init(keys)[0], *init(keys)[1]], rtol=1e-6)
-    assert "scan" not in primitives(apart.jaxpr.eqns)
+    assert "scan" not in primitives(apart.eqns)
     one = jax.jit(lambda keys: jaxpr_as_fun(apart)(keys)[2]).lower(keys).compile()
     text = one.as_text()
     assert f"f32[{LAYERS},{WIDTH}]" not in text

@@ -54,7 +54,7 @@ class Stored:
     """What a task program stores, and its values under any sharding."""
 
     def __init__(self, one: TaskProgram) -> None:
-        self._given, self.jaxpr = one.closed.jaxpr.invars, opened(one.closed).jaxpr
+        self._given, self.jaxpr = one.closed.invars, opened(one.closed)
         inputs = self.jaxpr.invars[len(one.constants) :]  # its variables are others
         self.inputs: dict[Var, Name] = dict(zip(inputs, one.inputs, strict=True))
         outs = list(zip(one.outputs, self.jaxpr.outvars, strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import export
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from launcher.partition.joint_graph import Name
 from launcher.partition.sharding.layout import MODEL
@@ -28,7 +28,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import program
+from launcher.trace.jaxpr import Jaxpr
 from launcher.trace.structure_text import structure_text
 
 COPIES = "copies"
@@ -66,7 +66,7 @@ class LayerProgram:
     def key(self) -> str:
         """Hash that is equal for equal programs on equal meshes, in every process."""
         graph = self.graph
-        body = program(graph.inputs, graph.equations, graph.outs).jaxpr
+        body = Jaxpr(graph.inputs, graph.equations, graph.outs)
         more = {
             "mesh": (self.copies, self.model),
             "specs": [self.sharding.spec(v) for v in (*graph.inputs, *graph.outs)],
@@ -119,7 +119,8 @@ class LayerProgram:
         outs = [self._spec(name, alike=False) for name in (*sums, *others)]
         how: dict[str, Any] = {}
         if self.copies * self.model > 1:
-            mesh = AbstractMesh((self.copies, self.model), (COPIES, MODEL))
+            sizes, auto = (self.copies, self.model), (AxisType.Auto,) * 2
+            mesh = AbstractMesh(sizes, (COPIES, MODEL), axis_types=auto)
             how["in_shardings"] = tuple(NamedSharding(mesh, PartitionSpec(*x)) for x in ins)
             how["out_shardings"] = tuple(NamedSharding(mesh, PartitionSpec(*x)) for x in outs)
         found = export.export(jax.jit(whole, **how), platforms=[platform])(*shapes)

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, axes, parts, without
-from launcher.trace.jaxpr import inline_calls
+from launcher.trace.jaxpr import inline_calls, make_jaxpr
 
 
 def shape(*lengths):
@@ -15,8 +15,8 @@ def shape(*lengths):
 
 def named(fun, *operands):
     """The named dimensions of a function, its inputs and its results."""
-    closed = inline_calls(jax.make_jaxpr(fun)(*operands))
-    return NamedDims(closed.jaxpr.eqns), closed.jaxpr.invars, closed.jaxpr.outvars
+    closed = inline_calls(make_jaxpr(fun, *operands))
+    return NamedDims(closed.eqns), closed.invars, closed.outvars
 
 
 def letters(dims, *values):
@@ -129,9 +129,9 @@ def test_calls_are_part_of_the_program(wrap):
         called.defjvp(lambda primals, tangents: (product(*primals), product(*tangents)))
     if wrap is jax.custom_vjp:
         called.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: saved)
-    closed = jax.make_jaxpr(lambda x, w: called(x, w) * 2)(shape(4, 6), shape(6, 8))
-    dims = NamedDims(closed.jaxpr.eqns)
-    assert letters(dims, *closed.jaxpr.invars, *closed.jaxpr.outvars) == ["ab", "bc", "ac"]
+    closed = make_jaxpr(lambda x, w: called(x, w) * 2, shape(4, 6), shape(6, 8))
+    dims = NamedDims(closed.eqns)
+    assert letters(dims, *closed.invars, *closed.outvars) == ["ab", "bc", "ac"]
 
 
 def test_one_function_called_twice_joins_nothing_by_that():
@@ -140,9 +140,9 @@ def test_one_function_called_twice_joins_nothing_by_that():
     def fun(x, v, y, w):
         return called(x, v), called(y, w)
 
-    closed = jax.make_jaxpr(fun)(shape(4, 6), shape(6, 8), shape(4, 6), shape(6, 8))
-    dims = NamedDims(closed.jaxpr.eqns)
-    assert letters(dims, *closed.jaxpr.invars) == ["ab", "bc", "de", "ef"]
+    closed = make_jaxpr(fun, shape(4, 6), shape(6, 8), shape(4, 6), shape(6, 8))
+    dims = NamedDims(closed.eqns)
+    assert letters(dims, *closed.invars) == ["ab", "bc", "de", "ef"]
 
 
 def test_an_unknown_primitive_joins_nothing():

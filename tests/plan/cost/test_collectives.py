@@ -18,7 +18,7 @@ from launcher.plan.cost.collectives import (
     is_active,
 )
 from launcher.plan.cost.formulas import all_reduce_seconds
-from launcher.trace.jaxpr import inline_calls
+from launcher.trace.jaxpr import inline_calls, make_jaxpr
 
 FORWARD, BACKWARD = operator.attrgetter("forward"), operator.attrgetter("backward")
 SIZES = {"data": 2, "model": 4}
@@ -30,12 +30,12 @@ def shape(*lengths, dtype=jnp.float32):
 
 def loads(fun, operands, specs, wrt):
     """The load of every equation of a function whose operands are cut so."""
-    closed = inline_calls(jax.make_jaxpr(fun)(*operands))
-    invars = closed.jaxpr.invars
-    cut = Sharding(NamedDims(closed.jaxpr.eqns), SIZES)
+    closed = inline_calls(make_jaxpr(fun, *operands))
+    invars = closed.invars
+    cut = Sharding(NamedDims(closed.eqns), SIZES)
     for var, spec in zip(invars, specs, strict=True):
         cut.seed(var, spec)
-    flows = flow(closed.jaxpr.eqns, [invars[i] for i in wrt])
+    flows = flow(closed.eqns, [invars[i] for i in wrt])
     return [(use, equation_load(use, cut, flows), is_active(use, flows)) for use in cut.dims.uses]
 
 
@@ -115,11 +115,11 @@ def test_an_operand_is_gathered_that_is_cut_where_the_result_is_not():
     keys. The keys are gathered in both passes, and their gradient is scattered."""
     keys = 2 * 8 * 16 * 4
     specs = (None, "model", None), (None, "model", None)
-    closed = jax.make_jaxpr(lambda x: scores(x, 2 * x))(shape(2, 8, 16))
-    dims = NamedDims(closed.jaxpr.eqns)
+    closed = make_jaxpr(lambda x: scores(x, 2 * x), shape(2, 8, 16))
+    dims = NamedDims(closed.eqns)
     cut = Sharding(dims, SIZES)
-    cut.seed(closed.jaxpr.invars[0], specs[0])
-    flows = flow(closed.jaxpr.eqns, closed.jaxpr.invars)
+    cut.seed(closed.invars[0], specs[0])
+    flows = flow(closed.eqns, closed.invars)
     (found,) = [
         equation_load(u, cut, flows) for u in dims.uses if u.eqn.primitive.name == "dot_general"
     ]
@@ -143,11 +143,11 @@ def test_parts_of_a_gradient_are_summed_once():
         return (x @ a).sum() + (turned.T @ b).sum() + (turned.T @ c).sum()
 
     shapes = (shape(8, 16), *[shape(16, 32)] * 3)
-    closed = inline_calls(jax.make_jaxpr(three)(*shapes))
-    cut = Sharding(NamedDims(closed.jaxpr.eqns), SIZES)
-    for var in closed.jaxpr.invars[1:]:
+    closed = inline_calls(make_jaxpr(three, *shapes))
+    cut = Sharding(NamedDims(closed.eqns), SIZES)
+    for var in closed.invars[1:]:
         cut.seed(var, (None, "model"))
-    flows = flow(closed.jaxpr.eqns, closed.jaxpr.invars)
+    flows = flow(closed.eqns, closed.invars)
     sums = [c for c in collectives(cut, flows) if c.size == 8 * 16 * 4]
     assert [(c.kind, c.axis) for c in sums] == [("all-reduce", "model")]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.plan.cost.liveness import Liveness
-from launcher.trace.jaxpr import nbytes
+from launcher.trace.jaxpr import make_jaxpr, nbytes
 
 ROWS, WIDTH = 8, 16
 ARRAY = ROWS * WIDTH * 4
@@ -27,7 +27,7 @@ def twice(x):
 )
 def test_what_is_stored_of_what_is_read_twice(program, other, stored):
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((ROWS, WIDTH), other)]
-    jaxpr = jax.make_jaxpr(program)(*shapes).jaxpr
+    jaxpr = make_jaxpr(program, *shapes)
     liveness = Liveness(jaxpr.eqns, jaxpr.outvars)
     held = liveness.held(len(liveness.equations) - 1, lambda v: nbytes(v.aval))
     assert held // ARRAY == stored
@@ -40,7 +40,7 @@ def test_what_sums_read_is_stored_at_once_where_equations_run_as_soon_as_they_ca
             total = total + (x * x).sum()
         return total
 
-    jaxpr = jax.make_jaxpr(program)(*[jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)] * 3).jaxpr
+    jaxpr = make_jaxpr(program, *[jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)] * 3)
     numbers = 8 * 4  # sums, at most so many at once
     for as_soon, arrays in (True, 3), (False, 0):
         liveness = Liveness(jaxpr.eqns, jaxpr.outvars, as_soon=as_soon)
@@ -62,7 +62,7 @@ def test_the_buffer_of_a_later_result_holds_what_fits_into_it(widths, needed):
         return second.sum(0) @ a, second.sum(0) @ b
 
     shapes = (ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH, ROWS * widths[0]), (WIDTH, ROWS * widths[1])
-    jaxpr = jax.make_jaxpr(program)(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).jaxpr
+    jaxpr = make_jaxpr(program, *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
     liveness = Liveness(jaxpr.eqns, [], jaxpr.outvars)
     found = liveness.peak_beside(jaxpr.outvars, lambda v: nbytes(v.aval))
     assert found >= needed * ARRAY

@@ -15,7 +15,7 @@ from launcher.plan.cost.collectives import equation_load, flow, seconds
 from launcher.plan.intra_op.solver import along_data, model_classes
 from launcher.plan.methods import ShardParallel
 from launcher.trace import trace_step
-from launcher.trace.jaxpr import inline_calls, nbytes
+from launcher.trace.jaxpr import inline_calls, make_jaxpr, nbytes
 from launcher.trace.primitive_kinds import PRODUCTS
 from recipes import build_model
 from recipes.gpt_options import GPTOptions
@@ -108,8 +108,8 @@ def test_experts_are_cut_by_expert():
         "up": shape(experts, width, 4 * width),
         "down": shape(experts, 4 * width, width),
     }
-    closed = inline_calls(jax.make_jaxpr(loss)(params, shape(rows, width)))
-    down, gate, up, _ = closed.jaxpr.invars  # by name
+    closed = inline_calls(make_jaxpr(loss, params, shape(rows, width)))
+    down, gate, up, _ = closed.invars  # by name
     dims, found = chosen_classes(closed, 3)
     expert = dims.classes(up)[0]
     assert expert == dims.classes(down)[0] == dims.classes(gate)[1]
@@ -118,11 +118,11 @@ def test_experts_are_cut_by_expert():
 
 def chosen_classes(closed, num_parameters, devices=4):
     """What is cut of a function whose last operand is the batch, rows first."""
-    invars = closed.jaxpr.invars
-    dims = NamedDims(closed.jaxpr.eqns)
+    invars = closed.invars
+    dims = NamedDims(closed.eqns)
     parameters = invars[:num_parameters]
     batch = {dims.classes(v)[0] for v in invars[num_parameters:]}
-    flows = flow(closed.jaxpr.eqns, parameters)
+    flows = flow(closed.eqns, parameters)
     found = model_classes(dims, parameters, batch, flows, devices, CLUSTER, CLUSTER.intra_host)
     return dims, found
 
@@ -158,11 +158,11 @@ PROGRAMS = {
 def test_no_other_choice_is_cheaper(name):
     """By trying all of them."""
     fun, params = PROGRAMS[name]
-    closed = inline_calls(jax.make_jaxpr(fun)(params, shape(ROWS, 8)))
+    closed = inline_calls(make_jaxpr(fun, params, shape(ROWS, 8)))
     dims, found = chosen_classes(closed, len(params))
-    invars = closed.jaxpr.invars
+    invars = closed.invars
     parameters, batch = invars[: len(params)], dims.classes(invars[-1])[0]
-    flows = flow(closed.jaxpr.eqns, parameters)
+    flows = flow(closed.eqns, parameters)
     sizes = {"model": 4}
     arrays = [(v, 0) for v in parameters]
     arrays += [
@@ -199,7 +199,7 @@ def test_no_other_choice_is_cheaper(name):
 
 
 def test_nothing_is_cut_that_no_devices_divide():
-    closed = inline_calls(jax.make_jaxpr(two_layers)([shape(7, 9), shape(9, 5)], shape(ROWS, 7)))
+    closed = inline_calls(make_jaxpr(two_layers, [shape(7, 9), shape(9, 5)], shape(ROWS, 7)))
     assert chosen_classes(closed, 2)[1] == []
 
 
