@@ -88,6 +88,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _of_run(folders: Sequence[str], settings: Sequence[str], hlo: bool) -> tuple[TracedStep, Plan]:
     """Return the train step and the plan of a run, whose devices need not be here."""
+    import jax
+
     from launcher.config.compose import load_frozen
     from launcher.driver.planning.replay import another_program, no_plan, read_plan
     from launcher.plan import Plan
@@ -107,7 +109,7 @@ def _of_run(folders: Sequence[str], settings: Sequence[str], hlo: bool) -> tuple
     _emulate(plan.num_devices, hlo)
     step = build_program(config, plan.cluster["device_kind"]).train.planned_as(plan.fingerprint)
     if plan.fingerprint != step.fingerprint:
-        raise another_program(path)
+        raise another_program(path, made_by=plan.jax_version, here=jax.__version__)
     return step, plan
 
 

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from launcher.cluster.errors import HungError
 from launcher.config.compose import redacted
 from launcher.config.schema import Checkpoint, Config
 from launcher.driver.folder.identity import fingerprints
 from launcher.plan import Plan
+from launcher.report.text import shown_path
 from launcher.train.checkpoint import SaveError, clear_partial_saves
+from launcher.train.checkpoint.layout import read_metadata
 
 if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
@@ -50,6 +54,13 @@ def contents(
         "data": {"next_batch": step + passed_over, "fingerprint": data},
         "metrics": {"next_step": step + 1},
     }
+
+
+def resuming(run_id: str, checkpoints: Path, step: int) -> str:
+    """Return the line for a run that goes on from a checkpoint."""
+    line = f"resuming run {run_id} at step {step} from {shown_path(checkpoints / str(step))}"
+    before, here = read_metadata(checkpoints, step)["plan"].get("jax_version"), jax.__version__
+    return line if before in (None, here) else f"{line} (saved with JAX {before}; this is {here})"
 
 
 class Saving:

@@ -38,7 +38,7 @@ from launcher.driver.planning.candidates import knows_trials, of_run
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record.recorder import DivergedError
 from launcher.driver.record.run_log import RunLog
-from launcher.driver.saving import Saving, contents
+from launcher.driver.saving import Saving, contents, resuming
 from launcher.driver.tries import Tries
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
 from launcher.log import lines_to
@@ -47,7 +47,6 @@ from launcher.plan import Plan, describe_plan
 from launcher.report.console import Phase, line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.plan_table import print_plan
-from launcher.report.text import shown_path
 from launcher.runtime import ReplicaError
 from launcher.stop import Stop
 from launcher.train import checkpoint
@@ -215,8 +214,7 @@ class _Job:
         for line in self._home.damaged:
             _log.warning(line)
         if finished:
-            path = shown_path(self._home.checkpoints / str(finished))
-            _log.info(f"resuming run {self._home.id} at step {finished} from {path}")
+            _log.info(resuming(self._home.id, self._home.checkpoints, finished))
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers", Phase.STARTING):
                 session = stack.enter_context(self._start(stop))

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from launcher.partition.assignment import Assignment
 from launcher.partition.buckets import gradient_order, is_summed_in_every
 from launcher.partition.joint_graph import Known
@@ -139,6 +141,7 @@ class PlanBuilder:
             layer_ends=step.layer_ends,
             profiled=measured.account() if measured else (),
             exchanges=crossing,
+            jax_version=jax.__version__,
         )
 
     @functools.cached_property

@@ -98,6 +98,7 @@ class Plan(Staged):
         least_step_seconds: a lower bound on the step of every plan that was searched for, proved
             for estimates, times this plan's prediction over its own estimate; None where there is
             none.
+        jax_version: the JAX that traced the program; another one may trace it to other equations.
         tried: the plans of which this is the fastest as measured, in the order of their
             predictions; empty if it was chosen by its prediction.
     """
@@ -128,6 +129,7 @@ class Plan(Staged):
     exchanges: tuple[ServerExchange, ...] = ()
     least_step_seconds: float | None = None
     tried: tuple[Trial, ...] = ()
+    jax_version: str = ""
 
     @property
     def parts(self) -> tuple[Plan, ...]:

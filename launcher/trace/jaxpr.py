@@ -2,9 +2,8 @@
 
 JAX changes the form of its jaxprs between minor versions: what is closed over constants, where a
 loop keeps its counts, which operations hide their program. `make_jaxpr` reads them into `Jaxpr`,
-which no other module needs to know more about, and `jaxpr_as_fun` runs one. The functions here
-trace a program, flatten calls, keep what is needed, and answer who depends on whom. `jax.extend` is
-imported here and nowhere else.
+and `jaxpr_as_fun` runs one; no other module imports `jax.extend` or knows JAX's own form. The other
+functions flatten calls, keep what is needed, and answer who depends on whom.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ else:
 
 Atom: TypeAlias = "Var | Literal"
 
+_HIDING = "call_hi_primitive"
 _UNNAMED = jex.DebugInfo("launcher", "<part>", None, None)  # programs that no single function wrote
 
 
@@ -143,7 +143,8 @@ def make_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
 def make_jaxpr_and_shape(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
     """Trace `fun(*args)`; returns its program and the shapes of its result."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return _expanded(read_jaxpr(closed)), shape
+    jaxpr = read_jaxpr(closed)
+    return _shown(jaxpr) if _hides(jaxpr) else jaxpr, shape
 
 
 def jaxpr_as_fun(jaxpr: Jaxpr) -> Callable[..., Any]:
@@ -151,53 +152,49 @@ def jaxpr_as_fun(jaxpr: Jaxpr) -> Callable[..., Any]:
     return cast(Callable[..., Any], jex.jaxpr_as_fun(jaxpr.written))
 
 
-def _expanded(jaxpr: Jaxpr) -> Jaxpr:
-    """Replace operations that hide what they compute (`call_hi_primitive`) by calls of it.
+def _hides(jaxpr: Jaxpr) -> bool:
+    """Return whether an operation in a program hides what it computes (`call_hi_primitive`).
 
-    Since JAX 0.12 `searchsorted`, `nonzero` and what is made of them are such. One whose result has
-    a derivative keeps its rule, and stays as it is.
+    Since JAX 0.12 `searchsorted`, `nonzero` and what is made of them do. What has a derivative
+    keeps its rule, and stays as it is.
     """
-    eqns = list(map(_expanded_equation, jaxpr.eqns))
-    changed = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return dataclasses.replace(jaxpr, eqns=eqns) if changed else jaxpr
+    return any(
+        not any(has_tangent(v.aval) for v in eqn.outvars)
+        if eqn.primitive.name == _HIDING
+        else any(map(_hides, sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
-def _expanded_equation(eqn: Equation) -> Equation:
-    if eqn.primitive.name == "call_hi_primitive":
-        if any(has_tangent(v.aval) for v in eqn.outvars):
+def _shown(jaxpr: Jaxpr) -> Jaxpr:
+    """Replace what hides its program by a call of it."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(shown, value))
+        return rewritten_as(value, _shown(read_jaxpr(value))) if is_jaxpr(value) else value
+
+    def instead(eqn: Equation) -> Equation:
+        if not _hides(Jaxpr((), [eqn], ())):
             return eqn
+        if eqn.primitive.name != _HIDING:
+            return eqn.replace(params={key: shown(value) for key, value in eqn.params.items()})
         hidden = eqn.params["_prim"]
 
-        def shown(*flat: Any) -> list[Any]:
+        def fun(*flat: Any) -> list[Any]:
             return jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, flat)))
 
-        return called_instead(eqn, shown, eqn.invars)
+        return called_instead(eqn, fun, eqn.invars)
 
-    def expanded(value: Any) -> Any:
-        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-            found = tuple(map(expanded, value))
-            return found if any(a is not b for a, b in zip(found, value, strict=True)) else value
-        if not is_jaxpr(value):
-            return value
-        old = read_jaxpr(value)
-        new = _expanded(old)
-        return value if new is old else rewritten_as(value, new)
-
-    params = {key: expanded(value) for key, value in eqn.params.items()}
-    changed = any(params[key] is not value for key, value in eqn.params.items())
-    return eqn.replace(params=params) if changed else eqn
+    return dataclasses.replace(jaxpr, eqns=list(map(instead, jaxpr.eqns)))
 
 
 def called_instead(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
     """Return an equation with the results of `eqn` that calls `fun(*operands)`."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
     (call,) = make_jaxpr(jax.jit(fun), *avals).eqns
-    return eqn.replace(
-        primitive=call.primitive,
-        params=call.params,
-        effects=call.effects,
-        invars=list(operands),
-    )
+    instead = {"primitive": call.primitive, "params": call.params, "effects": call.effects}
+    return eqn.replace(invars=list(operands), **instead)
 
 
 def hide_from_source_lines(file: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from launcher.config.errors import ConfigError
 from launcher.config.parallel import (
     Auto,
@@ -203,7 +205,7 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
         raise no_plan(path, str(error)) from error
     step = step.planned_as(plan.fingerprint)
     if plan.fingerprint != step.fingerprint:
-        raise another_program(path)
+        raise another_program(path, made_by=plan.jax_version, here=jax.__version__)
     check_replay_devices(path, tree, cluster.hosts, cluster.devices_per_host)
     try:
         plan.validate(step)

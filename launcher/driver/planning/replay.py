@@ -90,13 +90,24 @@ def no_plan(path: str, reason: str) -> ConfigError:
     )
 
 
-def another_program(path: str, differing: Sequence[str] = ()) -> ConfigError:
+def another_program(
+    path: str, differing: Sequence[str] = (), made_by: str = "", here: str = ""
+) -> ConfigError:
     """Return the error for a plan of another program.
 
     Args:
         path: the plan's file.
         differing: the settings of its run that differ from those here; empty if they are not known.
+        made_by: the JAX that traced the plan's program; "" if that is not known.
+        here: this JAX.
     """
+    if made_by not in ("", here):
+        return ConfigError(
+            f"parallel.plan={path} was made with JAX {made_by}; here is JAX {here}, which traces a "
+            "step to other equations",
+            "Plan again, or install that JAX.",
+            ["parallel.plan"],
+        )
     words = ", ".join(differing[:_MOST_NAMED]) + (", …" if differing[_MOST_NAMED:] else "")
     remedy = "Use the model, data, optimizer, batch size and precision that it was made for"
     return ConfigError(

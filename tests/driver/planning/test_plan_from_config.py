@@ -151,6 +151,13 @@ def test_a_plan_for_another_program(tmp_path):
         replayed(tmp_path / "plan.json", PLAN.to_dict(), step=layered_step(SHAPES, 24, scale=2.0))
 
 
+def test_a_plan_made_with_another_jax(tmp_path):
+    """Newer versions trace a step to other equations: the versions are named, not the settings."""
+    plan = dataclasses.replace(PLAN, jax_version="0.9.1", fingerprint="another")
+    with pytest.raises(ConfigError, match=r"was made with JAX 0\.9\.1; here is JAX .+ Plan again"):
+        replayed(tmp_path / "plan.json", plan.to_dict())
+
+
 def test_a_plan_for_another_cluster(tmp_path):
     with pytest.raises(ConfigError, match="is for 1 hosts × 4 devices; here are 2 × 2") as caught:
         replayed(tmp_path / "plan.json", PLAN.to_dict(), hosts=2)
