@@ -79,6 +79,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"launcher.{name}")
     if name in _HOMES:
+        from launcher.versions import check_versions
+
+        check_versions()
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name[0].isupper():  # a class
         methods = importlib.import_module("launcher.plan.methods")

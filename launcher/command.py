@@ -152,7 +152,9 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         return _for_hydra(arguments)
     from launcher.config.compose import load, load_frozen
     from launcher.config.machines import SlurmCluster
+    from launcher.versions import check_versions
 
+    check_versions()
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
         raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
     if (arguments.resolve or arguments.sources) and not arguments.cfg:
