@@ -228,7 +228,7 @@ def _help(config_dirs: Sequence[str]) -> str:
 
 def _version() -> str:
     try:
-        return version("launcher")
+        return version("jax-plan-launcher")
     except PackageNotFoundError:
         return "(a checkout that is not installed)"
 
