@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+DISTRIBUTION = "jax-plan-launcher"  # as pyproject.toml has it
+
 # By the module that is imported; a test holds them against pyproject.toml's extras. A checkout that
 # is not installed has no metadata to read them from.
 _REQUIREMENTS = {

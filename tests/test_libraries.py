@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.libraries import _REQUIREMENTS, installing, lacking
+from launcher import measurements
+from launcher.libraries import _REQUIREMENTS, DISTRIBUTION, installing, lacking
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -135,6 +136,15 @@ def test_what_is_advised_is_what_the_extras_bring() -> None:
     assert {re.sub(r"^(jax\[.*\]).*", r"\1", one) for one in extras} >= set(_REQUIREMENTS.values())
     optional = {one for name in ("data", "mlflow", "sweep", "tensorboard") for one in extra(name)}
     assert optional <= set(_REQUIREMENTS.values())
+
+
+def test_nothing_asks_for_the_version_of_what_others_call_so() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    assert DISTRIBUTION in measurements.versions()
+    pattern = re.compile(
+        r"""\b(?:version|distribution|metadata|requires|files)\(["'](?:launcher|recipes)"""
+    )
+    assert [name for name, text in texts() if pattern.search(text)] == []
 
 
 def extra(name: str) -> list[str]:
