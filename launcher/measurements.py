@@ -25,7 +25,7 @@ from launcher.log import warn_once
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", DISTRIBUTION)
-_FORMAT = "4"  # of what the figures mean; to be raised with it
+_FORMAT = "5"  # of what the figures mean; to be raised with it
 
 _log = logging.getLogger(__name__)
 

@@ -137,6 +137,7 @@ def _nominal_rates_are_kept():
             "dispatch_overhead": shape.dispatch_overhead,
             "all_reduce_seconds": {},
             "memory_bytes": None,
+            "overrun": 1.0,
         }
         measurements.write(measurements.cache_file("calibration", "cpu", count), rates)
     assert kept(shape)  # else each test that plans would measure
