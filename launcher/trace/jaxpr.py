@@ -97,9 +97,9 @@ class Jaxpr:
     def written(self) -> Any:
         """The program as JAX's own jaxpr, closed over the captured arrays."""
         effects = frozenset().union(*(eqn.effects for eqn in self.eqns))
-        parts: Any = map(list, (self.constvars, self.invars, self.outvars, self.eqns))
-        jaxpr = jex.Jaxpr(*parts, effects=effects, debug_info=_UNNAMED)
-        return jex.ClosedJaxpr(jaxpr, list(self.consts))
+        parts = map(list, (self.constvars, self.invars, self.outvars, self.eqns))
+        new: Any = jex.Jaxpr  # whose annotations are not those above
+        return jex.ClosedJaxpr(new(*parts, effects, _UNNAMED), list(self.consts))
 
     def __str__(self) -> str:
         return str(self.written)
