@@ -318,7 +318,8 @@ class TrainWorker(Peer):
             return None
         sent, self._sent = self._sent, None
         copies = self._digester.finish if sent.digests else None
-        result, self._completed = finished(sent, self._completed, copies)
+        counted = self._train.peak_bytes
+        result, self._completed = finished(sent, self._completed, copies, counted)
         return result
 
     def _with_times(self, result: StepResult | None) -> StepResult | None:
