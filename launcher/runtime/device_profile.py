@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,9 @@ class DeviceProfile:
         """End the session and return the runs of all programs, in the order of their start."""
         if self._folder is None:
             return []
-        with self._folder as folder:
+        with self._folder as folder, warnings.catch_warnings():
+            # Of jaxlib's own types, made at first use: since 0.11 it aborts where that is an error.
+            warnings.simplefilter("ignore", DeprecationWarning)
             jax.profiler.stop_trace()
             found = [run for path in Path(folder).rglob("*.xplane.pb") for run in self._read(path)]
         return sorted(found, key=lambda run: run.start)

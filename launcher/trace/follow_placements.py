@@ -140,7 +140,7 @@ def follow_placements(
 
 def _of(atom: Atom, env: dict[Var, Placement]) -> Placement:
     if isinstance(atom, Literal):
-        return Replicated(zero=bool(np.all(np.asarray(atom.val) == 0)))
+        return Replicated(zero=not np.any(atom.val))
     return env[atom]
 
 

@@ -40,8 +40,8 @@ class Aval(Protocol):
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-    # What we use of JAX's own classes, whose annotations give a variable's type no shape and no
-    # dtype. They are classes rather than protocols: a literal has all that a variable has.
+    # JAX's own annotations give a variable's type no shape and no dtype. These are classes rather
+    # than protocols, since a literal has all that a variable has.
 
     class Var:
         aval: Aval
@@ -97,10 +97,9 @@ class Jaxpr:
     def written(self) -> Any:
         """The program as JAX's own jaxpr, closed over the captured arrays."""
         effects = frozenset().union(*(eqn.effects for eqn in self.eqns))
-        parts: list[Any] = [self.constvars, self.invars, self.outvars, self.eqns]
-        constvars, invars, outvars, eqns = map(list, parts)
-        jaxpr = jex.Jaxpr(constvars, invars, outvars, eqns, effects, _UNNAMED)
-        return jex.ClosedJaxpr(jaxpr, list(self.consts))
+        parts = map(list, (self.constvars, self.invars, self.outvars, self.eqns))
+        new: Any = jex.Jaxpr  # whose annotations are not those above
+        return jex.ClosedJaxpr(new(*parts, effects, _UNNAMED), list(self.consts))
 
     def __str__(self) -> str:
         return str(self.written)
@@ -121,11 +120,9 @@ def read_jaxpr(value: Any) -> Jaxpr:
 
 
 def rewritten_as(old: Any, new: Jaxpr) -> Any:
-    """Return what takes the place of `old` among an equation's parameters, in `old`'s own form.
+    """Return a rewritten program in the form of the parameter that it replaces.
 
-    Args:
-        old: the parameter.
-        new: the program to be written; it captures what `old` does.
+    It captures the same arrays.
     """
     if isinstance(old, Jaxpr):
         return new
@@ -153,13 +150,12 @@ def jaxpr_as_fun(jaxpr: Jaxpr) -> Callable[..., Any]:
 
 
 def _hides(jaxpr: Jaxpr) -> bool:
-    """Return whether an operation in a program hides what it computes (`call_hi_primitive`).
+    """Return whether an operation in a program hides what it computes, and can say it.
 
-    Since JAX 0.12 `searchsorted`, `nonzero` and what is made of them do. What has a derivative
-    keeps its rule, and stays as it is.
+    Since JAX 0.12 `searchsorted`, `nonzero`, `ldexp` and what is made of them do.
     """
     return any(
-        not any(has_tangent(v.aval) for v in eqn.outvars)
+        "jvp" in vars(type(eqn.params["_prim"]))
         if eqn.primitive.name == _HIDING
         else any(map(_hides, sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
@@ -167,7 +163,7 @@ def _hides(jaxpr: Jaxpr) -> bool:
 
 
 def _shown(jaxpr: Jaxpr) -> Jaxpr:
-    """Replace what hides its program by a call of it."""
+    """Replace what hides its program by a call of it, which has the same derivative rule."""
 
     def shown(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -184,6 +180,10 @@ def _shown(jaxpr: Jaxpr) -> Jaxpr:
         def fun(*flat: Any) -> list[Any]:
             return jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, flat)))
 
+        if any(has_tangent(v.aval) for v in eqn.outvars):
+            fun = jax.custom_jvp(fun)
+            bind = functools.partial(eqn.primitive.bind, **eqn.params)
+            fun.defjvp(functools.partial(jax.jvp, bind))
         return called_instead(eqn, fun, eqn.invars)
 
     return dataclasses.replace(jaxpr, eqns=list(map(instead, jaxpr.eqns)))
@@ -308,7 +308,7 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
 
 
 def captured(equations: Iterable[Equation]) -> Iterator[Any]:
-    """Yield what equations hold that their text does not tell: arrays, and rules of derivatives.
+    """Yield what equations hold that no text tells: arrays, and rules of derivatives.
 
     Two equations with the same rule hold the same object; one that is called for each of two
     equations may do another thing for each, such as scale gradients by a number of its own.

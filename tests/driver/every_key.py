@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,6 +51,7 @@ from launcher.submit.job import submit
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
 from launcher.trace.cudnn import described_cudnn
+from launcher.trace.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
 from launcher.train import checkpoint, worker
 from launcher.train.checked_model import checked_loss, init_model
 from launcher.train.checkpoint.hugging_face import Folder
@@ -96,23 +96,19 @@ def model_told(config: Config):
     batch = _batch(config)[1]
     with described_cudnn():
         params, state = jax.eval_shape(functools.partial(init_model, model), key)
-        init = jax.make_jaxpr(model.init)(key)
-        loss = jax.make_jaxpr(checked_loss(model))(params, state, batch, key)
+        init = make_jaxpr(model.init, key)
+        loss = make_jaxpr(checked_loss(model), params, state, batch, key)
     return str(init), str(loss), _arrays_in(loss)
 
 
-def _arrays_in(closed) -> list[str]:
+def _arrays_in(jaxpr: Jaxpr) -> list[str]:
     """The arrays that a program holds, those of programs inside it, too, which no text shows."""
-    found = [str(one) for one in closed.consts]
-    for eqn in closed.eqns:
-        found += [str(one.val) for one in eqn.invars if isinstance(one, jax.extend.core.Literal)]
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_program):
-            found += _arrays_in(inner) if _is_program(inner) else []
+    found = [str(one) for one in jaxpr.consts]
+    for eqn in jaxpr.eqns:
+        found += [str(one.val) for one in eqn.invars if not is_var(one)]
+        for inner in sub_jaxprs(eqn):
+            found += _arrays_in(inner)
     return found
-
-
-def _is_program(value) -> bool:
-    return isinstance(value, jax.extend.core.ClosedJaxpr)
 
 
 def data_told(config: Config):

@@ -1,14 +1,20 @@
 """The names of primitives stand in the table and in the rules, nowhere else."""
 
 import ast
+import contextlib
 import inspect
+import itertools
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import launcher
 from launcher.trace import primitive_kinds
-from launcher.trace.factors import _RULES
+from launcher.trace.factors import _RULES, factors
+from launcher.trace.jaxpr import inline_calls, make_jaxpr, sub_jaxprs
 
 ROOT = Path(launcher.__file__).parent
 RULES = (
@@ -76,3 +82,46 @@ def test_every_kind_is_read():
     public = [kind for kind in KINDS if not kind.startswith("_")]
     unread = [k for k in public if not any(k in text for text in sources if text != table)]
     assert unread == []
+
+
+X = jnp.linspace(0.1, 0.9, 6).reshape(2, 3)
+KNOWN = set().union(*(v for v in vars(primitive_kinds).values() if isinstance(v, frozenset | dict)))
+SUMS = ("cumsum", "cumprod", "median", "percentile", "histogram")
+SEARCHES = ("searchsorted", "nonzero", "interp", "digitize", "bincount", "argsort", "sort")
+GIVEN = (
+    *((X,) * n for n in (1, 2)),
+    *((X.astype(int),) * n for n in (1, 2)),
+    *((X[0],) * n for n in (2, 3)),
+)
+
+
+def functions():
+    """The functions of JAX that a loss may call on numbers, from its own registries."""
+    ufuncs = [n for n, u in vars(np).items() if isinstance(u, np.ufunc) and hasattr(jnp, n)]
+    found = {name: getattr(jnp, name) for name in (*sorted(ufuncs), *SEARCHES, *SUMS)}
+    names = [n for n in dir(jax.nn) if n[0] != "_" and callable(getattr(jax.nn, n))]
+    return found | {f"nn.{name}": getattr(jax.nn, name) for name in names}
+
+
+@pytest.mark.parametrize("name", functions())
+def test_every_operation_of_jax_is_known(name):
+    """One that a newer JAX introduces fails here until it is in the table, or read as a program.
+
+    Its gradient's, too.
+    """
+    fun, unknown = functions()[name], set()
+    for args in GIVEN:
+        for call in (fun, jax.grad(lambda *x: jnp.sum(fun(*x)))):
+            with contextlib.suppress(Exception):  # it takes no such arguments
+                unknown |= {e.primitive.name for e in inner(make_jaxpr(call, *args)) if lost(e)}
+    assert unknown == set()
+
+
+def inner(jaxpr):
+    for eqn in inline_calls(jaxpr).eqns:
+        below = list(sub_jaxprs(eqn))
+        yield from itertools.chain(*map(inner, below)) if below else [eqn]
+
+
+def lost(eqn):
+    return eqn.primitive.name not in KNOWN and factors(eqn) is None
