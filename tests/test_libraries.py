@@ -65,7 +65,7 @@ def installed(text: str) -> Iterator[str]:
 
 def problem(word: str) -> str | None:
     """What is wrong with installing `word`: an index could answer with other code."""
-    if word.startswith((".", "/", "$", "{ROOT}")):
+    if word.startswith((".", "/", "$", "{ROOT}", ":", "<")):  # paths, and what options take
         return None
     found = REQUIREMENT.fullmatch(word)
     if found is None:
@@ -74,9 +74,9 @@ def problem(word: str) -> str | None:
         return None
     if found["name"] not in (known := bounds()):
         return f"{word}: not ours to give, and no library that this project knows"
-    computed = "{" in (found["bounds"] or "")
-    if found["bounds"] and not computed and found["bounds"] != known[found["name"]]:
-        return f"{word}: pyproject.toml has {found['name']}{known[found['name']]}"
+    given, allowed = found["bounds"] or "", known[found["name"]]
+    if given not in ("", allowed) and not given.startswith("==") and "{" not in given:
+        return f"{word}: pyproject.toml has {found['name']}{allowed}"
     return None
 
 
