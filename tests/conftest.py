@@ -41,7 +41,7 @@ PURE = (
     *("config", "partition", "plan", "project", "recipes", "report", "schedule", "trace"),
     "test_files.py",
 )
-ON_DEMAND = "slow", "stress", "slurm", "gpu"  # run where `-m` names them
+ON_DEMAND = "slow", "stress", "slurm"  # run where `-m` names them
 STARTING = {
     *("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty"),
     *("os.exec", "pty.spawn"),
