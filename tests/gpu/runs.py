@@ -17,7 +17,7 @@ ON = os.environ.get("GPU_TESTS_ON", "gpu")
 GPU = ON == "gpu"
 QUIET = "train.eval_every=0", "train.log_every=1"
 TINY = "model.num_layers=2", "model.hidden_size=32", "model.sequence_length=32"
-STEADY = *TINY, *QUIET, "optimizer.decay=constant", "report=none"
+STEADY = *TINY, *QUIET, "optimizer.decay=constant"
 
 
 def start(folder, run, *words):
