@@ -1,6 +1,5 @@
 """A run of which a worker stands before the first step ends in time, and says who stands where."""
 
-import json
 import re
 import signal
 import sys
@@ -40,8 +39,11 @@ def build(options, model_options, global_batch_size, seed):
     if options.held_up != "batch":
         return made
 
+    asked = []
+
     def held(k):
-        if in_worker:
+        asked.append(k)
+        if in_worker and len(asked) > 1:  # the first one tells the shapes
             time.sleep(600)
         return made.train(k)
 
@@ -91,27 +93,13 @@ def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
     assert "time.sleep(600)" in err or "held.py" in err  # where they stand
 
 
-def phase(folder: Path) -> str:
-    path = folder / "outputs" / "one" / "status.json"
-    return json.loads(path.read_text())["phase"] if path.exists() else ""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("word", "doing"),
-    [
-        ("compiling", "it (compiles|cuts the step|reads the data|opens its connections)"),
-        ("starting", "it (starts and|connects|says which)"),
-    ],
-)
-def test_a_worker_that_is_stopped_meanwhile(word: str, doing: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_stopped_while_it_starts(tmp_path: Path) -> None:
     running = Launcher(tmp_path, *WORDS)
-    running.wait_for(lambda: phase(tmp_path) == word and len(running.workers()) == 2)
-    stopped = running.workers()[-1]
-    stopped.send_signal(signal.SIGSTOP)
-    err = ended(running)
-    if "Ray did not start" in err:  # it was stopped before it was up
-        assert re.search(r"the processes of worker_\d within 40 s \(cluster\.start_timeout\)", err)
-        return
-    assert re.search(rf"no answer from worker_.* for 6 s, while {doing}", err)
-    assert f"(process {stopped.pid} on this machine)" in err
+    running.wait_for(lambda: len(running.workers()) == 2)
+    running.workers()[-1].send_signal(signal.SIGSTOP)
+    assert re.search(
+        r"no answer from worker_\d.* for 6 s, while it"
+        r"|Ray did not start the processes of worker_\d within 40 s \(cluster\.start_timeout\)",
+        ended(running),
+    )

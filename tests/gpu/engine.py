@@ -83,14 +83,17 @@ def told(name, found):
 
 def each(cases):
     """Every case in a process of its own: so are its peak of memory, and its crash."""
+    failed = []
     for name, words in cases.items():
         command = [sys.executable, __file__, "run_of", *words]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
+            failed.append(name)
             last = (done.stderr.strip().splitlines() or ["no word"])[-1]
             yield f"{name}: FAILED, {last[:200]}", {"words": words, "error": done.stderr[-2000:]}
         else:
             yield told(name, json.loads(done.stdout.splitlines()[-1]))
+    assert not failed, f"failed: {failed}"
 
 
 def sizes(folder):
