@@ -90,7 +90,6 @@ def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
     err = ended(Launcher(tmp_path, *WORDS, *words, f"+dataset.options.held_up={held_up}"))
     assert f"for 6 s, while {doing}" in err
     assert "no answer from worker_0, worker_1" in err
-    assert "time.sleep(600)" in err or "held.py" in err  # where they stand
 
 
 @pytest.mark.slow
