@@ -49,13 +49,14 @@ def wait_for(arrays: Sequence[jax.Array]) -> None:
 
     Of one of several devices the shards go one by one, and JAX 0.11 answers for the first.
     """
-    for array in arrays:
-        try:
-            if not array.is_deleted():
-                array.block_until_ready()
-        except RuntimeError:
-            if not any(shard.data.is_deleted() for shard in array.addressable_shards):
-                raise
+    left = [array for array in arrays if not array.is_deleted()]
+    try:
+        jax.block_until_ready(left)
+    except RuntimeError:
+        there = [a for a in left if not any(s.data.is_deleted() for s in a.addressable_shards)]
+        if len(there) == len(left):
+            raise
+        wait_for(there)
 
 
 def plain_aval(aval: Any) -> tuple[Any, Any]:
