@@ -193,7 +193,7 @@ def lost_gradients(loss: Loss, graphs: Sequence[StageGraph]) -> list[int]:
     whole = reached_by_gradients(loss.equations, loss.outvars[:1])
     found: set[int] = set()
     for graph in reversed(graphs):
-        ends = {*graph.active_out, *(loss.outvars[i] for i in graph.results)} & flowing
+        ends = [v for v in graph.outs if is_var(v) and v in flowing]
         inside = reached_by_gradients(graph.equations, ends)
         flowing |= inside.intersection(graph.active_in)
         found |= {i for i in graph.wrt if loss.invars[i] in inside}

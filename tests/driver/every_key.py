@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +300,7 @@ def checks_told(config: Config):
     one = TrainWorker()
     one._config, one._state = config, None
     one._feeder = SimpleNamespace(get=lambda k: (None, 0.0))
-    one._train = lambda state, batch: (state, {})
+    one._train = Mock(return_value=(None, {}), peak_bytes=None)
     one._digester = SimpleNamespace(start=lambda state: [state], finish=lambda made: "digests")
     results = [*map(one.step, range(1, 5)), one.flush()]
     return [result.copies for result in results if result]
