@@ -103,7 +103,7 @@ def sizes(folder):
     yield from each({
         size: (f"model.size={size}", "dataset=synthetic", "train.precision=bf16",
                f"train.global_batch_size={batch.get(size, 16 if GPU else 2)}")
-        for size in (big if GPU else ("nano", "micro"))
+        for size in (big if GPU else ("nano",))
     })  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def families(folder):
         "mlp": ("model=mlp", *made),
     }
     if not GPU:  # two cores
-        cases = {k: cases[k] for k in ("gpt packed", "llama windowed", "moe", "mlp")}
+        cases = {k: cases[k] for k in ("gpt packed", "moe", "mlp")}
     yield from each({k: (*words, "train.precision=bf16") for k, words in cases.items()})
 
 

@@ -30,25 +30,25 @@ class Part:
 # Where it stands, its name, the seconds it takes on a GPU and on CPUs, what it is about.
 _TABLE = """
 runs     default      60  45  the card's default command: step, memory, first step, recorded step
-engine   sizes        75  40  six sizes of GPT in bf16: memory and step, predicted and measured
-engine   parity       45  45  ten methods beside one device, of 2 and 4 stages on one GPU, too
-engine   families     80  60  each family in bf16; fused, packed and windowed attention
+engine   sizes        75  25  six sizes of GPT in bf16: memory and step, predicted and measured
+engine   parity       45  60  ten methods beside one device, of 2 and 4 stages on one GPU, too
+engine   families     80  50  each family in bf16; fused, packed and windowed attention
 engine   kernels      40  10  64 matrix products, memory-bound kernels, scatter, AdamW
 engine   attention    20  12  cuDNN's attention inside a step, beside XLA's
-engine   remat        40  35  memory of none, selective and full at 8 and 16 blocks
-engine   scan         30  25  scanned blocks beside unrolled ones
+engine   remat        40  40  memory of none, selective and full at 8 and 16 blocks
+engine   scan         30  35  scanned blocks beside unrolled ones
 engine   against_jit  45  20  the step of GPT-125M and 350M beside plain jax.jit's
 engine   transfers    15   8  between host and device, and inside the device
-engine   donation     15  10  state is donated, and memory stays as it is from step to step
-runs     life        110  80  Ctrl-C saves, two resumes give the same bits, text is generated
-runs     killed       60  45  a killed worker is replaced
-runs     watchdog     60  45  a stopped worker is noticed and named
-runs     traced       60  30  a recorded step with the device tracer
-runs     calibrate    90  75  predictions by nominal, measured and profiled rates
-engine   sharing      40  25  two processes that share the GPU, by pulls and by collectives
-runs     precision    60  45  losses in bf16 beside fp32
-runs     recipes     200 160  every recipe beside a CPU device
-runs     all_gpus    120  90  methods on all GPUs
+engine   donation     15  12  state is donated, and memory stays as it is from step to step
+runs     life        110 100  Ctrl-C saves, two resumes give the same bits, text is generated
+runs     killed       60  50  a killed worker is replaced
+runs     watchdog     60  60  a stopped worker is noticed and named
+runs     traced       60  25  a recorded step with the device tracer
+runs     calibrate    90  90  predictions by nominal, measured and profiled rates
+engine   sharing      40  45  two processes that share the GPU, by pulls and by collectives
+runs     precision    60  50  losses in bf16 beside fp32
+runs     recipes     200  50  every recipe beside a CPU device
+runs     all_gpus    120  70  methods on all GPUs
 runs     hidden       30   5  a GPU that the user hides is not used
 """
 PARTS = [
