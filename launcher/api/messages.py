@@ -133,9 +133,10 @@ class Messages:
     def close(self, why: Exception) -> None:
         """Refuse all further use with the error `why`, which also ends the waits of other threads.
 
-        On return no thread uses Ray here, unless one still connects the workers.
+        On return no thread uses Ray here, unless one still starts parameter servers.
         """
         self._failure = why
+        self._group.close(why)
         for lock in (self.sending, self._taking):
             if lock.acquire(timeout=_LEAVE_SECONDS):
                 lock.release()

@@ -51,8 +51,21 @@ class WorkerGroup:
     ) -> None:
         self.handles = tuple(handles)
         self._servers: tuple[WorkerHandle, ...] = ()
-        self._check = check
+        self._check_ray = check
         self._timeout, self._setting = timeout, setting
+        self._closed: Exception | None = None
+
+    def close(self, why: Exception) -> None:
+        """End every wait, in any thread, and refuse further ones with the error `why`."""
+        self._closed = why
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    def _check(self) -> None:
+        self._check_open()
+        self._check_ray()
 
     def join(self, transport: str = "auto") -> None:
         """Connect the processes; this comes before any other call.
@@ -143,6 +156,7 @@ class WorkerGroup:
             starting: whether this is before the first step.
             method: what the workers were asked to do.
         """
+        self._check_open()
         wait = WAITS.get(method, Wait(f"it does {method}", True))
         runs = not starting or method in _STEPS
         limit = self._timeout if runs else progress.STILL_SECONDS
