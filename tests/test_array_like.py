@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import threading
 
 import flax.serialization
 import jax
@@ -11,8 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from launcher.api.ray_backend import known_to_flax
-from launcher.api.remote_array import Fetch, RemoteArray
+from launcher.api.remote_array import Fetch, RemoteArray, known_to_flax
 from launcher.testing import assert_allclose
 
 MATRIX = np.arange(6, dtype=np.float32).reshape(2, 3) + 1
@@ -25,6 +25,7 @@ class Workers:
 
     def __init__(self):
         self.arrays, self.fetched = [], []
+        self.sending = threading.RLock()
 
     def handle(self, value):
         self.arrays.append(value)

@@ -1,23 +1,26 @@
 """Messages to a group of `StepWorker`s.
 
 Every message goes to every worker, in one order, and is not waited for. Its outcome is looked at
-when the next one is sent or an answer is needed.
+when the next one is sent or an answer is needed. Threads may send and wait side by side: one at a
+time sends, and one at a time takes replies, those of the others too.
 """
 
 from __future__ import annotations
 
 import collections
 import pickle
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from launcher.api.calls import SURVIVED
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.ray.worker import Future, ready, share
+from launcher.cluster.ray.worker import WATCH_SECONDS, Future, ready, share
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.runtime import ProcessMismatchError
 
 _AHEAD = 8  # messages under way to a worker at most: their batches stay in memory
+_LEAVE_SECONDS = 2.0  # for the threads that wait, once they are told that all is over
 
 
 class Reply:
@@ -47,10 +50,16 @@ class Messages:
     Once a worker has failed, died or hung, every use raises that error again: what the others hold
     is of no use without it. Only if a live worker refuses to compile, or a user's function raises
     there, is the error raised once. A wait that was interrupted can be started again.
+
+    Attributes:
+        sending: the lock under which messages are sent. Who decides by what the workers hold (an
+            array is not consumed yet) what to send next holds it meanwhile.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
+        self.sending = threading.RLock()
+        self._taking = threading.RLock()  # taken after `sending`, never before
         self._sent: list[collections.deque[Reply]] = [collections.deque() for _ in group.handles]
         self._new_steps = 0  # this many further calls of a step, and all between, are slow
         self._dropped: collections.deque[int] = collections.deque()  # filled by destructors
@@ -67,8 +76,11 @@ class Messages:
             *arguments: its arguments.
             shared: the last argument, if it is large: it is written once for all workers.
         """
-        while self._take(wait=any(len(sent) >= _AHEAD for sent in self._sent)):
-            pass
+        with self.sending:
+            return self._send(method, arguments, shared)
+
+    def _send(self, method: str, arguments: tuple[Any, ...], shared: Any) -> list[Reply]:
+        self._make_room()
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         # As bytes: Ray takes twice as long for a message that it has to look into.
         message = [pickle.dumps((method, dropped, arguments))]
@@ -78,7 +90,9 @@ class Messages:
             futures = self._group.submit("do", *message)
         except BaseException:  # Ctrl-C between two workers
             text = "a call was broken off after some of the workers had got it and others had not"
-            self.close(ClusterError(f"{text}; call launcher.shutdown() and launcher.init() again"))
+            self._failure = ClusterError(
+                f"{text}; call launcher.shutdown() and launcher.init() again"
+            )
             raise
         if method in ("compile", "create"):
             self._new_steps = 2  # the second is answered once the first is done
@@ -102,8 +116,11 @@ class Messages:
             HungError: a worker did not answer for too long.
             RayEndedError: Ray ended.
         """
-        while not all(reply.done for reply in replies):
-            self._take(wait=True)
+        while missing := [reply for reply in replies if not reply.done]:
+            with self._taking:
+                if not self._take(wait=True) and not all(reply.done for reply in missing):
+                    # It was taken, and never handed over: a fault of this module.
+                    raise ClusterError(f"the reply of {missing[0].future.worker.name} is lost")
         errors = [reply.error for reply in replies if reply.error is not None]
         if errors:  # that of the worker that failed, not of those that only follow
             raise min(errors, key=lambda error: error.error_type == ProcessMismatchError.__name__)
@@ -114,20 +131,45 @@ class Messages:
         self._dropped.append(number)
 
     def close(self, why: Exception) -> None:
-        """Refuse all further use with the error `why`."""
-        self._failure = why
+        """Refuse all further use with the error `why`, which also ends the waits of other threads.
 
-    def _take(self, *, wait: bool) -> bool:
-        """Look at the oldest reply of every worker; return whether there was one."""
+        On return no thread uses Ray here, unless one still connects the workers.
+        """
+        self._failure = why
+        for lock in (self.sending, self._taking):
+            if lock.acquire(timeout=_LEAVE_SECONDS):
+                lock.release()
+
+    def _make_room(self) -> None:
+        """Look at the replies that are there, and wait for some if too many are under way."""
+        while True:
+            full = any(len(sent) >= _AHEAD for sent in self._sent)
+            if not self._taking.acquire(blocking=full):
+                break  # another thread takes them
+            try:
+                if not self._take(wait=full and any(len(sent) >= _AHEAD for sent in self._sent)):
+                    break
+            finally:
+                self._taking.release()
+        self._check()
+
+    def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _take(self, *, wait: bool) -> bool:
+        """Look at the oldest reply of every worker; return whether there was one.
+
+        The caller holds `_taking`.
+        """
+        self._check()
         heads = {sent[0].future: sent for sent in self._sent if sent}
         if not heads:
             return False
         try:
             if wait:
                 starting = any(sent[0].starting for sent in heads.values())
-                done = self._group.ready(list(heads), starting=starting)
+                done = self._first_of(list(heads), starting)
             else:
                 done = ready(list(heads), timeout=0)
         except ClusterError as error:
@@ -144,9 +186,18 @@ class Messages:
             heads[future].popleft()
         return bool(done)
 
+    def _first_of(self, futures: list[Future], starting: bool) -> list[Future]:
+        """Wait until any of the calls is over and return all that are, however they ended."""
+        watch = self._group.watch(starting=starting)
+        while not (done := ready(futures, timeout=WATCH_SECONDS)):
+            self._check()
+            watch([future.worker for future in futures])
+        return done
+
     def _fail(self, error: WorkerError | ClusterError) -> NoReturn:
+        self._check()  # what ended all is the cause
         try:
             raise self._group.cause_of(error) if isinstance(error, WorkerError) else error
         except (WorkerError, ClusterError) as cause:
-            self.close(cause)
+            self._failure = cause
             raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,18 +27,20 @@ from launcher.api.ray_backend import RayBackend, RemoteExecutable
 from launcher.api.recorded import recorded
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
+from launcher.api.settings import check_context
 from launcher.api.signature import Signature, Traceable, kind
 from launcher.log import warn_once
 from launcher.plan import Plan, PlanError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
 from launcher.report.timeline import Timeline
 from launcher.runtime import Executable, Transport
-from launcher.trace import TracedStep, TraceError, trace_step
+from launcher.trace import TracedStep, trace_step
 from launcher.trace.without_gradient import no_gradient_note
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
 _log = logging.getLogger(__name__)
 _spec = operator.attrgetter("shape", "dtype")
+_PLANNING = threading.RLock()  # one thread at a time traces, plans and compiles
 
 
 @dataclass(eq=False)
@@ -170,11 +173,11 @@ class ParallelizedFunction:
         Raises:
             PlanError: no plan has been made yet.
         """
-        if self._last is None or self._backend != self._where():
+        if (last := self._last) is None or self._backend != self._where():
             raise PlanError(
                 f"{self.__name__} has no plan to follow yet; call it, its create or its plan first"
             )
-        return self._last.variant.plan
+        return last.variant.plan
 
     # -- which variant ---------------------------------------------------------------------------
 
@@ -193,6 +196,10 @@ class ParallelizedFunction:
         return last.variant if same and static == last.static else None
 
     def _variant(self, args: tuple[Any, ...], says: bool = False) -> _Variant:
+        with _PLANNING:
+            return self._found(args, says)
+
+    def _found(self, args: tuple[Any, ...], says: bool) -> _Variant:
         if self._backend != (backend := self._where()):
             self._variants.clear()
             self._backend, self._last = backend, None
@@ -230,7 +237,7 @@ class ParallelizedFunction:
 
     def _planned(self, source: Traceable) -> _Variant:
         assert self._backend is not None
-        _check_context(self.__name__)
+        check_context(self.__name__)
         method, follows = self._method, False
         if isinstance(method, ParallelizedFunction):
             method, follows = method._as_method(), True
@@ -248,11 +255,14 @@ class ParallelizedFunction:
             return _Variant(source, step, method.plan(step, self._backend.shape(method)))
 
     def _compiled(self, variant: _Variant) -> Executable | RemoteExecutable:
-        if variant.executable is None:
-            assert self._backend is not None
-            backend = self._backend
-            variant.executable = backend.compile(variant.step, variant.plan, variant.source)
-        return variant.executable
+        if variant.executable is not None:
+            return variant.executable
+        with _PLANNING:
+            if variant.executable is None:
+                backend = self._backend
+                assert backend is not None
+                variant.executable = backend.compile(variant.step, variant.plan, variant.source)
+            return variant.executable
 
     def _where(self) -> LocalBackend | RayBackend:
         if isinstance(self._backend, RayBackend) and not is_up():
@@ -275,7 +285,7 @@ class ParallelizedFunction:
             i = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
             path = self._signature.path(i, variant.source.args)
             change = f"{path} is {_text(now[i])}, was {_text(before[i])}"
-        warnings.warn(f"{self.__name__} is compiled again: {change}", stacklevel=4)
+        warnings.warn(f"{self.__name__} is compiled again: {change}", stacklevel=5)
 
 
 def parallelize(
@@ -330,20 +340,6 @@ def parallelize(
 def _has_no_loss(method: Method) -> bool:
     """Return whether a method replays the plan of a function that takes no gradient."""
     return isinstance(method, Replay) and not any(s.layers for s in method.found.all_stages)
-
-
-def _check_context(name: str) -> None:
-    """Refuse what of JAX's context a step cannot be compiled in."""
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        raise TraceError(
-            f"{name} is called under jax.disable_jit(), and a parallelized step runs compiled; "
-            "debug the step without launcher.parallelize"
-        )
-    if not jax.sharding.get_abstract_mesh().empty:
-        raise TraceError(
-            f"{name} is called under jax.set_mesh(), and its plan has meshes of its own; call it "
-            "outside of it"
-        )
 
 
 def _text(leaf: jax.ShapeDtypeStruct) -> str:

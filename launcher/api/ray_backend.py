@@ -13,8 +13,8 @@ from launcher.api.connection import Connection
 from launcher.api.messages import Messages, Reply
 from launcher.api.own_copies import Scope
 from launcher.api.planned_shape import planned_shape
-from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
-from launcher.api.settings import TRACE_SETTINGS
+from launcher.api.remote_array import Fetch, RemoteArray, known_to_flax, pickled, portable
+from launcher.api.settings import trace_settings
 from launcher.api.signature import Traceable
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.worker import WorkerHandle
@@ -35,6 +35,9 @@ class RayBackend:
     The first call decides how they reach one another: by parameter servers if it compiles a plan
     that has some, and else as a process group.
 
+    Several threads may use it: each message is put together and sent under the lock `sending`, and waited
+    for without it.
+
     Args:
         group: the workers.
         nominal: the cluster, at nominal rates.
@@ -53,6 +56,7 @@ class RayBackend:
         self._nominal, self._is_here = nominal, is_here
         self._group, self._connection = group, Connection(group, serve)
         self._messages = Messages(group)
+        self.sending = self._messages.sending
         self._next_number = 0
         self._wanted: list[RemoteArray] = []
 
@@ -62,8 +66,9 @@ class RayBackend:
 
     def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
         """Send a message; see `Messages.send`."""
-        self._connection.open()
-        return self._messages.send(method, *arguments, shared=shared)
+        with self.sending:
+            self._connection.open()
+            return self._messages.send(method, *arguments, shared=shared)
 
     def answers(self, replies: Sequence[Reply]) -> list[Any]:
         """Wait for replies; see `Messages.answers`."""
@@ -77,10 +82,11 @@ class RayBackend:
 
     def fetch(self, arrays: Sequence[RemoteArray]) -> None:
         """Start to fetch arrays, in one message to each worker."""
-        replies = self.send("fetch", [array.number for array in arrays])
-        fetch = Fetch(lambda: self.answers(replies), arrays)
-        for place, array in enumerate(arrays):
-            array.fetched_by(fetch, place)
+        with self.sending:
+            replies = self.send("fetch", [array.number for array in arrays])
+            fetch = Fetch(lambda: self.answers(replies), arrays)
+            for place, array in enumerate(arrays):
+                array.fetched_by(fetch, place)
 
     def want(self, array: RemoteArray) -> None:
         """Fetch this array with the next flush."""
@@ -88,14 +94,17 @@ class RayBackend:
 
     def flush(self) -> None:
         """Start to fetch all arrays that are wanted."""
-        wanted, self._wanted = self._wanted, []
-        wanted = [a for a in wanted if not a.is_deleted()]
-        if wanted:
-            self.fetch(wanted)
+        with self.sending:
+            wanted, self._wanted = self._wanted, []
+            wanted = [a for a in wanted if not a.is_deleted()]
+            if wanted:
+                self.fetch(wanted)
 
-    def wait(self, numbers: Sequence[int]) -> None:
-        """Wait until arrays are computed."""
-        self.answers(self.send("wait", numbers))
+    def wait(self, array: RemoteArray) -> None:
+        """Wait until an array is computed."""
+        with self.sending:
+            replies = self.send("wait", [array.number])
+        self.answers(replies)
 
     def digests(self, arrays: Mapping[str, RemoteArray]) -> list[Copies]:
         """Return each worker's digests of the replicated ones of these arrays.
@@ -106,22 +115,29 @@ class RayBackend:
         for array in arrays.values():
             if array._owner is not self:
                 raise TypeError(f"{array!r} belongs to a session that was shut down")
-        numbers = {name: array.number for name, array in arrays.items()}
-        return self.answers(self.send("digests", numbers))
+        with self.sending:
+            numbers = {name: array.number for name, array in arrays.items()}
+            replies = self.send("digests", numbers)
+        return self.answers(replies)
 
-    def placement(self, number: int) -> str:
+    def placement(self, array: RemoteArray) -> str:
         """Return in words where an array lies."""
+        with self.sending:
+            replies = self.send("placement", array.number)
         count = len(self._group.handles)
         every = f" of each of {count} workers" if self._connection.by_servers else ""
-        return str(self.answers(self.send("placement", number))[0]) + every
+        return str(self.answers(replies)[0]) + every
 
     def drop(self, number: int) -> None:
         """Free an array or a compiled step with the next message."""
         self._messages.drop(number)
 
-    def lend(self, fun: Callable[..., Any], numbers: Sequence[int], *arguments: Any) -> list[Any]:
+    def lend(self, fun: Callable[..., Any], arrays: Sequence[RemoteArray], *given: Any) -> Any:
         """Return what `fun` answers on each worker; see `StepWorker.lend_own`."""
-        return self.answers(self.send("lend_own", fun, tuple(numbers), *arguments))
+        with self.sending:
+            numbers = tuple(array.number for array in arrays)
+            replies = self.send("lend_own", fun, numbers, *given)
+        return self.answers(replies)
 
     def lend_for(
         self,
@@ -131,15 +147,18 @@ class RayBackend:
         *arguments: Any,
     ) -> list[RemoteArray]:
         """Return handles to the arrays that `fun` makes on the workers out of others there."""
-        numbers, first = tuple(array.number for array in like), self.new_numbers(len(avals))
-        self.answers(self.send("lend", fun, numbers, first, *arguments))
+        with self.sending:
+            numbers, first = tuple(array.number for array in like), self.new_numbers(len(avals))
+            replies = self.send("lend", fun, numbers, first, *arguments)
+        self.answers(replies)
         return [RemoteArray(self, n, *aval) for n, aval in enumerate(avals, first)]
 
     def new_numbers(self, count: int) -> int:
         """Return the first of `count` consecutive numbers that nothing has had yet."""
-        first = self._next_number
-        self._next_number += count
-        return first
+        with self.sending:
+            first = self._next_number
+            self._next_number += count
+            return first
 
     def live_arrays(self) -> list[int]:
         """Return how many arrays are alive in each worker, which reveals a leak."""
@@ -169,10 +188,11 @@ class RayBackend:
             ConsumedError: an array was donated.
             WorkerError: it raised; the session goes on.
         """
-        travelling = jax.tree.map(self._travelling, tuple(trees))
-        call = pickled(UserCall(fun, travelling, _trace_settings()), fun)
-        parts = self.answers(self.send("foreach", scope, shared=call))
-        return [result for part in parts for result in pickle.loads(part)]
+        with self.sending:
+            travelling = jax.tree.map(self._travelling, tuple(trees))
+            call = pickled(UserCall(fun, travelling, trace_settings()), fun)
+            replies = self.send("foreach", scope, shared=call)
+        return [result for part in self.answers(replies) for result in pickle.loads(part)]
 
     def _travelling(self, leaf: Any) -> Any:
         if isinstance(leaf, RemoteArray):
@@ -198,8 +218,9 @@ class RayBackend:
             WorkerError: a worker cannot compile it; the session goes on if that worker lives.
             PlanError: the workers are connected in another way than the plan needs.
         """
-        self._connection.open_for(plan)
-        program = StepProgram(**vars(source), plan=plan, settings=_trace_settings())
+        with self.sending:
+            self._connection.open_for(plan)
+        program = StepProgram(**vars(source), plan=plan, settings=trace_settings())
         number = self.new_numbers(1)
         replies = self.send("compile", number, shared=pickled(program, source.fun))
         try:
@@ -252,8 +273,9 @@ class RemoteExecutable:
 
     def record(self, *args: Any) -> tuple[Any, list[list[Span]], list[Clock]]:
         """Run one step and record it; return its results, and each worker's spans and clock."""
-        results, replies = self._run(args, record=True)
-        return results, self._backend.answers(replies), self._backend.clocks()
+        with self._backend.sending:  # the workers are idle while their clocks are read
+            results, replies = self._run(args, record=True)
+            return results, self._backend.answers(replies), self._backend.clocks()
 
     def create(self, init: Callable[..., Any], *args: Any) -> Any:
         """Create the step's first argument, `init(*args)`, on the workers, each leaf in its place.
@@ -288,6 +310,12 @@ class RemoteExecutable:
         leaves, tree = jax.tree.flatten(args)
         if tree != self._in_tree:
             raise TypeError(f"the step was compiled for arguments {self._in_tree}, not {tree}")
+        with self._backend.sending:
+            return self._sent(leaves, method, how)
+
+    def _sent(
+        self, leaves: list[Any], method: str, how: dict[str, bool]
+    ) -> tuple[Any, list[Reply]]:
         backend = self._backend
         backend.flush()
         numbers: list[int] = []
@@ -318,16 +346,3 @@ class RemoteExecutable:
 
     def _handles(self, first: int, avals: Iterable[tuple[Any, Any]]) -> list[RemoteArray]:
         return [RemoteArray(self._backend, n, *aval) for n, aval in enumerate(avals, first)]
-
-
-def _trace_settings() -> dict[str, Any]:
-    return {name: getattr(jax.config, name) for name in TRACE_SETTINGS}
-
-
-def known_to_flax() -> None:
-    """Have `flax.serialization` write arrays on the workers as what they hold."""
-    from flax import serialization  # so late: it takes time, and needs no workers
-
-    serialization.register_serialization_state(
-        RemoteArray, lambda array: array.value, lambda _, value: value, override=True
-    )

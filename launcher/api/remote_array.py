@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +24,13 @@ class ConsumedError(RuntimeError):
 
 
 class Owner(Protocol):
-    """The interface that a handle needs of the backend that keeps the array."""
+    """The interface that a handle needs of the backend that keeps the array.
+
+    Attributes:
+        sending: the lock under which it is decided what becomes of an array.
+    """
+
+    sending: threading.RLock
 
     def fetch(self, arrays: Sequence[RemoteArray]) -> None:
         """Start to fetch arrays, in one message to each worker."""
@@ -34,10 +41,10 @@ class Owner(Protocol):
     def flush(self) -> None:
         """Start to fetch all arrays that are wanted."""
 
-    def wait(self, numbers: Sequence[int]) -> None:
-        """Wait until arrays are computed."""
+    def wait(self, array: RemoteArray) -> None:
+        """Wait until an array is computed."""
 
-    def placement(self, number: int) -> str:
+    def placement(self, array: RemoteArray) -> str:
         """Return in words where an array lies."""
 
     def drop(self, number: int) -> None:
@@ -60,10 +67,10 @@ class Fetch:
     def result(self) -> list[np.ndarray]:
         """Wait for the arrays and return them, read-only, in their order; of keys, their data.
 
-        It may be called more than once.
+        It may be called more than once, and by several threads.
         """
-        if self._answers is not None:
-            shards = zip(*self._answers(), strict=True)
+        if (answers := self._answers) is not None:
+            shards = zip(*answers(), strict=True)
             found = zip(self._avals, shards, strict=True)
             self._whole = [_assembled(*aval, each) for aval, each in found]
             self._answers = None
@@ -119,7 +126,7 @@ class RemoteArray(ArrayLike):
     @property
     def placement(self) -> str:
         """Where it lies, in words such as "whole, on device 2"; a worker is asked for it."""
-        return self._owner.placement(self.number)
+        return self._owner.placement(self)
 
     @property
     def number(self) -> int:
@@ -142,8 +149,9 @@ class RemoteArray(ArrayLike):
 
     def delete(self) -> None:
         """Free the array on the workers; it cannot be used again."""
-        self._owner.drop(self.number)
-        self._number = -1
+        with self._owner.sending:
+            self._owner.drop(self.number)
+            self._number = -1
 
     def consume(self) -> None:
         """Mark the array as donated: the workers free it themselves."""
@@ -151,12 +159,13 @@ class RemoteArray(ArrayLike):
 
     def copy_to_host_async(self) -> None:
         """Fetch the array with the next message to the workers; many are fetched together."""
-        if self.number >= 0 and self._fetched is None:
-            self._owner.want(self)
+        with self._owner.sending:
+            if self.number >= 0 and self._fetched is None:
+                self._owner.want(self)
 
     def block_until_ready(self) -> RemoteArray:
         """Wait until the array is computed."""
-        self._owner.wait([self.number])
+        self._owner.wait(self)
         return self
 
     def fetched_by(self, fetch: Fetch, place: int) -> None:
@@ -189,12 +198,13 @@ class RemoteArray(ArrayLike):
 
     def _data(self) -> np.ndarray:
         """Return the array as it travels, fetched once."""
-        if self.number >= 0 and self._fetched is None:
-            self._owner.flush()
-            if self._fetched is None:
-                self._owner.fetch([self])
-        assert self._fetched is not None
-        fetch, place = self._fetched
+        with self._owner.sending:
+            if self.number >= 0 and self._fetched is None:
+                self._owner.flush()
+                if self._fetched is None:
+                    self._owner.fetch([self])
+            assert self._fetched is not None
+            fetch, place = self._fetched
         return fetch.result()[place]
 
     def __repr__(self) -> str:
@@ -207,6 +217,15 @@ class RemoteArray(ArrayLike):
 
 
 accept_as_array(RemoteArray, lambda array: array.value)
+
+
+def known_to_flax() -> None:
+    """Have `flax.serialization` write arrays on the workers as what they hold."""
+    from flax import serialization  # so late: it takes time, and needs no workers
+
+    serialization.register_serialization_state(
+        RemoteArray, lambda array: array.value, lambda _, value: value, override=True
+    )
 
 
 def prefetch(tree: Any) -> Any:

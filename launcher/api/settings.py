@@ -1,4 +1,4 @@
-"""Settings of `jax.config` on the workers: which travel there with a step, and which stay."""
+"""Settings of `jax.config`: under which a step compiles, which travel with it, and which stay."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
+from launcher.trace import TraceError
+
 # Those that affect how a function is traced.
-TRACE_SETTINGS = (
+_TRACE_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -24,6 +26,25 @@ _DEVICE_SETTINGS = {
     "jax_platform_name",
     "jax_platforms",
 }
+
+
+def trace_settings() -> dict[str, Any]:
+    """Return the settings that affect how a function is traced, by name."""
+    return {name: getattr(jax.config, name) for name in _TRACE_SETTINGS}
+
+
+def check_context(name: str) -> None:
+    """Refuse what of JAX's context a step cannot be compiled in."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise TraceError(
+            f"{name} is called under jax.disable_jit(), and a parallelized step runs compiled; "
+            "debug the step without launcher.parallelize"
+        )
+    if not jax.sharding.get_abstract_mesh().empty:
+        raise TraceError(
+            f"{name} is called under jax.set_mesh(), and its plan has meshes of its own; call it "
+            "outside of it"
+        )
 
 
 @contextmanager

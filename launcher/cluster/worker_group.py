@@ -16,7 +16,6 @@ from launcher.cluster.ray.worker import (
     WorkerHandle,
     cause_of,
     gather,
-    ready,
 )
 from launcher.spans import Clock, clock_of
 from launcher.worker_info import WorkerInfo
@@ -115,22 +114,6 @@ class WorkerGroup:
         except WorkerError as error:
             self._blame_ray(error)
             raise
-
-    def ready(self, futures: Sequence[Future], *, starting: bool = False) -> list[Future]:
-        """Wait until any of the calls is over and return all that are, however they ended.
-
-        Args:
-            futures: the calls.
-            starting: whether the workers compile or connect, which takes longer.
-
-        Raises:
-            HungError: no worker answered for too long.
-            RayEndedError: Ray ended.
-        """
-        watch = self.watch(starting=starting)
-        while not (done := ready(futures, timeout=WATCH_SECONDS)):
-            watch([future.worker for future in futures])
-        return done
 
     def cause_of(self, error: WorkerError) -> WorkerError:
         """Return the death of another worker that `error` follows from, or else `error`.

@@ -73,9 +73,9 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
     backend, token = current(), secrets.token_hex(4)
     if isinstance(backend, RayBackend):
         there = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RemoteArray)]
-        numbers = [leaves[i].number for i in there]
+        arrays = [leaves[i] for i in there]
         here = {i: _as_numpy(leaf) for i, leaf in enumerate(leaves) if i not in set(there)}
-        problems = backend.lend(write_part, numbers, str(final), paths, there, here, token)
+        problems = backend.lend(write_part, arrays, str(final), paths, there, here, token)
         problem = next(filter(None, problems), None)
     else:
         _check_alone("save")
