@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.config.errors import ConfigError, advice
+from launcher.libraries import DISTRIBUTION
 from launcher.output import answer, complain
 from launcher.stop import Stop
 
@@ -228,7 +229,7 @@ def _help(config_dirs: Sequence[str]) -> str:
 
 def _version() -> str:
     try:
-        return version("launcher")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:
         return "(a checkout that is not installed)"
 

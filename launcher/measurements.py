@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 from launcher.cache_folder import cache_folder, file_name, processor
 from launcher.files import DamagedError, make_private, read_json, write_whole
+from launcher.libraries import DISTRIBUTION
 from launcher.log import warn_once
 
 T = TypeVar("T")
 
-_PACKAGES = ("jax", "jaxlib", "launcher")
-_FORMAT = "4"  # of what the figures mean; to be raised with it
+_PACKAGES = ("jax", "jaxlib", DISTRIBUTION)
+_FORMAT = "5"  # of what the figures mean; to be raised with it
 
 _log = logging.getLogger(__name__)
 

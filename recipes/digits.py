@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from launcher.libraries import lacking
 from recipes import Dataset, InputError
 from recipes.batches import batches, held_out
 from recipes.digits_options import CLASSES, SIDE, Digits
@@ -27,10 +28,8 @@ def check(options: Digits, model_options: Any, validation: bool) -> None:
     Raises:
         InputError: the digits do not fit the model, or scikit-learn is not there.
     """
-    from importlib.util import find_spec
-
-    if find_spec("sklearn") is None:
-        raise InputError("dataset=digits needs scikit-learn; pip install 'launcher[data]'")
+    if command := lacking("sklearn"):
+        raise InputError(f"dataset=digits needs scikit-learn; {command}")
     if hasattr(model_options, "image_size"):
         if model_options.image_size % SIDE:
             raise InputError(

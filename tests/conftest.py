@@ -41,7 +41,7 @@ PURE = (
     *("config", "partition", "plan", "project", "recipes", "report", "schedule", "trace"),
     "test_files.py",
 )
-ON_DEMAND = "slow", "stress", "slurm", "gpu"  # run where `-m` names them
+ON_DEMAND = "slow", "stress", "slurm"  # run where `-m` names them
 STARTING = {
     *("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty"),
     *("os.exec", "pty.spawn"),
@@ -137,6 +137,7 @@ def _nominal_rates_are_kept():
             "dispatch_overhead": shape.dispatch_overhead,
             "all_reduce_seconds": {},
             "memory_bytes": None,
+            "overrun": 1.0,
         }
         measurements.write(measurements.cache_file("calibration", "cpu", count), rates)
     assert kept(shape)  # else each test that plans would measure

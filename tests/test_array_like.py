@@ -44,6 +44,9 @@ class Workers:
         for place, array in enumerate(arrays):
             array.fetched_by(fetch, place)
 
+    def want(self, array):
+        pass
+
     def flush(self):
         pass
 

@@ -30,6 +30,7 @@ from launcher.runtime import (
     compile_step,
     fail_together,
     move,
+    wait_for,
 )
 from launcher.spans import Span
 from launcher.stacked_array import (
@@ -165,7 +166,7 @@ class StepWorker(Peer):
                 if array.nbytes <= _SMALL and array.addressable_shards
             ],
         )
-        jax.block_until_ready([array for array in before if not array.is_deleted()])
+        wait_for(before)
         return measured
 
     def foreach(self, scope: Scope, pickled: bytes) -> bytes:

@@ -18,6 +18,7 @@ from pathlib import Path
 from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Cluster, Described, Emulated, RayCluster, SlurmCluster
+from launcher.libraries import installing
 
 STAND_INS = 4  # emulated devices unless the user asks for a number
 _MOST_STAND_INS = 64  # for cluster=local: more is a slip, or meant for another machine
@@ -307,7 +308,7 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
     names, problem = tuple(found["names"]), found["problem"]
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if names and not any(importlib.util.find_spec(plugin) for plugin in plugins):
-        problem = "JAX has no CUDA plugin (pip install 'launcher[cuda]')"
+        problem = f"JAX has no CUDA plugin ({installing('jax_cuda12_plugin')})"
     return Gpus(names, problem)
 
 

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launcher.cluster import progress
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.process_group import connect_to_servers, init_process_group
+from launcher.cluster.progress import WAITS, Progress, Wait
 from launcher.cluster.ray.server_health import ended, silent
 from launcher.cluster.ray.worker import (
     WATCH_SECONDS,
@@ -20,8 +22,9 @@ from launcher.cluster.ray.worker import (
 from launcher.spans import Clock, clock_of
 from launcher.worker_info import WorkerInfo
 
-STARTING = 10  # factor on the timeout while workers compile or connect
+_MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
+_STEPS = "step", "dry_step", "run_trial"  # as long as any step
 _RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
 
 
@@ -34,8 +37,8 @@ class WorkerGroup:
     Args:
         handles: the workers.
         check: raises RayEndedError if the workers can never answer again.
-        timeout: the seconds that a call may take; a call that is `starting` may take `STARTING`
-            times as long.
+        timeout: the seconds that a call may take. One that is `starting` may take as long as it
+            makes progress; see `progress`.
         setting: the name by which the user knows `timeout`.
     """
 
@@ -57,14 +60,15 @@ class WorkerGroup:
         Args:
             transport: see `Peer.join`.
         """
-        init_process_group(self.handles, self.watch(starting=True), transport)
+        init_process_group(self.handles, self.watch(starting=True, method="join"), transport)
 
     def use_servers(self, servers: Sequence[WorkerHandle]) -> None:
         """Connect the workers to parameter servers, in place of `join`."""
         self._servers = tuple(servers)
         # The driver gives them up first, and says who is to blame.
-        seconds = STARTING * self._timeout
-        connect_to_servers(self.handles, self._servers, seconds, self.watch(starting=True))
+        seconds = _MOST * self._timeout
+        watch = self.watch(starting=True, method="meet")
+        connect_to_servers(self.handles, self._servers, seconds, watch)
 
     def infos(self, processes: Sequence[int], devices: int) -> list[WorkerInfo]:
         """Return what is known of each worker.
@@ -102,7 +106,7 @@ class WorkerGroup:
 
         Args:
             futures: the calls.
-            starting: whether the workers compile or connect, which takes longer.
+            starting: whether this is before the first step.
 
         Raises:
             WorkerError: a worker failed; it is the first one that did.
@@ -110,7 +114,9 @@ class WorkerGroup:
             RayEndedError: Ray ended.
         """
         try:
-            return gather(futures, self.watch(starting=starting), self._servers)
+            method = futures[0].method if starting and futures else ""
+            watch = self.watch(starting=starting, method=method)
+            return gather(futures, watch, self._servers)
         except WorkerError as error:
             self._blame_ray(error)
             raise
@@ -125,14 +131,22 @@ class WorkerGroup:
         self._blame_ray(error)
         return error
 
-    def watch(self, *, starting: bool) -> Callable[[list[WorkerHandle]], None]:
+    def watch(
+        self, *, starting: bool, method: str = "compile"
+    ) -> Callable[[list[WorkerHandle]], None]:
         """Return a function that watches one wait; it is called every `WATCH_SECONDS`.
 
         It counts its own calls and does not read the clock: while this process was stopped, the
         workers may have been stopped too.
+
+        Args:
+            starting: whether this is before the first step.
+            method: what the workers were asked to do.
         """
-        limit = self._timeout * (STARTING if starting else 1)
-        calls = 0
+        wait = WAITS.get(method, Wait(f"it does {method}", True))
+        runs = not starting or method in _STEPS
+        limit = self._timeout if runs else progress.STILL_SECONDS
+        seen, calls = Progress(limit, starting and wait.works), 0
 
         def watch(waiting: list[WorkerHandle]) -> None:
             nonlocal calls
@@ -142,20 +156,24 @@ class WorkerGroup:
                 raise error
             for handle in (*self.handles, *self._servers):
                 handle.process()  # looked up now, so that it is known when it is needed
-            if calls * WATCH_SECONDS >= limit:
-                raise self._hung(waiting, limit)
+            seconds = calls * WATCH_SECONDS
+            if standing := seen.standing(waiting, seconds):
+                how = f", while {wait.words}" if starting else f" ({self._setting})"
+                raise self._hung(standing, f"for {limit:g} s{how}")
+            if starting and seconds >= _MOST * self._timeout:  # busy, and to no end
+                raise self._hung(waiting, f"for {seconds:g} s, while {wait.words}")
 
         return watch
 
-    def _hung(self, waiting: list[WorkerHandle], seconds: float) -> HungError:
-        """Return the error for a wait of so many seconds, with a diagnosis of every worker.
+    def _hung(self, waiting: list[WorkerHandle], said: str) -> HungError:
+        """Return the error for a wait that is over, with a diagnosis of every worker.
 
         A worker that has answered may have been stopped since, so that the others wait for it. A
         server that hangs is named first: the workers wait for it.
         """
         hung = silent(self._servers, _SERVER_SECONDS)
         names = ", ".join(handle.name for handle in hung or waiting)
-        lines = [f"no answer from {names} for {seconds:g} s ({self._setting})"]
+        lines = [f"no answer from {names} {said}"]
         lines += [f"{handle.name}: {diagnose(handle)}" for handle in hung]
         for handle in sorted(self.handles, key=lambda handle: handle not in waiting):
             since = "" if handle in waiting else ", which answered before"

@@ -23,6 +23,7 @@ from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, quoted
 from launcher.config.schema import MAXIMIZED
 from launcher.config.sweep_files import GROUP, PARAMS, SECTION, is_of_sweeper
 from launcher.config.translate import PRIMARY
+from launcher.libraries import installing
 
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 
@@ -94,10 +95,10 @@ def _refuse_missing(options: set[str], loader: ConfigLoader, where: str = COMMAN
     """Raise ConfigError for a sweeper that is not installed."""
     known = sorted(loader.get_group_options(GROUP))
     for option in options - set(known):
-        hint = ": pip install 'launcher[sweep]'" if option == "optuna" else ""
+        how = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
         raise ConfigError(
             f"There is no {GROUP}={option}",
-            f"It is not installed{hint}." if hint else advice(option, known, "Installed are"),
+            how if option == "optuna" else advice(option, known, "Installed are"),
             where=where,
         )
 

@@ -268,6 +268,8 @@ class _Job:
                 create_everywhere(workers, self._init_from)
             if self._passed_over:
                 workers.submit("pass_over", self._passed_over, finished).result()
+        with status(self._console, "reading the first batch", Phase.READING):
+            workers.submit("first_batch", finished + 1).result()
         if dry_steps := self._config.train.dry_steps:
             with status(self._console, "warming up", Phase.WARMING_UP):
                 for _ in range(dry_steps):

@@ -47,7 +47,7 @@ class Workers:
         handles: the workers' handles.
         plan: the run's plan.
         check: raises if the workers can never answer again.
-        timeout: the seconds that an answer may take; `STARTING` times that before the first step's.
+        timeout: the seconds that an answer may take. Before the first step, see `WorkerGroup`.
         transport: `cluster.transport`, how they exchange arrays.
         servers: the parameter servers, through which alone they exchange sums, if there are any.
 

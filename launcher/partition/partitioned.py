@@ -12,18 +12,22 @@ from dataclasses import dataclass
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.buckets import Bucket, in_buckets, is_summed_in_every
+from launcher.partition.errors import PlanError
 from launcher.partition.joint_graph import Known, Name, input_spec
 from launcher.partition.sharding.layout import Layout, layouts, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.slicing import Slicing
 from launcher.partition.stage_programs import StagePrograms, StageUse, as_one, trace_stage
-from launcher.partition.stages import StageGraph, cut_stages
+from launcher.partition.stages import StageGraph, cut_stages, lost_gradients
 from launcher.partition.task_programs import runs_as_one
 from launcher.partition.update import UpdateProgram, place_update
 from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
 from launcher.trace import Loss, TracedStep
 from launcher.trace.jaxpr import is_var
+from launcher.trace.leaf_names import operand_names
+
+_MOST_NAMED = 4  # parameters in an error
 
 Choose = Callable[[Loss, StageGraph], Mapping[str, Spec]]
 Buckets = tuple[Bucket, ...]
@@ -173,6 +177,12 @@ def partition(
     tasks = validate(assignment, step)
     loss = step.loss(assignment.slicing.num_slices)
     graphs = cut_stages(loss, assignment.layers, assignment.mesh_of)
+    if lost := lost_gradients(loss, graphs):
+        names = ", ".join(operand_names(step)[i] for i in lost[:_MOST_NAMED])
+        raise PlanError(
+            f"these stages would lose the gradient of {names}, which has one on one device: no "
+            "gradient comes back for what a stage hands on. Please report it, with the step"
+        )
     shardings = []
     for graph in graphs:
         given = assignment.shardings_of(graph.index)

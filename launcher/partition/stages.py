@@ -10,13 +10,22 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-
 from launcher.trace import Loss
 from launcher.trace.cost import program_flops
-from launcher.trace.jaxpr import Atom, Equation, Jaxpr, Var, dependents, free_vars, is_var, needed
+from launcher.trace.jaxpr import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    dependents,
+    free_vars,
+    has_tangent,
+    is_var,
+    needed,
+)
 from launcher.trace.layers import ANY_LAYER
 from launcher.trace.structure_text import structure_text
+from launcher.trace.without_gradient import reached_by_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +41,7 @@ class StageGraph:
         activations_in, activations_out: values from earlier and for later stages.
         consumers: for every activation out, the stages that read it.
         results: the loss's results that are made here (indices; 0 is the loss).
-        active: the floating activations in and out through which gradients flow.
+        active: the activations in and out through which gradients flow.
     """
 
     index: int
@@ -169,6 +178,23 @@ def cut_stages(
 
 
 def _active(loss: Loss) -> set[Var]:
-    """Floating values on a path from a differentiated operand."""
+    """Return the values that have derivatives and depend on a differentiated operand."""
     reached = dependents(loss.equations, [loss.invars[i] for i in loss.wrt])
-    return {v for v in reached if jnp.issubdtype(v.aval.dtype, jnp.floating)}
+    return {v for v in reached if has_tangent(v.aval)}
+
+
+def lost_gradients(loss: Loss, graphs: Sequence[StageGraph]) -> list[int]:
+    """Return the operands that have a gradient in the whole loss, and none in its stages.
+
+    There must be none: they would silently stay as they are. Stages hand back the gradients of
+    their active activations only.
+    """
+    flowing = {v for v in loss.outvars[:1] if is_var(v)}
+    whole = reached_by_gradients(loss.equations, loss.outvars[:1])
+    found: set[int] = set()
+    for graph in reversed(graphs):
+        ends = {*graph.active_out, *(loss.outvars[i] for i in graph.results)} & flowing
+        inside = reached_by_gradients(graph.equations, ends)
+        flowing |= inside.intersection(graph.active_in)
+        found |= {i for i in graph.wrt if loss.invars[i] in inside}
+    return [i for i in loss.wrt if loss.invars[i] in whole and i not in found]

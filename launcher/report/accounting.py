@@ -98,7 +98,7 @@ class LinkAccount:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of memory of the fullest device; on CPU devices, of the process, but for `predicted`.
+    """Bytes of memory of the fullest device; the peak of emulated ones is counted in the programs.
 
     Attributes:
         now: in use after the newest step.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
 from launcher.config.errors import ConfigError
+from launcher.libraries import lacking
 from launcher.report.mlflow_tracker import MlflowTracker
 from launcher.report.registry import Opener
 from launcher.report.tensorboard_tracker import TensorBoardTracker
@@ -17,7 +17,7 @@ OURS: dict[str, Opener] = {
     "tensorboard": TensorBoardTracker,
     "mlflow": MlflowTracker,
 }
-# The modules that an extra of this package brings, by the tracker, which is the extra's name, too.
+# The modules that a tracker needs and not every installation has.
 _NEEDS = {"tensorboard": ("tensorboardX",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 
 
@@ -25,16 +25,15 @@ def check_libraries(names: Sequence[str]) -> None:
     """Check that the libraries of trackers are here.
 
     Raises:
-        ConfigError: one is missing; it names the extra that brings it.
+        ConfigError: one is missing; it says how to install it.
     """
     for name in names:
-        for module in _NEEDS.get(name, ()):
-            if find_spec(module) is None:
-                raise ConfigError(
-                    f"report.trackers names {name}, and its library {module} is not installed",
-                    f"Install it with: pip install 'launcher[{name}]'.",
-                    ["report.trackers"],
-                )
+        if command := lacking(*_NEEDS.get(name, ())):
+            raise ConfigError(
+                f"report.trackers names {name}, and what it needs is not installed",
+                f"Install it with: {command}.",
+                ["report.trackers"],
+            )
 
 
 def openers(names: Sequence[str]) -> dict[str, Opener]:

@@ -101,17 +101,5 @@ def beside_measured(plan: Plan, summary: Summary, last: Mapping[str, Any]) -> Ro
 
 
 def predicted_memory(plan: Plan) -> int:
-    """Return the predicted peak of the memory that a run measures, in bytes.
-
-    That is the peak of a device or, where devices share the machine's memory, of the host that uses
-    most.
-    """
-    if plan.cluster.get("memory_bytes") is not None:
-        return max(stage.memory_bytes for stage in plan.stages)
-    each = plan.cluster["devices_per_host"]
-    of_mesh = {stage.devices: stage.memory_bytes for stage in plan.stages}  # of the whole mesh
-    total: dict[int, int] = {}
-    for devices, memory in of_mesh.items():
-        for device in devices:
-            total[device // each] = total.get(device // each, 0) + memory
-    return max(total.values())
+    """Return the predicted peak of the fullest device, in bytes."""
+    return max(stage.memory_bytes for stage in plan.stages)

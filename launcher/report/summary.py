@@ -28,7 +28,6 @@ from launcher.report.text import (
 
 FILE_NAME = "summary.json"
 REPORT = "report.html"
-_MEMORY_OF = {"device": "on a device", "process": "in a process, JAX and its programs included"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class Summary:
         exit_reason: `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
             says what failed.
         steps: number of finished steps.
-        memory_bytes: memory in use after the newest step.
-        peak_memory_of: `device`, or `process` where the devices are this CPU; the measured peak is
-            then that of the whole process, while the predicted one counts arrays only.
+        peak_memory_bytes: the most on any device, arrays and temporaries; of emulated devices as
+            counted in the compiled programs.
+        memory_bytes: on any device after the newest step; None of emulated ones.
         failed_saves: number of checkpoints that could not be saved.
         save_error: why the newest of `failed_saves` failed.
         mfu_with_remat: model FLOPs utilisation that counts what is computed again, too.
@@ -77,7 +76,6 @@ class Summary:
     memory_bytes: int | None = None
     predicted_samples_per_second: float | None = None
     predicted_peak_memory_bytes: int | None = None
-    peak_memory_of: str = "device"
     num_parameters: int | None = None
     plan_seconds: float | None = None
     compile_seconds: float | None = None
@@ -160,12 +158,9 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
     if summary.num_parameters is not None:
         size = f"{count_text(summary.num_parameters)} parameters"
         if summary.peak_memory_bytes is not None:
-            where = _MEMORY_OF[summary.peak_memory_of]
-            size += f", {bytes_text(summary.peak_memory_bytes)} at most {where}"
+            size += f", {bytes_text(summary.peak_memory_bytes)} at most on a device"
             if summary.predicted_peak_memory_bytes is not None:
-                predicted = bytes_text(summary.predicted_peak_memory_bytes)
-                arrays = " of arrays" if summary.peak_memory_of == "process" else ""
-                size += f" (predicted {predicted}{arrays})"
+                size += f" (predicted {bytes_text(summary.predicted_peak_memory_bytes)})"
         lines.append(("model", size))
     if summary.goodput is not None:
         lines.append(("goodput", _goodput(summary)))

@@ -19,7 +19,7 @@ from launcher.runtime.replicas import (
     with_values,
 )
 from launcher.runtime.stage_times import StageTimes
-from launcher.runtime.transfer import move
+from launcher.runtime.transfer import move, wait_for
 from launcher.runtime.transport import ProcessMismatchError, PullTransport, Transport, fail_together
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "odd_replicas",
     "shared_copies",
     "transformed_error",
+    "wait_for",
     "wait_for_more",
     "why_not_kept",
     "with_first_replicas",

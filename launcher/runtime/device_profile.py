@@ -7,6 +7,7 @@ is an event that names its program, its run and its device; of other devices non
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import warnings
 from contextlib import AbstractContextManager
@@ -19,6 +20,8 @@ import jax
 
 _BEGIN = "launcher.begin"  # an event that tells the profiler's clock
 _OTHERS = "end: ", "ThreadpoolListener"  # most of the events, which are slow to look into
+STOP_SECONDS = 60.0  # for the profiler to stop
+STOPPING = "launcher: the profiler stops"  # the thread's name
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +78,19 @@ class _Kept(AbstractContextManager[str]):
         pass
 
 
+def _stopped_in_time() -> bool:
+    """End the profiler's session; False, with a warning, if that takes too long.
+
+    The tracer of a GPU has been seen to take seven minutes; it is left alone then.
+    """
+    stopping = threading.Thread(target=jax.profiler.stop_trace, name=STOPPING, daemon=True)
+    stopping.start()
+    stopping.join(STOP_SECONDS)
+    if stopping.is_alive():
+        _log.warning(f"JAX's profiler has not stopped for {STOP_SECONDS:.0f} s: its trace is lost")
+    return not stopping.is_alive()
+
+
 class DeviceProfile:
     """A session of JAX's profiler, from its making to `stop`.
 
@@ -107,7 +123,8 @@ class DeviceProfile:
         with self._folder as folder, warnings.catch_warnings():
             # Of jaxlib's own types, made at first use: since 0.11 it aborts where that is an error.
             warnings.simplefilter("ignore", DeprecationWarning)
-            jax.profiler.stop_trace()
+            if not _stopped_in_time():
+                return []
             found = [run for path in Path(folder).rglob("*.xplane.pb") for run in self._read(path)]
         return sorted(found, key=lambda run: run.start)
 

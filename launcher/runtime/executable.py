@@ -22,6 +22,7 @@ from launcher.runtime.dispatch_table import Entry, build_table
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.exchange import Servers
 from launcher.runtime.instructions import Instruction, Run
+from launcher.runtime.peak_memory import peak_bytes
 from launcher.runtime.placement import Placement
 from launcher.runtime.recording import StepRecording
 from launcher.runtime.stage_times import StageTimes, time_stages
@@ -56,6 +57,8 @@ class Executable:
     Attributes:
         plan: the plan that it runs.
         compile_seconds: how long compilation took.
+        peak_bytes: the most that a step puts on any device here, as its programs tell; None if they
+            do not.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch, and a
             `StackedSharding` for one whose rows are apart.
         used: the argument leaves that a call reads or returns, in any process, but for the batch.
@@ -77,6 +80,8 @@ class Executable:
         self._transport, self._servers, self.spans = ways
         self._slicing, self._rank = emitted.slicing, emitted.rank
         self._placement, self._compiled = placement, programs
+        peaks = peak_bytes(emitted, placement, programs)
+        self.peak_bytes = None if peaks is None else max(peaks)
         self._table = build_table(emitted, placement, programs, whole.donated, *ways)
         where = {i: placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]

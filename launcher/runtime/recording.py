@@ -4,10 +4,13 @@ The step runs as ever: it is sent off without waiting for any of its parts, so w
 overlapping. It only begins when what this process sent before has ended, and the next step is sent
 when it has ended, so that no time of a neighbour is in it. Where the times are from:
 
-- Runs of programs, and the collectives inside them: JAX's profiler (`device_profile`), from the
-  first operation on a device to the last one. Where gradients are summed inside a backward pass,
-  the pass ends with its last operation that waits for no sum, and each sum has a span of its own in
-  another lane: from when the device reaches it, so waiting for the other devices is in it.
+- Runs of programs: on CPU devices, or where its trace is asked for, JAX's profiler
+  (`device_profile`), from the first operation on a device to the last one, with the collectives
+  inside. Where gradients are summed inside a backward pass, the pass ends with its last operation
+  that waits for no sum, and each sum has a span of its own in another lane: from when the device
+  reaches it, so waiting for the other devices is in it. The tracer of a GPU may take minutes to
+  stop. Without it a run lasts from when it was sent off, and the one before it had ended, to when a
+  thread that waits for its results saw them.
 - Transfers: from when the arrays were made and the transfer was sent off, to when a thread that
   waits for nothing else saw them arrive. Of a transfer between processes the sender knows the one
   and the receiver the other; `report.timeline` joins them.
@@ -61,7 +64,7 @@ class StepRecording:
 
     Args:
         recorder: takes the spans; it may have some already, and other threads may add to it.
-        profiled: whether JAX's profiler is used. Without it the lanes of the devices are missing.
+        profiled: whether JAX's profiler is used.
         keep: the folder that the profiler's trace is kept in, if it is.
 
     Attributes:
@@ -72,7 +75,9 @@ class StepRecording:
         self, recorder: SpanRecorder, profiled: bool = True, keep: Path | None = None
     ) -> None:
         self._recorder = recorder
+        profiled = profiled and (keep is not None or jax.default_backend() == "cpu")
         self._profile = DeviceProfile(keep) if profiled else None
+        self._ends: dict[int, tuple[int, Future[int | None]]] = {}  # by place: sent off, and there
         self._watchers = ThreadPoolExecutor(_MOST_WATCHERS, thread_name_prefix="watcher")
         self.newest: Instruction | None = None
         self._runs: dict[int, Run] = {}
@@ -99,6 +104,8 @@ class StepRecording:
             self._recorder.add("dispatch", name, start, time.time_ns())
             if isinstance(entry.instruction, Run):
                 self._runs[place] = entry.instruction
+                if self._profile is None:
+                    self._ends[place] = start, self._watchers.submit(_arrival, list(results))
                 for i in entry.inputs:
                     self._reader.setdefault(self._made_by.get(i, -1), place)
             elif isinstance(entry.instruction, Send):
@@ -142,7 +149,6 @@ class StepRecording:
             devices_of: of each mesh, the positions in `jax.devices()` of this process's devices.
         """
         arrived = {n: x.arrival.result() for n, x in self._transfers.items() if x.arrival}
-        self._watchers.shutdown()
         assert self._ended is not None
         spans: list[Span] = []
         profiled = self._profile.stop() if self._profile else []
@@ -156,6 +162,8 @@ class StepRecording:
             spans += run_spans(instruction, run, programs[instruction.program])
             ends[place] = max(run.end, ends.get(place, 0))
             starts[place] = max(run.start, starts.get(place, 0))
+        if self._profile is None:
+            spans += self._seen_from_here(devices_of, ends)
         ends |= {place: end for place, end in arrived.items() if end}
         for place, sent in self._transfers.items():
             ready = max([sent.start, *(ends[k] for k in sent.reads if k in ends)])
@@ -164,7 +172,33 @@ class StepRecording:
                 # A busy machine may wake the thread that waits late, or when they are used up.
                 there = min(there or read, read)
             spans += _transfer_spans(sent, ready, there)
+        self._watchers.shutdown()
         return spans
+
+    def _seen_from_here(
+        self, devices_of: Sequence[Sequence[int]], ends: dict[int, int]
+    ) -> list[Span]:
+        """Return the spans of runs without the profiler, and add their ends to `ends`.
+
+        Results that a later run has used up tell no end: such a run is part of the span of the next
+        one that does, which says how many it covers.
+        """
+        found, before = [], dict.fromkeys(range(len(devices_of)), 0)
+        covered = Counter[int]()
+        for place, (start, arrival) in sorted(self._ends.items()):
+            run, end = self._runs[place], arrival.result()
+            covered[run.mesh] += 1
+            if end is None:
+                before[run.mesh] = before[run.mesh] or start
+                continue
+            ends[place], begun = end, max(start, before[run.mesh])
+            kind, about = _kind(run)
+            about |= {"covers": covered.pop(run.mesh)}
+            for device in devices_of[run.mesh]:
+                lane = f"device {device}"
+                found.append(Span(lane, _run_name(run), min(begun, end), end, kind, about))
+            before[run.mesh] = end
+        return found
 
 
 def _arrival(arrays: list[jax.Array]) -> int | None:
@@ -218,6 +252,16 @@ def matched(
         yield from zip(places, ran.get(key, []), strict=False)
 
 
+def _kind(instruction: Run) -> tuple[str, dict[str, Any]]:
+    """Return the kind of a run's span, and what it is about."""
+    about: dict[str, Any] = {"mesh": instruction.mesh, "program": instruction.program}
+    if instruction.task is None:
+        return "update" if "update" in instruction.program else "other", about
+    about |= {"stage": instruction.task.stage, "microbatch": instruction.task.microbatch}
+    as_one = instruction.program.endswith("forward_backward")
+    return "forward_backward" if as_one else instruction.task.kind.value, about
+
+
 def run_spans(instruction: Run, run: ProgramRun, program: ProgramText) -> list[Span]:
     """Return the spans of a program's run on a device: its own, and one for each collective.
 
@@ -226,12 +270,7 @@ def run_spans(instruction: Run, run: ProgramRun, program: ProgramText) -> list[S
         run: the run.
         program: what the program's text says of its operations.
     """
-    about: dict[str, Any] = {"mesh": instruction.mesh, "program": instruction.program}
-    kind = "update" if "update" in instruction.program else "other"
-    if instruction.task is not None:
-        as_one = instruction.program.endswith("forward_backward")
-        kind = "forward_backward" if as_one else instruction.task.kind.value
-        about |= {"stage": instruction.task.stage, "microbatch": instruction.task.microbatch}
+    kind, about = _kind(instruction)
     name, lane = _run_name(instruction), f"device {run.device}"
     sums = {op for op, one in program.collectives.items() if one.bucket is not None}
     own = [op for op in run.operations if op.name not in sums | program.after_sums]

@@ -44,6 +44,20 @@ def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
+def wait_for(arrays: Sequence[jax.Array]) -> None:
+    """Wait until arrays are computed, but for those that a later step uses up meanwhile.
+
+    Of one of several devices the shards go one by one, and JAX 0.11 answers for the first.
+    """
+    for array in arrays:
+        try:
+            if not array.is_deleted():
+                array.block_until_ready()
+        except RuntimeError:
+            if not any(shard.data.is_deleted() for shard in array.addressable_shards):
+                raise
+
+
 def plain_aval(aval: Any) -> tuple[Any, Any]:
     """Return what an array is on the devices, and the implementation of its random keys.
 

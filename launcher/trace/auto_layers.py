@@ -15,12 +15,11 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
 
 from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.errors import LayerCountError, TraceError
-from launcher.trace.jaxpr import Equation, Var, is_var, nbytes
+from launcher.trace.jaxpr import Equation, Var, has_tangent, is_var, nbytes
 from launcher.trace.layers import ANY_LAYER
 from launcher.trace.slices import Loss
 
@@ -107,7 +106,7 @@ def _own(loss: Loss) -> list[Equation]:
 
 
 def _anchors(equations: Sequence[Equation], loss: Loss) -> list[int]:
-    floating = {v for v in loss.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    floating = {v for v in loss.invars if has_tangent(v.aval)}
     return [
         i
         for i, eqn in enumerate(equations)

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.trace.jaxpr import Equation, Jaxpr, inline_calls, is_var, needed
+from launcher.trace.jaxpr import (
+    Equation,
+    Jaxpr,
+    inline_calls,
+    is_var,
+    needed,
+    read_jaxpr,
+    rewritten_as,
+)
 
 
 def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
@@ -20,7 +28,8 @@ def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
 def _split(eqn: Equation) -> list[Equation]:
     if eqn.primitive.name != "cond" or len(eqn.outvars) == 1 or eqn.effects:
         return [eqn]
-    branches = [inline_calls(branch) for branch in eqn.params["branches"]]
+    old = eqn.params["branches"]
+    branches = [inline_calls(read_jaxpr(branch)) for branch in old]
     if any(branch.consts for branch in branches):
         return [eqn]
     reads = [_operands_read(branches, k) for k in range(len(eqn.outvars))]
@@ -29,7 +38,10 @@ def _split(eqn: Equation) -> list[Equation]:
     parts = []
     for group in _connected(arrays):
         used = sorted(set().union(*(reads[k] for k in group)))
-        narrow = tuple(_narrow(branch, group, used) for branch in branches)
+        narrow = tuple(
+            rewritten_as(before, _narrow(branch, group, used))
+            for before, branch in zip(old, branches, strict=True)
+        )
         parts.append(
             eqn.replace(
                 invars=[eqn.invars[0], *(operands[i] for i in used)],

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from launcher.trace.jaxpr import (
     Atom,
-    Aval,
     Equation,
     Jaxpr,
     Literal,
     Var,
+    has_tangent,
     inline_calls,
     is_var,
     jaxpr_as_fun,
@@ -152,8 +151,8 @@ def follow_rule(
     """
     if any(isinstance(p, PerSlice) for p in outs):
         return None
-    moving = [i for i, v in enumerate(pair.part.invars) if is_var(v) and _is_inexact(v.aval)]
-    results = [j for j, v in enumerate(pair.part.outvars) if _is_inexact(v.aval)]
+    moving = [i for i, v in enumerate(pair.part.invars) if is_var(v) and has_tangent(v.aval)]
+    results = [j for j, v in enumerate(pair.part.outvars) if has_tangent(v.aval)]
     if not moving or not results:
         return None
     call = _Call(pair, given, moving, results, [outs[j] for j in results])
@@ -255,7 +254,3 @@ def _of_seed(out: Placement, pair: Pair) -> Placement:
 
 def _without_zero(placement: Placement) -> Placement:
     return Replicated() if isinstance(placement, Replicated) else placement
-
-
-def _is_inexact(aval: Aval) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))

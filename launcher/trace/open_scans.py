@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from launcher.trace.jaxpr import (
     Atom,
@@ -22,6 +21,7 @@ from launcher.trace.jaxpr import (
     Jaxpr,
     Var,
     dependents,
+    has_tangent,
     inline_calls,
     is_var,
     needed,
@@ -254,7 +254,7 @@ def _root(atom: Atom, makers: Mapping[Var, Equation]) -> Var | None:
     """Return the array of which another one is an element-wise function; None: it is no number."""
     while is_var(atom) and atom in makers and makers[atom].primitive.name in ELEMENTWISE:
         atom = makers[atom].invars[0]
-    if is_var(atom) and jnp.issubdtype(atom.aval.dtype, jnp.floating):
+    if is_var(atom) and has_tangent(atom.aval):
         return atom
     return None
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import jax.numpy as jnp
-
-from launcher.trace.jaxpr import Atom, Jaxpr, Var, is_var, sub_jaxprs
+from launcher.trace.jaxpr import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    has_tangent,
+    is_var,
+    sub_jaxprs,
+)
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.primitive_kinds import RECOMPUTED, WITHOUT_GRADIENT
 from launcher.trace.step import TracedStep
@@ -21,7 +27,7 @@ def no_gradient_note(step: TracedStep) -> str | None:
     """
     jaxpr: Jaxpr = step.loss_equation.params["jaxpr"]
     wrt = step.loss_equation.params["wrt"]
-    reached = _reached(jaxpr, jaxpr.outvars[:1]) if wrt else set()
+    reached = reached_by_gradients(jaxpr.eqns, jaxpr.outvars[:1]) if wrt else set()
     operands = {i: step.loss_equation.invars[i] for i in wrt}
     with_gradient = {operands[i] for i in wrt if jaxpr.invars[i] in reached}
     without = {v for v in operands.values() if v not in with_gradient}
@@ -36,17 +42,17 @@ def no_gradient_note(step: TracedStep) -> str | None:
     )
 
 
-def _reached(jaxpr: Jaxpr, outs: Iterable[Atom]) -> set[Var]:
+def reached_by_gradients(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
     """Return the values through which gradients flow back from `outs`."""
     reached = {v for v in outs if is_var(v)}
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed(equations):
         found = [i for i, v in enumerate(eqn.outvars) if v in reached]
         if not found or eqn.primitive.name in WITHOUT_GRADIENT:
             continue
         operands = eqn.invars
         if eqn.primitive.name in RECOMPUTED:
             (body,) = sub_jaxprs(eqn)
-            inside = _reached(body, [body.outvars[i] for i in found])
+            inside = reached_by_gradients(body.eqns, [body.outvars[i] for i in found])
             operands = [v for v, w in zip(operands, body.invars, strict=True) if w in inside]
-        reached |= {v for v in operands if is_var(v) and jnp.issubdtype(v.aval.dtype, jnp.floating)}
+        reached |= {v for v in operands if is_var(v) and has_tangent(v.aval)}
     return reached

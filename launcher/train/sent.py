@@ -34,7 +34,10 @@ class Sent:
 
 
 def finished(
-    sent: Sent, before: float, copies: Callable[[list[jax.Array]], Copies] | None
+    sent: Sent,
+    before: float,
+    copies: Callable[[list[jax.Array]], Copies] | None,
+    counted: int | None,
 ) -> tuple[StepResult, float]:
     """Wait for a step; return its result, and `time.perf_counter()` when it was complete.
 
@@ -42,12 +45,13 @@ def finished(
         sent: the step.
         before: when the step before was complete.
         copies: finishes the digests of its replicas, if there are any.
+        counted: `Executable.peak_bytes` of the step.
     """
     values, completed = sent.outcome.result()
     metrics = {f"train/{name}": value for name, value in values.items()}
     metrics |= {
         "perf/step_seconds": completed - before,
-        **memory_bytes(),
+        **memory_bytes(counted),
         "data/wait_seconds": sent.wait_seconds,
         "data/stall_seconds": sent.stall_seconds,
     }

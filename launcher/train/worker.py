@@ -176,6 +176,10 @@ class TrainWorker(Peer):
         self._passed_over = batches
         self._feed(step)
 
+    def first_batch(self, step: int) -> None:
+        """Wait for the batch of a step that is still to come."""
+        self._feeder.peek(step - 1 + self._passed_over)
+
     def dry_step(self, step: int) -> None:
         """Run a step, as `step` would next, on a copy of the state; nothing changes.
 
@@ -318,7 +322,8 @@ class TrainWorker(Peer):
             return None
         sent, self._sent = self._sent, None
         copies = self._digester.finish if sent.digests else None
-        result, self._completed = finished(sent, self._completed, copies)
+        counted = self._train.peak_bytes
+        result, self._completed = finished(sent, self._completed, copies, counted)
         return result
 
     def _with_times(self, result: StepResult | None) -> StepResult | None:

@@ -70,11 +70,8 @@ def chat_encoder(
 
 
 def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[[Any, bool], str]:
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise InputError("messages need the package jinja2; pip install 'launcher[data]'") from None
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     text = tokenizer.chat_template if template is None else TEMPLATES.get(template)
     if text is None and template is not None and Path(template).expanduser().is_file():

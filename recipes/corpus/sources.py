@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from launcher.libraries import lacking
 from launcher.missing_path import missing_path
 from recipes import InputError
 from recipes.corpus.saved_datasets import saved_files
@@ -112,10 +113,6 @@ def stamp_of(path: str | Path) -> str:
 
 def arrow_module(module: str) -> Any:
     """Import a module of pyarrow; raises InputError where that is not installed."""
-    try:
-        return import_module(module)
-    except ImportError:
-        raise InputError(
-            "dataset=parquet and dataset=arrow need the package pyarrow; "
-            "pip install 'launcher[data]'"
-        ) from None
+    if command := lacking("pyarrow"):
+        raise InputError(f"dataset=parquet and dataset=arrow need the package pyarrow; {command}")
+    return import_module(module)

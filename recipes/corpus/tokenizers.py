@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from launcher.libraries import lacking
 from launcher.missing_path import missing_path
 from recipes import InputError
 
@@ -191,12 +192,10 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _tiktoken(path: Path) -> Tokenizer:
     import base64
 
-    try:
-        import tiktoken
-    except ImportError:
-        raise InputError(
-            f"dataset.tokenizer={path} needs the package tiktoken; pip install 'launcher[data]'"
-        ) from None
+    if command := lacking("tiktoken"):
+        raise InputError(f"dataset.tokenizer={path} needs the package tiktoken; {command}")
+    import tiktoken
+
     lines = (line.split() for line in path.read_bytes().splitlines() if line)
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     cut, end = _RANKS.get(len(ranks), ("cl100k", len(ranks)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from launcher.libraries import lacking
 from launcher.npz import read_arrays
 from recipes import InputError
 
@@ -84,10 +85,8 @@ class Fitting:
 
 def check_pillow() -> None:
     """Raise InputError where Pillow is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("PIL") is None:
-        raise InputError("dataset=pictures needs Pillow; pip install 'launcher[data]'")
+    if command := lacking("PIL"):
+        raise InputError(f"dataset=pictures needs Pillow; {command}")
 
 
 def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:

@@ -241,6 +241,7 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
         "dispatch_overhead": 3e-4,
         "all_reduce_seconds": {},
         "memory_bytes": None,
+        "overrun": 1.0,
     }
     pool = DevicePool("cpu", 2, 4, "CPU device", "")
     of_workers = lambda *cost: planned_shape(session._shape_of(pool), *cost, is_here=True)  # noqa: E731

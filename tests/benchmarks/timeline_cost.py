@@ -97,7 +97,7 @@ class Trained:
         reporting = 0.0
         if report:
             before = time.process_time()
-            found = {f"train/{name}": value for name, value in values.items()} | memory_bytes()
+            found = {f"train/{name}": value for name, value in values.items()} | memory_bytes(None)
             found |= {"perf/step_seconds": time.perf_counter() - began, "data/stall_seconds": 0.0}
             report(StepResult(self.made, found, time.time()))
             reporting = time.process_time() - before

@@ -84,8 +84,8 @@ def test_local_names_every_kind_of_gpu():
             "no GPU to use here (JAX_PLATFORMS=cpu hides them): 4 emulated CPU devices stand in",
         ),
         (
-            Gpus(("NVIDIA H200",), "JAX has no CUDA plugin (pip install 'launcher[cuda]')"),
-            "1 GPU here (NVIDIA H200), but JAX has no CUDA plugin (pip install 'launcher[cuda]'): "
+            Gpus(("NVIDIA H200",), "JAX has no CUDA plugin (pip install 'jax[cuda12]')"),
+            "1 GPU here (NVIDIA H200), but JAX has no CUDA plugin (pip install 'jax[cuda12]'): "
             "4 emulated CPU devices stand in",
         ),
     ],

@@ -55,8 +55,8 @@ def test_the_one_that_stopped_is_examined_though_it_answered_before(workers, mon
     first.process().send_signal(signal.SIGSTOP)
     while first.process().status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    both = WorkerGroup(workers, lambda: None, 0.1, "cluster.step_timeout")
-    watch = both.watch(starting=True)  # which may take a second
+    both = WorkerGroup(workers, lambda: None, 1.0, "cluster.step_timeout")
+    watch = both.watch(starting=False)
     with pytest.raises(HungError) as raised:
         watch([second])
     lines = str(raised.value).splitlines()

@@ -1,6 +1,7 @@
 """pyproject.toml names every package by hand, because of conf/: it must name them all. And what is
 installed from a checkout is found from everywhere."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,16 @@ def test_every_folder_is_shipped() -> None:
         Path("launcher") / file.parent.relative_to(ROOT) for file in ROOT.glob("conf/**/*.yaml")
     }
     assert sorted(named) == sorted(".".join(folder.parts) for folder in code | conf)
+
+
+def test_the_first_page_names_the_pythons_that_the_distribution_does() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = {text.rpartition(" ")[2] for text in project["classifiers"] if ":: Python :: 3." in text}
+    page = (ROOT / "README.md").read_text()
+    assert (
+        set(re.findall(r"\b3\.\d\d\b", page.partition("## Start")[2].partition("```")[0])) == said
+    )
+    assert project["requires-python"] == f">={min(said)}"
 
 
 @pytest.mark.devices

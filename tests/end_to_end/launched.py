@@ -17,6 +17,7 @@ import psutil
 
 MARK = "LAUNCHER_TEST_MARK"
 DEADLINE = 240  # seconds that no launcher of these tests needs
+COMMAND = sys.executable, "-m", "launcher"
 
 
 class Launcher:
@@ -33,7 +34,7 @@ class Launcher:
         self._deadline = deadline
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", *words],
+            [*COMMAND, *words],
             cwd=folder,
             env={**os.environ, MARK: self.mark},
             stdin=subprocess.DEVNULL,

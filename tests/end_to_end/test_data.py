@@ -92,7 +92,7 @@ def test_ten_gigabytes_train_in_two_of_memory(tmp_path: Path) -> None:
     code, err = launched(tmp_path, *words, "train.global_batch_size=512")
     assert code == 0, err
     rows = (tmp_path / "outputs" / "large" / "metrics.jsonl").read_text().splitlines()
-    peak = max(json.loads(row)["perf/peak_memory_bytes"] for row in rows)
+    peak = max(json.loads(row)["perf/process_peak_bytes"] for row in rows)
     assert peak < 2 * 2**30
 
 

@@ -152,7 +152,10 @@ def test_the_run_folder_holds_what_it_should(resumed: tuple[Path, str]) -> None:
     for plot in ("loss", "timeline"):
         assert (run / "plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "logs" / "worker_0.log").exists()
-    assert summary(run)["peak_memory_of"] == "process"
+    # Like with like: what its programs need of a device beside what the plan says of one.
+    measured, predicted = (summary(run)[f"{p}peak_memory_bytes"] for p in ("", "predicted_"))
+    assert predicted == max(stage["memory_bytes"] for stage in plan["stages"])
+    assert measured == pytest.approx(predicted, rel=0.25)
     assert list((run / "wandb").glob("offline-run-*"))
     assert not list(run.rglob("*.pkl"))
 

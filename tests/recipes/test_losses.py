@@ -65,14 +65,15 @@ def test_in_16_bits_the_gradient_is_added_up_in_32():
     matrix = jax.random.normal(jax.random.key(1), (16, 2048))
     targets = jnp.zeros((4, 64), jnp.int32)
 
-    def slope(chunks):
+    def slope(dtype, chunks):
         def total(m):
-            return scores_in_chunks(hidden, m, targets, jnp.bfloat16, chunks)["loss"].sum()
+            return scores_in_chunks(hidden.astype(dtype), m, targets, dtype, chunks)["loss"].sum()
 
         return jax.jit(jax.grad(total))(matrix)
 
-    found = slope(16)
-    np.testing.assert_allclose(found, slope(1), rtol=2e-2, atol=2e-2)
+    # In one piece it is added up as XLA does: since JAX 0.12, on CPUs, in 16 bits.
+    found, wanted = slope(jnp.bfloat16, 16), slope(jnp.float32, 1)
+    np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=5e-3 * abs(wanted).max())
     assert found.dtype == jnp.float32
 
 

@@ -280,7 +280,7 @@ def test_odd_files_are_refused_in_words(tmp_path, monkeypatch):
         build_dataset(given, grey, 1, 0).train(0)
     listed = tmp_path / "all.csv"
     for content, text in (
-        (b"file_name,label\na\0.png,x\n", "null byte"),
+        (b"file_name,label\na\0.png,x\n", "embedded null"),
         (b"file_name,label\n\xe9.png,x\n", "no such file"),
         (b"file_name,label\n" + b"a" * 200_000 + b",x\n", "field larger than field limit"),
     ):

@@ -10,7 +10,7 @@ from launcher.report.plan_record import beside_measured, plan_tables, predicted_
 from launcher.report.summary import Summary
 
 
-def make_plan(memory_bytes=None):
+def make_plan():
     stages = tuple(
         StagePlan(
             layers=(i,),
@@ -37,7 +37,7 @@ def make_plan(memory_bytes=None):
         num_parameters=200,
         stages=stages,
         transfers=(),
-        cluster=vars(dataclasses.replace(shape, memory_bytes=memory_bytes)),
+        cluster=vars(shape),
         flops_per_step=1e9,
         predicted_step_seconds=0.3,
         predicted_samples_per_second=100.0,
@@ -79,6 +79,5 @@ def test_predictions_stand_beside_what_was_measured_where_it_was():
     ]
 
 
-def test_memory_is_of_a_device_or_of_the_fullest_host_where_devices_share_it():
-    assert predicted_memory(make_plan(memory_bytes=80 << 30)) == 2 << 20
-    assert predicted_memory(make_plan()) == 4 << 20
+def test_memory_is_that_of_the_fullest_device():
+    assert predicted_memory(make_plan()) == 2 << 20

@@ -49,13 +49,9 @@ def printed(run_dir, summary, resume_command=None):
     return file.getvalue()
 
 
-def test_memory_of_a_process_is_not_said_to_be_a_devices(tmp_path):
-    of = {"peak_memory_of": "process", "predicted_peak_memory_bytes": 45 << 20}
-    text = printed(tmp_path, dataclasses.replace(DONE, **of))
-    words = (
-        "123 MiB at most in a process, JAX and its programs included (predicted 45.0 MiB of arrays)"
-    )
-    assert words in text
+def test_memory_is_that_of_a_device_beside_what_was_predicted_of_one(tmp_path):
+    text = printed(tmp_path, dataclasses.replace(DONE, predicted_peak_memory_bytes=45 << 20))
+    assert "422 K parameters, 123 MiB at most on a device (predicted 45.0 MiB)" in text
 
 
 def test_the_file_holds_the_contracts_keys(tmp_path):

@@ -1,6 +1,5 @@
 """The planner's estimate of a mesh's memory against what its compiled programs say they need."""
 
-import math
 import types
 
 import jax
@@ -20,7 +19,7 @@ from launcher.plan.methods import (
     Zero3Parallel,
 )
 from launcher.runtime.emit import emit
-from launcher.runtime.instructions import Free, Run
+from launcher.runtime.peak_memory import peak_bytes
 from launcher.runtime.placement import make_placement
 from launcher.trace import trace_step
 from recipes import build_model
@@ -177,35 +176,10 @@ def averaged(width=256):
 
 
 def measured(step, plan):
-    """The most bytes that a device of each mesh holds: what lives when an instruction runs, and
-    what its program allocates beside."""
+    """The most bytes that a device of each mesh holds, as a run reports them."""
     emitted = emit(step, plan)
     placement = make_placement(plan, jax.devices(), emitted.slots)
-    compiled = compile_programs(emitted, placement)
-
-    def size(slot):
-        aval = emitted.slots[slot].aval
-        shape = placement.sharding(slot).shard_shape(aval.shape)
-        return math.prod(shape) * aval.dtype.itemsize
-
-    given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
-    given += [slot for _, slot, _ in emitted.batches]
-    live = {slot: size(slot) for slot in given}
-    peak = [0] * len(plan.meshes)
-    for x in emitted.instructions:
-        if isinstance(x, Free):
-            for slot in x.slots:
-                live.pop(slot, None)
-            continue
-        if isinstance(x, Run):
-            said = compiled[x.program].memory_analysis()
-            held = sum(b for slot, b in live.items() if emitted.slots[slot].mesh == x.mesh)
-            fresh = said.output_size_in_bytes - said.alias_size_in_bytes
-            peak[x.mesh] = max(peak[x.mesh], held + fresh + said.temp_size_in_bytes)
-            for k in x.donated:
-                live.pop(x.inputs[k], None)
-        live |= {slot: size(slot) for slot in x.outputs}
-    return peak
+    return peak_bytes(emitted, placement, compile_programs(emitted, placement))
 
 
 TWO = UniformStageOption(2)

@@ -1,7 +1,9 @@
 """A recorded step is the step as it runs anyway, and its spans say what ran where."""
 
+import collections
 import json
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 
 import launcher
 from launcher.report.timeline import chrome_trace
-from launcher.runtime.device_profile import DeviceProfile, Operation, ProgramRun
+from launcher.runtime.device_profile import STOPPING, DeviceProfile, Operation, ProgramRun
 from launcher.runtime.instructions import Run
 from launcher.runtime.program_text import read_program
 from launcher.runtime.recording import matched, run_spans
@@ -131,6 +133,37 @@ def test_beside_a_profiler_of_the_users_own_only_the_devices_are_missing(
         _, timeline = parallel.timeline(state, BATCHES[0])
     assert {span.lane for span in timeline.spans()} == {"dispatch", "recording", "transfers"}
     assert "the timeline has no lanes of devices" in caplog.text
+
+
+def test_on_gpus_runs_are_seen_without_the_profiler(parallel, monkeypatch):
+    def started(*args, **kwargs):
+        raise AssertionError("the device tracer was turned on")
+
+    monkeypatch.setattr("launcher.runtime.recording.jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.profiler, "start_trace", started)
+    state = parallel.create(init, jax.random.key(0), like=BATCHES[0])
+    _, timeline = parallel.timeline(state, BATCHES[0])
+    runs = [span for span in timeline.spans() if span.lane.startswith("device ")]
+    assert {span.lane for span in runs} == {f"device {i}" for i in range(4)}
+    assert {"update"} < {span.kind for span in runs}
+    per_mesh = collections.Counter()
+    for span in runs:
+        assert span.start <= span.end
+        per_mesh[span.about["mesh"]] += span.about["covers"]
+    ran = sum(span.lane == "dispatch" and " to " not in span.name for span in timeline.spans())
+    assert sum(per_mesh.values()) <= 2 * ran  # on two devices each; the last ones may be used up
+
+
+def test_a_profiler_that_does_not_stop_is_left_alone(monkeypatch, caplog):
+    stop, stopped = jax.profiler.stop_trace, threading.Event()
+    monkeypatch.setattr("launcher.runtime.device_profile.STOP_SECONDS", 0.05)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped.wait(60) and stop())
+    assert DeviceProfile().stop() == []
+    assert "has not stopped for 0 s: its trace is lost" in caplog.text
+    stopped.set()
+    for thread in threading.enumerate():
+        if thread.name == STOPPING:
+            thread.join(60)  # another test may start a session
 
 
 def test_a_step_that_fails_leaves_the_profiler_to_others(parallel, tmp_path):

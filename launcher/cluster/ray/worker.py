@@ -26,6 +26,7 @@ class Future:
 
     Attributes:
         worker: the worker.
+        method: what it was asked to do.
         reference: Ray's reference to `worker_actor.Outcome`; a further call may take it, and then
             gets what it refers to.
     """
@@ -33,7 +34,7 @@ class Future:
     def __init__(self, reference: Any, worker: WorkerHandle, method: str) -> None:
         self.reference = reference
         self.worker = worker
-        self._method = method
+        self.method = method
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the call and return its result; it may be called more than once.
@@ -52,7 +53,7 @@ class Future:
             done, value = ray.get(self.reference, timeout=timeout)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(
-                f"{self.worker.name}: {self._method} is still running after {timeout:g} s"
+                f"{self.worker.name}: {self.method} is still running after {timeout:g} s"
             ) from None
         except ray.exceptions.RayTaskError as error:
             # Raised outside the method: its arguments or its result could not be pickled.

@@ -80,7 +80,6 @@ def predicted(plan: Plan) -> dict[str, Any]:
         "predicted_samples_per_second": plan.predicted_samples_per_second,
         "predicted_bubble_fraction": plan.predicted_bubble_fraction,
         "predicted_peak_memory_bytes": predicted_memory(plan),
-        "peak_memory_of": "process" if plan.cluster["device_kind"] == "cpu" else "device",
         "num_parameters": plan.num_parameters,
     }
 

@@ -69,12 +69,14 @@ class Layout:
     explicit: Mapping[Var, Spec]
     outer_dims: NamedDims
     loss_dims: NamedDims
+    _wrt: frozenset[int] = field(init=False)
     _gradients: Mapping[Var, Var] = field(init=False)
     _outer: Sharding = field(init=False)
     _loss: Sharding = field(init=False)
     _batch_axes: tuple[int | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._wrt = frozenset(self.loss.wrt)
         self._gradients = gradients(self.step)
         self._batch_axes = batch_axes(self.step, self.loss)
         self._outer = Sharding(self.outer_dims, self.sizes)
@@ -106,8 +108,8 @@ class Layout:
         return self.loss.slice_axes[i] is None and _cuts(self.outer(self._holder(i)), DATA)
 
     def is_scattered(self, i: int) -> bool:
-        """Return whether an operand's gradient ends up cut along the replicas."""
-        return self.sizes[DATA] > 1 and _cuts(self.gradient(i), DATA)
+        """Return whether an operand has a gradient, which ends up cut along the replicas."""
+        return i in self._wrt and self.sizes[DATA] > 1 and _cuts(self.gradient(i), DATA)
 
     def gradient(self, i: int) -> Spec:
         """An operand's gradient, once it is whole."""

@@ -14,8 +14,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
-
 from launcher.partition.remat import Recomputed
 from launcher.partition.sharding.named_dims import (
     Holder,
@@ -30,7 +28,7 @@ from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import all_reduce_seconds, gather_seconds
 from launcher.trace.cost import backward_share, flops, moved_bytes
-from launcher.trace.jaxpr import Equation, Var, dependents, free_vars, is_var, nbytes
+from launcher.trace.jaxpr import Equation, Var, dependents, free_vars, has_tangent, is_var, nbytes
 from launcher.trace.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
 
 Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
@@ -107,7 +105,7 @@ def flow(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
         if eqn.primitive.name != "stop_gradient" and not reached.isdisjoint(
             v for v in eqn.invars if is_var(v)
         ):
-            reached.update(v for v in eqn.outvars if _floating(v))
+            reached.update(v for v in eqn.outvars if has_tangent(v.aval))
     return lambda use, var: use.scope > 0 or var in reached
 
 
@@ -172,7 +170,7 @@ def _crossing(
             continue
         gathered = _moved(kept, read)
         fixed = sharding.dims.is_fixed(use.scope, atom)
-        wanted = active and _floating(atom) and flows(use, atom) and not fixed
+        wanted = active and has_tangent(atom.aval) and flows(use, atom) and not fixed
         for axis in gathered:
             if eqn.primitive.name in SEARCHES:  # each device's own find, and where it is
                 finds = (v.aval.dtype.itemsize for v in (atom, eqn.outvars[0]))
@@ -271,10 +269,6 @@ def collectives(sharding: Sharding, flows: Flow) -> list[Collective]:
 
 def _local(var: Var, spec: Spec, sizes: Mapping[str, int]) -> float:
     return nbytes(var.aval) / parts(spec, sizes)
-
-
-def _floating(var: Var) -> bool:
-    return bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
 
 
 def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float) -> float:

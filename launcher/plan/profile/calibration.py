@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from launcher import follow, measurements
 from launcher.gpu_memory import gpu_memory_variables
 from launcher.log import warn_once
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import ClusterShape, is_nominal
 from launcher.plan.profile import measure_devices
+from launcher.trace.cost import backward_share, flops, moved_bytes
+from launcher.trace.jaxpr import Equation, inline_calls, make_jaxpr
+from launcher.trace.primitive_kinds import PRODUCTS
 
 _TIME_OUT = 600.0  # seconds
 _QUICK_TIME_OUT = 120.0  # seconds; a GPU takes long to start
@@ -46,6 +52,8 @@ class Calibration:
         dispatch_overhead: see `ClusterShape`.
         all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
         memory_bytes: memory that a worker's programs can have; None where it is shared.
+        overrun: how many times as long as at these rates a transformer's block takes, as models
+            compute more slowly than one large product or one copy; 1 where that is not measured.
     """
 
     product_flops: dict[str, dict[str, float]]
@@ -55,15 +63,16 @@ class Calibration:
     dispatch_overhead: float
     all_reduce_seconds: dict[str, float]
     memory_bytes: int | None
+    overrun: float = 1.0
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
         """Return the shape with these figures; a host's own link stays what it was."""
         latency, link = self._link(shape)
         return dataclasses.replace(
             shape,
-            flops=_largest(self.product_flops["bfloat16"]),
-            flops_fp32=_largest(self.product_flops["float32"]),
-            memory_bandwidth=self.memory_bandwidth,
+            flops=_largest(self.product_flops["bfloat16"]) / self.overrun,
+            flops_fp32=_largest(self.product_flops["float32"]) / self.overrun,
+            memory_bandwidth=self.memory_bandwidth / self.overrun,
             memory_bytes=self.memory_bytes or shape.memory_bytes,
             intra_host=link,
             latency=latency,
@@ -232,6 +241,7 @@ def _kept(tree: dict[str, Any]) -> Calibration:
         dispatch_overhead=measurements.finite_number(tree["dispatch_overhead"]),
         all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
         memory_bytes=None if memory is None else int(measurements.positive(memory)),
+        overrun=measurements.positive(tree["overrun"]),
     )
 
 
@@ -282,10 +292,27 @@ def measure(shape: ClusterShape, quick: bool = False) -> tuple[Calibration, Path
             lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
             raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
     tree: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if seconds := tree.pop("block_seconds", None):
+        tree["overrun"] = seconds / block_seconds(Calibration(**tree).applied(shape))
     about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
     path = calibration_file(shape)
-    is_kept = measurements.write(path, {**about, **tree})
-    return Calibration(**tree), path if is_kept else None
+    found = Calibration(**tree)
+    is_kept = measurements.write(path, {**about, **vars(found)})
+    return found, path if is_kept else None
+
+
+def block_seconds(shape: ClusterShape) -> float:
+    """Return what a device takes for both passes of the block that is measured, by its rates."""
+    given, weights = measure_devices.BLOCK
+    x, *of = (jax.ShapeDtypeStruct((1, *each), jnp.float32) for each in (given, *weights))
+    forward = inline_calls(make_jaxpr(measure_devices.block, of, x))
+
+    def seconds(eqn: Equation) -> float:
+        if eqn.primitive.name in PRODUCTS:
+            return shape.product_seconds(0.0, flops(eqn))
+        return shape.work_seconds(0.0, 0.0, flops(eqn), moved_bytes(eqn))
+
+    return sum((1 + backward_share(eqn)) * seconds(eqn) for eqn in forward.eqns)
 
 
 def _largest(rates: dict[str, float]) -> float:

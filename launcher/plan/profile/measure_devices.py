@@ -1,8 +1,8 @@
 """A separate program that measures the rates of this machine's devices, with all at work.
 
 It runs as `python measure_devices.py REQUEST.json`, reads `{"platform", "devices", "quick"}` and
-writes the fields of `calibration.Calibration` to standard output. `quick` takes some seconds. It
-imports JAX and none of our modules.
+writes the fields of `calibration.Calibration` to standard output, but for `overrun`, of which it
+writes the `block_seconds`. `quick` takes some seconds. It imports JAX and none of our modules.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _REDUCED = {"cpu": (1 << 12, 1 << 22), "cuda": (1 << 16, 1 << 28)}  # bytes
 _LEFT = 0.8  # of the cores' time, what a call has that other work does not disturb
 _COPIED = {"cpu": 1 << 23, "cuda": 1 << 28}  # bytes
 _NETWORK = {"cpu": (64, 1, 512), "cuda": (1024, 512, 8192)}  # its width, few rows, many rows
+# A transformer's block on a device: its input, and its weights.
+BLOCK = (4, 128, 128), ((128, 384), (128, 128), (128, 512), (512, 128))
+_HEADS = 4
 
 Call = tuple[float, float]  # its seconds, and the processor time of all threads
 
@@ -59,6 +62,7 @@ def main(path: str) -> None:
             for dtype in ("bfloat16", "float32")
         },
         "memory_bandwidth": meter.copy_rate(_COPIED[platform]),
+        "block_seconds": meter.block_seconds() if platform == "cpu" else None,
         "effective_parallelism": alone,
         "product_parallelism": in_products,
         "dispatch_overhead": overhead,
@@ -178,6 +182,15 @@ class Meter:
         compiled = jax.jit(jax.value_and_grad(passes)).lower((weights, x)).compile()
         return lambda: jax.block_until_ready(compiled((weights, x)))
 
+    def block_seconds(self) -> float:
+        """Return the seconds of both passes of a transformer's block on each device."""
+        import jax
+
+        given, weights = BLOCK
+        x = spread((self.count, *given), "float32", self.count)
+        of = [spread((self.count, *shape), "float32", self.count) for shape in weights]
+        return self.timed(lambda of: jax.value_and_grad(block)(of, x), of)
+
     def timed_in_turn(self, runs: Sequence[Callable[[], Any]]) -> list[list[Call]]:
         """Return the calls of each, called in turn: what else the machine does falls on all."""
         for run in (*runs, *runs):
@@ -235,6 +248,32 @@ def passes(given: Any) -> Any:
         scaled = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
         inner = jax.nn.gelu(jnp.einsum("nij,njk->nik", scaled, wide) + bias)
         x = x + jnp.einsum("nij,njk->nik", inner, back) + other
+    return (x * x).mean()
+
+
+def block(weights: Any, x: Any) -> Any:
+    """Return a number from the output of a transformer's block, as models here are written.
+
+    Args:
+        weights: as in `BLOCK`, with the devices first.
+        x: the same.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def normed(x: Any) -> Any:
+        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def product(x: Any, weight: Any) -> Any:
+        return jnp.einsum("nbsi,nij->nbsj", x, weight)
+
+    of_heads, back, wide, narrow = weights
+    q, k, v = jnp.split(
+        product(normed(x), of_heads).reshape(*x.shape[:3], 3 * _HEADS, -1), 3, axis=3
+    )
+    shares = jax.nn.softmax(jnp.einsum("nbqhd,nbkhd->nbhqk", q, k))
+    x = x + product(jnp.einsum("nbhqk,nbkhd->nbqhd", shares, v).reshape(x.shape), back)
+    x = x + product(jax.nn.gelu(product(normed(x), wide)), narrow)
     return (x * x).mean()
 
 

@@ -16,6 +16,7 @@ from launcher.plan.profile import calibration
 from launcher.plan.profile.calibration import (
     Calibration,
     HostLinks,
+    block_seconds,
     calibrated,
     keep_host_links,
     measure,
@@ -133,6 +134,7 @@ def test_links_that_noise_hides_stay_nominal() -> None:
                 {"product_parallelism": 0.5},
                 {"dispatch_overhead": None},
                 {"memory_bytes": -1},
+                {"overrun": 0},
             )
         ),
     ],
@@ -192,12 +194,34 @@ def test_this_machine_is_measured_and_remembered(folder: Path, quick: bool) -> N
     shape = local_shape(2, 1, "cpu")
     found, path = measure(shape, quick)
     assert [*found.product_flops["float32"]] == (["512"] if quick else ["128", "256", "512"])
-    assert found.applied(shape).flops_fp32 == found.product_flops["float32"]["512"]
+    rate = found.product_flops["float32"]["512"]
+    assert found.applied(shape).flops_fp32 == rate / found.overrun
+    assert 1 < found.overrun < 10  # a block is no large product
     assert path == kept(folder, 2)
     assert calibrated(shape) == found.applied(shape)
     alone, in_products = found.effective_parallelism, found.product_parallelism
     assert (alone is None) == (in_products is None)
     assert alone is None or 1 <= in_products <= alone <= 2
+
+
+@pytest.mark.devices
+def test_a_block_is_predicted_to_take_what_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates are those of models: large products and copies alone are faster than any."""
+    told = {name: value for name, value in vars(FOUND).items() if name != "overrun"}
+    script = tmp_path / "measure_devices.py"
+    script.write_text(f"print({json.dumps(json.dumps(told | {'block_seconds': 0.25}))})")
+    monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
+    nominal = local_shape(4, 1, "cpu")
+    found, _ = measure(nominal)
+    by_rates = block_seconds(FOUND.applied(nominal))
+    assert found.overrun == pytest.approx(0.25 / by_rates)
+    assert block_seconds(calibrated(nominal)) == pytest.approx(0.25)
+    # 4 rows of 128 tokens: the products of both passes alone, at 2 GFLOP/s.
+    weights = 128 * (384 + 128) + 2 * 128 * 512
+    products = 3 * 2 * (512 * weights + 2 * 4 * 128 * 128 * 128)
+    assert products / 2e9 < by_rates < 1.1 * products / 2e9
 
 
 def test_cores_in_use_say_how_much_devices_slow_one_another() -> None:

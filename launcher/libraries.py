@@ -1,0 +1,37 @@
+"""Libraries that only some settings need, and the command that installs those that are not here.
+
+The command names the libraries themselves. No package index has this project: what it would answer
+to the name `launcher` is other people's code.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+DISTRIBUTION = "jax-plan-launcher"  # as pyproject.toml has it
+
+# By the module that is imported; a test holds them against pyproject.toml's extras. A checkout that
+# is not installed has no metadata to read them from.
+_REQUIREMENTS = {
+    "alembic": "alembic>=1.13",
+    "hydra_plugins.hydra_optuna_sweeper": "hydra-optuna-sweeper>=1.3,<1.4",
+    "jax_cuda12_plugin": "jax[cuda12]",  # of the JAX that is here
+    "mlflow": "mlflow-skinny>=3.7,<4",
+    "PIL": "pillow>=11",
+    "pyarrow": "pyarrow>=18",
+    "sklearn": "scikit-learn>=1.5",
+    "sqlalchemy": "sqlalchemy>=2.0",
+    "tensorboardX": "tensorboardX>=2.6.2,<3",
+    "tiktoken": "tiktoken>=0.9",
+}
+
+
+def installing(*modules: str) -> str:
+    """Return the command that installs the libraries of these modules."""
+    return " ".join(["pip install", *(f"'{_REQUIREMENTS[module]}'" for module in modules)])
+
+
+def lacking(*modules: str) -> str | None:
+    """Return the command that installs those of these modules that are not here; None for none."""
+    absent = [module for module in modules if find_spec(module) is None]
+    return installing(*absent) if absent else None

@@ -1,0 +1,111 @@
+"""Every wait before the first step ends where a worker makes no progress, and names it."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+import launcher
+from launcher.cluster import progress, worker_group
+from launcher.cluster.errors import HungError
+from launcher.cluster.progress import WAITS
+from launcher.cluster.worker_group import WorkerGroup
+
+ROOT = Path(launcher.__file__).parent
+CALLED = re.compile(r'submit\(\s*"(\w+)"')
+LATER = {"close", "do", "evaluate", "flush", "sample", "save", "saved", "values", "writing"}
+STILL = 0.5
+DOING = {
+    "stands": "import time; print('up', flush=True); time.sleep(1000)",
+    "computes": "print('up', flush=True)\nwhile True: pass",
+    "reads": """
+import time
+print("up", flush=True)
+while True:
+    open("/dev/zero", "rb", buffering=0).read(1 << 21)
+    time.sleep(0.02)
+""",
+}
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Makes a worker of which a process stands in, that does one of `DOING`."""
+    monkeypatch.setattr(progress, "STILL_SECONDS", STILL)
+    monkeypatch.setattr(worker_group, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(worker_group, "diagnose", lambda handle: "as it is")
+    processes = []
+
+    def made(doing):
+        command = [sys.executable, "-c", DOING[doing]]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "up\n"
+        processes.append(process)
+        name, known = f"worker_{len(processes) - 1}", psutil.Process(process.pid)
+        return SimpleNamespace(
+            name=name, host=len(processes) - 1, whereabouts=name, process=lambda: known
+        )
+
+    yield made
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def watched(workers, method, seconds, timeout=60.0):
+    """Wait for answers that never come; the error that ends it, or None after so many seconds."""
+    group = WorkerGroup(workers, lambda: None, timeout, "cluster.step_timeout")
+    watch, end = group.watch(starting=True, method=method), time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            watch(workers)
+        except HungError as error:
+            return str(error).splitlines()[0]
+        time.sleep(0.05)
+    return None
+
+
+@pytest.mark.parametrize("method", [m for m, wait in WAITS.items() if wait.works])
+def test_a_wait_for_work_ends_without_progress_and_names_who_stands(worker, method):
+    first, second = worker("computes"), worker("stands")
+    assert watched([first, second], method, 30) == (
+        f"no answer from worker_1 for 0.5 s, while {WAITS[method].words}"
+    )
+
+
+@pytest.mark.parametrize("method", [m for m, wait in WAITS.items() if not wait.works])
+def test_a_wait_for_other_processes_ends_however_busy_they_are(worker, method):
+    found = watched([worker("computes")], method, 30, timeout=STILL)
+    assert found == f"no answer from worker_0 for 0.5 s, while {WAITS[method].words}"
+
+
+@pytest.mark.parametrize("doing", ["computes", "reads"])
+def test_what_gets_on_is_waited_for(worker, doing):
+    assert watched([worker(doing)], "restore", 3 * STILL) is None
+
+
+def test_what_was_stopped_does_not_get_on(worker):
+    stopped = worker("computes")
+    stopped.process().send_signal(signal.SIGSTOP)
+    assert (
+        watched([stopped], "compiled", 30) == "no answer from worker_0 for 0.5 s, while it compiles"
+    )
+
+
+def test_what_is_busy_to_no_end_is_given_up_at_last(worker):
+    found = watched([worker("computes")], "compile", 30, timeout=0.3)
+    assert found == "no answer from worker_0 for 3 s, while it compiles"
+
+
+def test_every_call_before_the_first_step_says_what_it_does():
+    """A new one fails here until it is in the table, and so in the tests above."""
+    rooms = [*(ROOT / "driver").rglob("*.py"), *(ROOT / "cluster").rglob("*.py")]
+    called = {name for path in rooms for name in CALLED.findall(path.read_text())}
+    assert called >= {"build", "compiled", "setup", "restore", "create", "first_batch", "step"}
+    assert called - set(WAITS) - LATER == set()

@@ -1,0 +1,104 @@
+"""A run of which a worker stands before the first step ends in time, and says who stands where."""
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import Launcher
+
+# As `python -m launcher`, with less patience.
+PROGRAM = """
+import sys
+from launcher.__main__ import main
+from launcher.cluster import progress
+
+progress.STILL_SECONDS = 6.0
+sys.exit(main(sys.argv[1:]))
+"""
+DATA = """
+import time
+from pathlib import Path
+
+from recipes import Dataset
+from recipes.synthetic import build as synthetic
+from recipes.synthetic_options import Synthetic
+
+
+def check(options, model_options, validation):
+    pass
+
+
+def build(options, model_options, global_batch_size, seed):
+    in_worker = Path("/proc/self/cmdline").read_text().startswith("ray::")
+    if in_worker and options.held_up == "build":
+        time.sleep(600)
+    made = synthetic(Synthetic(), model_options, global_batch_size, seed)
+    if options.held_up != "batch":
+        return made
+
+    asked = []
+
+    def held(k):
+        asked.append(k)
+        if in_worker and len(asked) > 1:  # the first one tells the shapes
+            time.sleep(600)
+        return made.train(k)
+
+    return Dataset(train=held, validation=None, describe="held up")
+"""
+WORDS = (
+    *("model=mlp", "train.steps=3", "train.eval_every=0", "report=none"),
+    *("cluster=emulated", "cluster.hosts=2", "cluster.gpus=2", "cluster.max_restarts=0"),
+    *(
+        "cluster.start_timeout=40",
+        "parallel=data",
+        "parallel.cost=model",
+        "run.id=one",
+        "dataset=synthetic",
+    ),
+)
+
+
+def ended(running: Launcher) -> str:
+    """What the run says; it ends with 1, and no process is left."""
+    began = time.monotonic()
+    code, _, err = running.end()
+    assert code == 1, err
+    assert time.monotonic() - began < 150
+    return err
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launched.COMMAND", (sys.executable, "-c", PROGRAM))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("held_up", "doing"),
+    [
+        ("build", "it reads the data's first part and traces the step"),
+        ("batch", "it reads its first batch"),
+    ],
+)
+def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(DATA)
+    words = ("dataset=custom", "dataset.module=held", "allow_modules=[held]")
+    err = ended(Launcher(tmp_path, *WORDS, *words, f"+dataset.options.held_up={held_up}"))
+    assert f"for 6 s, while {doing}" in err
+    assert "no answer from worker_0, worker_1" in err
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_while_it_starts(tmp_path: Path) -> None:
+    running = Launcher(tmp_path, *WORDS)
+    running.wait_for(lambda: len(running.workers()) == 2)
+    running.workers()[-1].send_signal(signal.SIGSTOP)
+    assert re.search(
+        r"no answer from worker_\d.* for 6 s, while it"
+        r"|Ray did not start the processes of worker_\d within 40 s \(cluster\.start_timeout\)",
+        ended(running),
+    )
