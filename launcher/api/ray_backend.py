@@ -35,8 +35,8 @@ class RayBackend:
     The first call decides how they reach one another: by parameter servers if it compiles a plan
     that has some, and else as a process group.
 
-    Several threads may use it: each message is put together and sent under the lock `sending`, and waited
-    for without it.
+    Several threads may use it: each message is put together and sent under the lock `sending`, and
+    waited for without it.
 
     Args:
         group: the workers.

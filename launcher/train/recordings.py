@@ -8,8 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-
 from launcher.spans import Span
 
 _log = logging.getLogger(__name__)
@@ -38,15 +36,18 @@ class Recordings:
         self._futures: list[Future[Recording]] = []
         self._unasked: list[Future[Recording]] = []
 
-    def add(self, step: int, read: Callable[[], list[Span]], hand_on: bool = True) -> None:
+    def add(
+        self, step: int, process: int, read: Callable[[], list[Span]], hand_on: bool = True
+    ) -> None:
         """Begin to read what was recorded of a step, by what `Executable.record` returned.
 
         Args:
             step: the step.
+            process: the index of this process among the workers.
             read: returns the spans, and ends the profiler's session.
             hand_on: whether `take` is to return it.
         """
-        future = self._reader.submit(_recording, step, read)
+        future = self._reader.submit(_recording, step, process, read)
         (self._futures if hand_on else self._unasked).append(future)
 
     def take(self) -> tuple[Recording, ...]:
@@ -70,11 +71,11 @@ def trace_folder(folder: str, rank: int, step: int) -> Path:
     return Path(folder) / f"worker_{rank}" / f"step_{step}"
 
 
-def _recording(step: int, read: Callable[[], list[Span]]) -> Recording:
+def _recording(step: int, process: int, read: Callable[[], list[Span]]) -> Recording:
     """Read what was recorded; training does not end over it."""
     try:
         spans = read()
     except Exception as error:  # JAX's profiler, and what its file holds
         _log.warning(f"what was recorded of step {step} cannot be read: {error!r}")
         spans = []
-    return Recording(step, jax.process_index(), tuple(spans))
+    return Recording(step, process, tuple(spans))

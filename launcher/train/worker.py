@@ -218,7 +218,7 @@ class TrainWorker(Peer):
         elif alone:
             keep = None if trace_in is None else trace_folder(trace_in, self._rank, step)
             (self._state, metrics), read = self._train.record(self._state, batch, keep=keep)
-            self._recordings.add(step, read, hand_on=record)
+            self._recordings.add(step, self._rank, read, hand_on=record)
         else:
             self._state, metrics = self._train(self._state, batch)
             result = self._finish()
