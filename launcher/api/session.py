@@ -153,7 +153,7 @@ def init(  # noqa: PLR0913 (what a script may ask for)
         num_devices_per_node: the devices of each worker, by default all GPUs of a node or else 4
             emulated CPU devices; for "local", by default all devices of the process.
         step_timeout: the seconds that the workers may take to answer, such as to the fetch of a
-            step's results; ten times that where they compile, and for the first step after it.
+            step's results. Where they compile or connect, they may take 120 s without progress.
             Workers that take longer hang or are stopped, and `HungError` says what each is doing.
         start_timeout: the seconds that Ray may take to come up or, at `address`, to answer, and
             again that the workers' processes may take.

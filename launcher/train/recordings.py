@@ -19,7 +19,7 @@ class Recording:
 
     Attributes:
         step: the step that was recorded.
-        process: the index of the process.
+        process: the rank of the worker; under parameter servers JAX knows of one process alone.
         spans: its spans, by its own clock.
     """
 
@@ -37,17 +37,17 @@ class Recordings:
         self._unasked: list[Future[Recording]] = []
 
     def add(
-        self, step: int, process: int, read: Callable[[], list[Span]], hand_on: bool = True
+        self, step: int, rank: int, read: Callable[[], list[Span]], hand_on: bool = True
     ) -> None:
         """Begin to read what was recorded of a step, by what `Executable.record` returned.
 
         Args:
             step: the step.
-            process: the index of this process among the workers.
+            rank: the worker's.
             read: returns the spans, and ends the profiler's session.
             hand_on: whether `take` is to return it.
         """
-        future = self._reader.submit(_recording, step, process, read)
+        future = self._reader.submit(_recording, step, rank, read)
         (self._futures if hand_on else self._unasked).append(future)
 
     def take(self) -> tuple[Recording, ...]:
@@ -71,11 +71,11 @@ def trace_folder(folder: str, rank: int, step: int) -> Path:
     return Path(folder) / f"worker_{rank}" / f"step_{step}"
 
 
-def _recording(step: int, process: int, read: Callable[[], list[Span]]) -> Recording:
+def _recording(step: int, rank: int, read: Callable[[], list[Span]]) -> Recording:
     """Read what was recorded; training does not end over it."""
     try:
         spans = read()
     except Exception as error:  # JAX's profiler, and what its file holds
         _log.warning(f"what was recorded of step {step} cannot be read: {error!r}")
         spans = []
-    return Recording(step, process, tuple(spans))
+    return Recording(step, rank, tuple(spans))

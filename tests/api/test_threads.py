@@ -12,7 +12,7 @@ import pytest
 import launcher
 from launcher.api import messages
 from launcher.api.messages import Messages
-from launcher.api.session import SessionError, current
+from launcher.api.session import current
 from launcher.api.step_worker import StepWorker
 from launcher.cluster.errors import ClusterError, HungError
 from launcher.testing import assert_allclose
@@ -41,8 +41,8 @@ def init(scale):
     return [jnp.eye(8, 16) * scale, jnp.eye(16, 8) * scale]
 
 
-def in_threads(count, work, here=lambda: None):
-    """Return what `work(thread)` returns or raises in each of so many threads, beside `here`."""
+def in_threads(count, work):
+    """Return what `work(thread)` returns or raises in each of so many threads."""
     found = [None] * count
 
     def run(thread):
@@ -54,7 +54,6 @@ def in_threads(count, work, here=lambda: None):
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
-    here()
     deadline = time.monotonic() + PATIENCE
     for thread in threads:
         thread.join(max(0, deadline - time.monotonic()))
@@ -205,30 +204,6 @@ def test_of_threads_that_donate_one_array_one_has_it(train):
     found = in_threads(4, lambda i: float(donating(net, batch(0))[1]))
     assert sorted(type(each).__name__ for each in found) == ["ConsumedError"] * 3 + ["float"]
     assert launcher.foreach_worker(lambda: 1) == [1, 1]  # the session goes on
-
-
-def test_the_end_of_the_session_ends_the_waits_of_other_threads(train, tmp_path):
-    """It is the last test that has the workers."""
-    began = tmp_path / "began"
-
-    def wait():
-        began.touch()
-        time.sleep(1000)
-
-    def work(thread):
-        if thread:
-            return launcher.foreach_worker(wait)
-        while not began.exists():
-            time.sleep(0.01)
-        return float(train(NET, batch(0))[1])
-
-    def end():
-        while not any(len(sent) > 1 for sent in current()._messages._sent):
-            time.sleep(0.01)
-        launcher.shutdown()
-
-    found = in_threads(2, work, end)
-    assert [type(each) for each in found] == [SessionError] * 2, found
 
 
 class Call:
