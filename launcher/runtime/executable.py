@@ -167,7 +167,9 @@ class Executable:
         recording.end()
         own, number = self.spans.take(), {device: n for n, device in enumerate(jax.devices())}
         devices = [[number[d] for d in mesh.local_devices] for mesh in self._placement.meshes]
-        return results, lambda: own + recording.finish(self.hlo_text, devices)
+        # Each worker of parameter servers is a JAX of its own, whose devices begin with 0.
+        first = self._servers.rank * len(number) if self._servers else 0
+        return results, lambda: own + recording.finish(self.hlo_text, devices, first)
 
     def warm_up(self, *args: Any) -> None:
         """Run one step on copies of the donated arguments, wait for it and drop its results.

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,17 @@ class StepRecording:
         self._ended = time.time_ns()
 
     def finish(
-        self, texts: Callable[[], Mapping[str, str]], devices_of: Sequence[Sequence[int]]
+        self,
+        texts: Callable[[], Mapping[str, str]],
+        devices_of: Sequence[Sequence[int]],
+        first: int = 0,
     ) -> list[Span]:
         """Return the spans of runs and transfers, after `end`.
 
         Args:
             texts: returns the compiled programs as text, by name (`Executable.hlo_text`).
             devices_of: of each mesh, the positions in `jax.devices()` of this process's devices.
+            first: the number that the plan gives the first of `jax.devices()`.
         """
         arrived = {n: x.arrival.result() for n, x in self._transfers.items() if x.arrival}
         assert self._ended is not None
@@ -159,11 +163,12 @@ class StepRecording:
         starts: dict[int, int] = {}
         for place, run in matched(self._runs, modules, devices_of, profiled):
             instruction = self._runs[place]
-            spans += run_spans(instruction, run, programs[instruction.program])
+            numbered = replace(run, device=first + run.device)
+            spans += run_spans(instruction, numbered, programs[instruction.program])
             ends[place] = max(run.end, ends.get(place, 0))
             starts[place] = max(run.start, starts.get(place, 0))
         if self._profile is None:
-            spans += self._seen_from_here(devices_of, ends)
+            spans += self._seen_from_here([[first + d for d in of] for of in devices_of], ends)
         ends |= {place: end for place, end in arrived.items() if end}
         for place, sent in self._transfers.items():
             ready = max([sent.start, *(ends[k] for k in sent.reads if k in ends)])

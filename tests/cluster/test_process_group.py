@@ -1,10 +1,13 @@
 """How workers come to know one another, of which two objects in this process stand in for two."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+import launcher
 from launcher.cluster import process_group
 from launcher.cluster.process_group import Peer, init_process_group
 from launcher.driver.workers import Workers
@@ -57,3 +60,25 @@ def test_the_way_between_them_goes_by_what_was_asked_and_by_the_devices(
 def test_one_alone_needs_no_way(handles):
     init_process_group(handles[:1])
     assert handles[0].worker._transport is None
+
+
+PROCESS_GROUP_ONLY = {"transport", "transfer", "permute", "compat", "compile_step"}  # in runtime
+KNOWN = {
+    *(f"runtime/{name}.py" for name in PROCESS_GROUP_ONLY),
+    "cluster/process_group.py",  # `Peer._rank`, where there are no servers
+    "api/own_copies.py",  # which devices are this process's, as its own JAX says
+    # Under servers the first worker alone writes, as the only process that it knows.
+    *("train/worker.py", "train/trees.py", "train/checkpoint/orbax_compat.py"),
+}
+
+
+def test_jax_s_number_of_a_process_is_no_worker_s_name():
+    """Under parameter servers each worker is process 0 of its own JAX: its name is `Peer._rank`."""
+    root = Path(launcher.__file__).parent
+    using = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.process_index"
+    }
+    assert using == KNOWN

@@ -69,3 +69,26 @@ def test_the_first_sum_of_gradients_begins_before_the_backward_pass_ends(
     kept = [event for event in again["traceEvents"] if event.get("args", {}).get("step") == 3]
     assert len(kept) == len(events)
     assert (tmp_path / "outputs" / "a" / "plots" / "timeline.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_workers_of_parameter_servers_are_recorded_each_under_its_own_number(
+    tmp_path: Path,
+) -> None:
+    """Each is a JAX of its own, in which it is process 0 with device 0."""
+    words = ("parallel=parameter_server", "train.steps=4", "parallel.num_micro_batches=1")
+    trace = trained(tmp_path, *words)
+    named = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    assert sorted(processes.values()) == ["driver", "worker 0", "worker 1"]
+    lanes = {(processes[e["pid"]], e["args"]["name"]): e for e in named if "tid" in e}
+    for worker in range(2):
+        lane = lanes[f"worker {worker}", f"device {worker}"]
+        assert (f"worker {worker}", f"device {1 - worker}") not in lanes
+        ran = [
+            event["cat"]
+            for event in trace["traceEvents"]
+            if event["ph"] == "X" and (event["pid"], event["tid"]) == (lane["pid"], lane["tid"])
+        ]
+        assert "forward_backward" in ran
+        assert "update" in ran

@@ -257,6 +257,8 @@ class RunLog:
         """
         if self._home.status:
             self._home.status.end(reason)
+        if self.recorder.timelines:
+            self.recorder.timelines.end()
         metrics = path / METRICS
         if self._metrics:
             self._metrics.move(metrics)

@@ -64,6 +64,14 @@ class Timelines:
             if len(parts) >= len(self._clocks):
                 self._write(recording.step, [parts[i] for i in sorted(parts)])
 
+    def end(self) -> None:
+        """Say which steps are not in the file, as a worker has not handed its part in."""
+        for step, parts in self._found.items():
+            missing = [f"worker {i}" for i in range(len(self._clocks)) if i not in parts]
+            if missing:
+                whose = ", ".join(missing)
+                _log.warning(f"no timeline of step {step}: what {whose} recorded has not come")
+
     def _write(self, step: int, recordings: Sequence[Recording]) -> None:
         parts = [
             ProcessSpans(f"worker {recording.process}", recording.spans, clock)
