@@ -55,10 +55,10 @@ def test_a_run_on_a_disk_that_fills_up_loses_nothing_and_goes_on_where_there_is_
     """
     done = on_own_disk(script)
     assert done.stdout.split() == ["1", "0"], (tmp_path / "full.err").read_text()
-    (line,) = (tmp_path / "full.err").read_text().splitlines()
-    assert line.startswith(
-        f"launcher: cannot save step 9 in {tmp_path}/disk/a/checkpoints: No space"
-    )
+    err = (tmp_path / "full.err").read_text()
+    folder = f"{tmp_path}/disk/a/checkpoints"
+    assert err.startswith(f"launcher: cannot save step 9 in {folder}: No space")
+    assert err.count("\n") == 1, err
     said = (tmp_path / "full.out").read_text()
     assert "No space left on device. Free some space there" in said
     assert "Training goes on." in said
