@@ -1,6 +1,5 @@
 """`parallel=parameter_server`: two workers whose gradients two servers sum, through their life."""
 
-import json
 import re
 import signal
 import time
@@ -139,21 +138,3 @@ def test_two_runs_at_once_and_4_workers_on_2_servers_are_bit_equal(tmp_path: Pat
     first, second = (folder / "outputs" / "one" for folder in folders)
     assert len(losses(first)) == STEPS
     assert_as_undisturbed(first, second)
-
-
-@pytest.mark.slow
-def test_a_recorded_step_has_the_spans_of_every_worker(tmp_path: Path) -> None:
-    """JAX knows of one process in each: a worker is known by its rank."""
-    words = (*SERVED, "train.steps=3", "report.timeline_steps=[2]")
-    code, out, err = Launcher(tmp_path, *words).end()
-    assert (code, err) == (0, ""), out
-    trace = json.loads((tmp_path / "outputs" / "one" / "timeline.json").read_text())
-    names = {
-        e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"
-    }
-    ran = {
-        names[e["pid"]]
-        for e in trace["traceEvents"]
-        if e.get("cat") in ("forward_backward", "update")
-    }
-    assert ran == {"worker 0", "worker 1"}
