@@ -9,6 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
+from collections.abc import Callable
+from typing import TypeAlias
+
+# Takes how much of a phase is done, of how much, and of what; by default a share, 0 to 1.
+Advance: TypeAlias = Callable[..., None]
 
 # Control characters, lone surrogates, and what separates lines and paragraphs.
 _OBEYED = "Cc", "Cs", "Zl", "Zp"

@@ -29,12 +29,12 @@ class Reply:
     Args:
         future: the call.
         survived: whether the worker continues after an error as if nothing had been asked.
-        starting: whether it may take longer than others; see `WorkerGroup`.
+        starting: the method, if it may take longer than others; see `WorkerGroup.watch`.
     """
 
     __slots__ = ("done", "error", "future", "starting", "survived", "value")
 
-    def __init__(self, future: Future, survived: bool, starting: bool) -> None:
+    def __init__(self, future: Future, survived: bool, starting: str) -> None:
         self.future, self.survived, self.starting, self.done = future, survived, starting, False
         self.value: Any = None
         self.error: WorkerError | None = None
@@ -98,7 +98,7 @@ class Messages:
             self._new_steps = 2  # the second is answered once the first is done
         # A user's function compiles no step: it is slow only behind what does.
         slow = self._new_steps > 0 and (method != "foreach" or any(self._sent))
-        replies = [Reply(f, method in SURVIVED, slow) for f in futures]
+        replies = [Reply(f, method in SURVIVED, method if slow else "") for f in futures]
         if method == "run" and self._new_steps:
             self._new_steps -= 1
         if method == "warm_up":  # which waits for its step
@@ -169,7 +169,8 @@ class Messages:
             return False
         try:
             if wait:
-                starting = any(sent[0].starting for sent in heads.values())
+                # The workers get the same calls in one order: the least far one is waited for.
+                starting = min(heads.values(), key=lambda sent: -len(sent))[0].starting
                 done = self._first_of(list(heads), starting)
             else:
                 done = ready(list(heads), timeout=0)
@@ -187,9 +188,9 @@ class Messages:
             heads[future].popleft()
         return bool(done)
 
-    def _first_of(self, futures: list[Future], starting: bool) -> list[Future]:
+    def _first_of(self, futures: list[Future], starting: str) -> list[Future]:
         """Wait until any of the calls is over and return all that are, however they ended."""
-        watch = self._group.watch(starting=starting)
+        watch = self._group.watch(starting=bool(starting), method=starting)
         while not (done := ready(futures, timeout=WATCH_SECONDS)):
             self._check()
             watch([future.worker for future in futures])

@@ -156,7 +156,7 @@ def init(  # noqa: PLR0913 (what a script may ask for)
             step's results. Where they compile or connect, they may take 120 s without progress.
             Workers that take longer hang or are stopped, and `HungError` says what each is doing.
         start_timeout: the seconds that Ray may take to come up or, at `address`, to answer, and
-            again that the workers' processes may take.
+            then each further process of the workers.
         num_cpus: the CPUs that each worker demands of Ray; it may use more.
         resources: the amount of each custom resource that each worker demands of the Ray at
             `address`, by name, such as {"my_node": 1}.

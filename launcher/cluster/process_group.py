@@ -26,7 +26,7 @@ import jax
 
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.server_client import ServerClient
-from launcher.cluster.ray.worker import WorkerHandle, gather
+from launcher.cluster.ray.worker import Future, WorkerHandle, gather
 from launcher.runtime import PermuteTransport, PullTransport, Transport, keep_compiled
 from launcher.runtime.compat import bind_collectives
 
@@ -159,14 +159,14 @@ def connect_to_servers(
 
 def init_process_group(
     handles: Sequence[WorkerHandle],
-    watch: Callable[[list[WorkerHandle]], None] | None = None,
+    wait: Callable[[Sequence[Future]], list[Any]] = gather,
     transport: str = "auto",
 ) -> None:
     """Connect workers whose classes derive from `Peer`; it has to be the first call they get.
 
     Args:
         handles: the workers, in the order of their hosts.
-        watch: watches the waits, as in `gather`.
+        wait: returns the results of calls, as `gather` does.
         transport: see `Peer.join`.
 
     Raises:
@@ -176,7 +176,7 @@ def init_process_group(
         return
     count, first = len(handles), handles[0]
     spread = len({handle.address for handle in handles}) > 1
-    (coordinator,) = gather([first.submit("coordinator", first.address if spread else None)], watch)
+    (coordinator,) = wait([first.submit("coordinator", first.address if spread else None)])
     joining = [h.submit("join", coordinator, count, h.host, h.address, transport) for h in handles]
-    addresses, first_key = gather(joining, watch), secrets.randbits(_KEY_BITS)
-    gather([h.submit("connect", addresses, first_key) for h in handles], watch)
+    addresses, first_key = wait(joining), secrets.randbits(_KEY_BITS)
+    wait([h.submit("connect", addresses, first_key) for h in handles])

@@ -1,4 +1,4 @@
-"""Whether workers get on before the first step, and what each wait for them is for.
+"""Whether workers get on before the first step, how far, and what each wait for them is for.
 
 What a worker does there takes seconds or an hour: it compiles, or reads a checkpoint of terabytes.
 So the driver does not limit its time, but the time without progress: where a call computes or
@@ -21,7 +21,7 @@ from launcher.cluster.ray.worker import WorkerHandle
 STILL_SECONDS = 120.0  # that a worker may take without progress
 _SHARE = 0.05  # of a processor, which a process that only waits does not use
 _BYTES = 1 << 20  # read between two looks
-_LOOKS = 8  # within `STILL_SECONDS`
+_LOOKS = 24  # within `STILL_SECONDS`
 _NODE_SECONDS = 10.0  # for another machine to answer
 _ASKED = 16  # machines at once
 
@@ -63,6 +63,17 @@ WAITS = {
     "first_batch": Wait("it reads its first batch", True),
     "dry_step": Wait("it runs a step on trial", False),
     "step": Wait("it runs the first step", False),
+    "run": Wait("it runs the first step", False),
+    "warm_up": Wait("it runs a step on trial", False),
+    "ask": Wait("it tells of a compiled step", False),
+    "digests": Wait("it compares its arrays", False),
+    "fetch": Wait("it sends arrays", False),
+    "foreach": Wait("it calls a function", True),
+    "lend": Wait("it works on its arrays", True),
+    "lend_own": Wait("it works on its arrays", True),
+    "live_arrays": Wait("it counts its arrays", False),
+    "placement": Wait("it tells where an array lies", False),
+    "wait": Wait("it computes an array", False),
 }
 
 
@@ -77,8 +88,14 @@ class Progress:
     def __init__(self, limit: float, works: bool) -> None:
         self._limit, self._works = limit, works
         self._looked = 0.0
+        self._first: dict[str, int] = {}
         self._used: dict[str, tuple[float, int]] = {}
         self._moved: dict[str, float] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """What the processes have read from files, as far as it is known."""
+        return sum(read - self._first[name] for name, (_, read) in self._used.items())
 
     def standing(self, waiting: Sequence[WorkerHandle], now: float) -> list[WorkerHandle]:
         """Return the workers that have made no progress for too long.
@@ -97,6 +114,7 @@ class Progress:
                 if used and before and _gets_on(before, used, since):
                     self._moved[handle.name] = now
                 if used:
+                    self._first.setdefault(handle.name, used[1])
                     self._used[handle.name] = used
         return [h for h in waiting if now - self._moved.get(h.name, 0.0) >= self._limit]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +20,13 @@ from launcher.cluster.ray.worker import (
     cause_of,
     gather,
 )
+from launcher.output import Advance
 from launcher.spans import Clock, clock_of
 from launcher.worker_info import WorkerInfo
 
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
-_STEPS = "step", "dry_step", "run_trial"  # as long as any step
+_STEPS = "step", "dry_step", "run_trial", "run", "warm_up"  # as long as any step
 _RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
 
 
@@ -67,13 +69,15 @@ class WorkerGroup:
         self._check_open()
         self._check_ray()
 
-    def join(self, transport: str = "auto") -> None:
+    def join(self, transport: str = "auto", advance: Advance | None = None) -> None:
         """Connect the processes; this comes before any other call.
 
         Args:
             transport: see `Peer.join`.
+            advance: see `gather`.
         """
-        init_process_group(self.handles, self.watch(starting=True, method="join"), transport)
+        wait = functools.partial(self.gather, starting=True, advance=advance)
+        init_process_group(self.handles, wait, transport)
 
     def use_servers(self, servers: Sequence[WorkerHandle]) -> None:
         """Connect the workers to parameter servers, in place of `join`."""
@@ -114,12 +118,19 @@ class WorkerGroup:
         """Queue a call in every worker and return without waiting."""
         return tuple(handle.submit(method, *arguments) for handle in self.handles)
 
-    def gather(self, futures: Sequence[Future], *, starting: bool = False) -> list[Any]:
+    def gather(
+        self,
+        futures: Sequence[Future],
+        *,
+        starting: bool = False,
+        advance: Advance | None = None,
+    ) -> list[Any]:
         """Return the results of calls, in their order, once all are there.
 
         Args:
             futures: the calls.
             starting: whether this is before the first step.
+            advance: is told meanwhile what the workers have read, or how many have answered.
 
         Raises:
             WorkerError: a worker failed; it is the first one that did.
@@ -128,7 +139,7 @@ class WorkerGroup:
         """
         try:
             method = futures[0].method if starting and futures else ""
-            watch = self.watch(starting=starting, method=method)
+            watch = self.watch(starting=starting, method=method, advance=advance)
             return gather(futures, watch, self._servers)
         except WorkerError as error:
             self._blame_ray(error)
@@ -145,7 +156,7 @@ class WorkerGroup:
         return error
 
     def watch(
-        self, *, starting: bool, method: str = "compile"
+        self, *, starting: bool, method: str = "", advance: Advance | None = None
     ) -> Callable[[list[WorkerHandle]], None]:
         """Return a function that watches one wait; it is called every `WATCH_SECONDS`.
 
@@ -155,6 +166,7 @@ class WorkerGroup:
         Args:
             starting: whether this is before the first step.
             method: what the workers were asked to do.
+            advance: see `gather`.
         """
         self._check_open()
         wait = WAITS.get(method, Wait(f"it does {method}", True))
@@ -176,6 +188,11 @@ class WorkerGroup:
                 raise self._hung(standing, f"for {limit:g} s{how}")
             if starting and seconds >= _MOST * self._timeout:  # busy, and to no end
                 raise self._hung(waiting, f"for {seconds:g} s, while {wait.words}")
+            if advance is not None:
+                if mib := seen.bytes_read >> 20:
+                    advance(mib, None, "MiB read")
+                elif len(self.handles) > 1:
+                    advance(len(self.handles) - len(waiting), len(self.handles), "processes")
 
         return watch
 

@@ -120,12 +120,12 @@ class Machines(Cluster):
     """What every cluster obeys that can be trained on.
 
     Attributes:
-        start_timeout: seconds until all processes are up.
+        start_timeout: seconds until Ray is up, and then until one more process is up.
         step_timeout: seconds without an answer after which workers are taken to hang.
         max_restarts: how often the workers are started again when they die, hang or lose Ray.
     """
 
-    start_timeout: float = number(180.0, minimum=1.0)
+    start_timeout: float = number(120.0, minimum=1.0)
     step_timeout: float = number(600.0, minimum=1.0)
     max_restarts: int = number(3, minimum=0)
 

@@ -216,10 +216,10 @@ class _Job:
         if finished:
             _log.info(resuming(self._home.id, self._home.checkpoints, finished))
         with ExitStack() as stack:
-            with status(self._console, "starting Ray and the workers", Phase.STARTING):
+            with status(self._console, "starting Ray and the workers", Phase.STARTING) as advance:
                 session = stack.enter_context(self._start(stop))
                 cluster = machines_of(self._config.cluster)
-                handles = session.spawn(TrainWorker)
+                handles = session.spawn(TrainWorker, advance=advance)
 
                 def check() -> None:
                     session.check()
@@ -230,7 +230,7 @@ class _Job:
                 servers = session.serve(reduction.servers, reduction.workers)
                 timeout = cluster.step_timeout
                 workers = Workers(handles, self.plan, check, timeout, transport, servers)
-                workers.join()
+                workers.join(advance)
             built = workers.submit("build", to_dict(self._config))
             if goes_on := self._tried(workers, built):
                 self._train_on(workers, built, finished, stop)
@@ -257,19 +257,20 @@ class _Job:
         with self._interruptible(stop):  # may wait for the network
             self.run_log.open(finished)  # while the worker traces and compiles
         with status(self._console, "compiling", Phase.COMPILING) as advance:
-            built.result()
+            built.result(advance)
             self.run_log.compile_seconds = compile_everywhere(workers, begun, advance)
             self._home.check()
             infos = workers.infos(self._pool.devices_per_host)
             write_plan_alone(self._home, replace(self.plan, workers=tuple(infos)))
-            if finished:
-                workers.submit("restore", self._checkpoints, finished).result()
-            else:
+            if not finished:
                 create_everywhere(workers, self._init_from)
+        if finished:
+            with status(self._console, "reading the checkpoint", Phase.READING) as advance:
+                workers.submit("restore", self._checkpoints, finished).result(advance)
+        with status(self._console, "reading the first batch", Phase.READING) as advance:
             if self._passed_over:
-                workers.submit("pass_over", self._passed_over, finished).result()
-        with status(self._console, "reading the first batch", Phase.READING):
-            workers.submit("first_batch", finished + 1).result()
+                workers.submit("pass_over", self._passed_over, finished).result(advance)
+            workers.submit("first_batch", finished + 1).result(advance)
         if dry_steps := self._config.train.dry_steps:
             with status(self._console, "warming up", Phase.WARMING_UP):
                 for _ in range(dry_steps):

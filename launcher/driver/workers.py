@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher.cluster.ray.worker import Future, WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
+from launcher.output import Advance
 from launcher.plan import Plan, measured_bubble
 from launcher.runtime import odd_replicas
 from launcher.spans import Clock
@@ -28,12 +29,12 @@ class Answers:
     futures: tuple[Future, ...]
     workers: Workers
 
-    def result(self) -> Any:
+    def result(self, advance: Advance | None = None) -> Any:
         """Return the merged result of a step, or else the first worker's answer.
 
-        Raises like `WorkerGroup.gather`.
+        Takes and raises the same as `WorkerGroup.gather`.
         """
-        return self.workers.result(self.futures)
+        return self.workers.result(self.futures, advance)
 
     def each(self) -> list[Any]:
         """Return every worker's answer; raise like `result`."""
@@ -74,12 +75,12 @@ class Workers:
         """The number of workers."""
         return len(self._group.handles)
 
-    def join(self) -> None:
+    def join(self, advance: Advance | None = None) -> None:
         """Form the process group, or connect the workers to the servers; call it first."""
         if self._servers:
             self._group.use_servers(self._servers)
         else:
-            self._group.join(self._transport)
+            self._group.join(self._transport, advance)
 
     def infos(self, devices: int) -> list[WorkerInfo]:
         """Return what is known of each worker, given the number of devices of each."""
@@ -101,20 +102,20 @@ class Workers:
         values = self._group.handles[0].submit("values", names)
         self.answers([values, *self._group.submit("take_first", names, values.reference)])
 
-    def result(self, futures: Sequence[Future]) -> Any:
+    def result(self, futures: Sequence[Future], advance: Advance | None = None) -> Any:
         """Return the merged result of a call; see `Answers.result`."""
-        answers = self.answers(futures)
+        answers = self.answers(futures, advance)
         if not isinstance(answers[0], StepResult):
             return answers[0]
         self._trained = True
         return merged(answers, self.plan)
 
-    def answers(self, futures: Sequence[Future]) -> list[Any]:
+    def answers(self, futures: Sequence[Future], advance: Advance | None = None) -> list[Any]:
         """Return every worker's answer to a call; see `Answers.each`."""
-        return self._group.gather(futures, starting=not self._trained)
+        return self._group.gather(futures, starting=not self._trained, advance=advance)
 
 
-def compile_everywhere(workers: Workers, begun: Answers, advance: Callable[..., None]) -> float:
+def compile_everywhere(workers: Workers, begun: Answers, advance: Advance) -> float:
     """Wait until the workers have compiled all programs; return the seconds that it took the first.
 
     Args:
@@ -127,7 +128,7 @@ def compile_everywhere(workers: Workers, begun: Answers, advance: Callable[..., 
     while unfinished := [d for d, total in zip(done, totals, strict=True) if d < total]:
         advance(sum(done), sum(totals), "programs")
         done = workers.submit("compiled", min(unfinished)).each()
-    seconds: float = workers.submit("setup", workers.plan.to_dict()).result()
+    seconds: float = workers.submit("setup", workers.plan.to_dict()).result(advance)
     return seconds
 
 

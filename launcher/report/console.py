@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, Self, TextIO, TypeAlias
+from typing import Any, Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from launcher.output import discard
+from launcher.output import Advance, discard
 from launcher.report.text import clock_text, seconds_text
 
 PLAIN_WIDTH = 100
@@ -68,7 +68,7 @@ class RunConsole(Console):
         open_line: the text of a phase whose line is begun and not ended, off a terminal.
     """
 
-    phases: tuple[Callable[[Phase, float | None, float | None], None], ...] = ()
+    phases: tuple[Callable[[Phase, float | None, float | None, str], None], ...] = ()
     open_line: str = ""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -116,10 +116,6 @@ class Phase(StrEnum):
     RESTARTING = "restarting"
 
 
-# Takes how much of a phase is done, and of how much: by default a share, 0 to 1.
-Advance: TypeAlias = Callable[..., None]
-
-
 @contextmanager
 def status(console: Console, text: str, phase: Phase | None = None) -> Iterator[Advance]:
     """Show that a phase is under way and how far it has come, and in the end how long it took.
@@ -134,17 +130,17 @@ def status(console: Console, text: str, phase: Phase | None = None) -> Iterator[
         phase: what the run's `status.json` says meanwhile.
 
     Yields:
-        `advance(share)`, or `advance(done, total, "programs")`.
+        `advance(share)`, or `advance(done, total, "programs")`, where a total of None is not known.
     """
     told = getattr(console, "phases", ()) if phase else ()
     for tell in told:
-        tell(phase, None, None)
+        tell(phase, None, None, "")
     kind = _Bar if console.is_interactive else _PlainLines
     with kind(console, text) as shown:
 
-        def advance(done: float, total: float = 1.0, unit: str = "") -> None:
+        def advance(done: float, total: float | None = 1.0, unit: str = "") -> None:
             for tell in told:
-                tell(phase, done, total)
+                tell(phase, done, total, unit)
             shown.advance(done, total, unit)
 
         yield advance
@@ -163,14 +159,14 @@ class _PlainLines:
             self._console.open_line = self._text
         return self
 
-    def advance(self, done: float, total: float, unit: str) -> None:
+    def advance(self, done: float, total: float | None, unit: str) -> None:
         now = time.monotonic()
-        if now - self._said < SILENCE or not 0 < done < total:
+        if now - self._said < SILENCE or not done or done == total:
             return
         self._said, taken = now, now - self._began
-        left = clock_text(taken / done * (total - done))
-        far = f"{done:g} of {total:g} {unit}" if unit else f"{done / total:.0%}"
-        line = f"{self._text}: {far} in {clock_text(taken)}, about {left} left"
+        line = f"{self._text}: {far_text(done, total, unit)} in {clock_text(taken)}"
+        if total is not None:
+            line += f", about {clock_text(taken / done * (total - done))} left"
         self._console.print(line, soft_wrap=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -181,6 +177,13 @@ class _PlainLines:
                 ending = f"{self._text} ... {ending}"
             self._console.open_line = ""
         self._console.print(ending, soft_wrap=True)
+
+
+def far_text(done: float, total: float | None, unit: str) -> str:
+    """Return how far a phase has come, such as "3 of 12 programs" or "25%"."""
+    if total is None:
+        return f"{done:,.0f} {unit}"
+    return f"{done:g} of {total:g} {unit}".rstrip() if total != 1.0 or unit else f"{done:.0%}"
 
 
 def _ending(kind: type[BaseException] | None, taken: str) -> str:
@@ -212,10 +215,11 @@ class _Bar:
         self._progress.start()
         return self
 
-    def advance(self, done: float, total: float, unit: str) -> None:
+    def advance(self, done: float, total: float | None, unit: str) -> None:
         text = self._text
         if unit:
-            self._unit, text = f" {total:g} {unit}", f"{text} {done:g} of {total:g} {unit}"
+            self._unit = "" if total is None else f" {total:g} {unit}"
+            text += f" {far_text(done, total, unit)}"
         # Shares come by the thousand; what is counted takes seconds each.
         self._progress.update(
             self._task, completed=done, total=total, description=text, refresh=bool(unit)

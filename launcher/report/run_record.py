@@ -39,7 +39,8 @@ class RunRecord:
             `interrupted`, `preempted`, or `died` where its process is gone without a word;
             `submitted`, a batch job that has not begun; `unknown`.
         phase_done: how much of that phase is done, where it tells.
-        phase_total: of how much: programs that are compiled, or 1.
+        phase_total: of how much; 1 where it is a share.
+        phase_unit: what is counted, such as programs.
         step: number of finished steps.
         steps: the steps that it is to make.
         loss: the newest loss.
@@ -62,6 +63,7 @@ class RunRecord:
     state: str = "unknown"
     phase_done: float | None = None
     phase_total: float | None = None
+    phase_unit: str = ""
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
@@ -110,6 +112,7 @@ def read_run(folder: Path) -> RunRecord:
         state=state,
         phase_done=_of(float, far.get("phase_done")),
         phase_total=_of(float, far.get("phase_total")),
+        phase_unit=_of(str, far.get("phase_unit")) or "",
         step=_of(int, summary.get("steps"), status.get("step")),
         steps=_of(int, status.get("steps")),
         loss=_of(float, summary.get("final_loss"), status.get("loss")),

@@ -23,7 +23,7 @@ from rich.text import Text
 from launcher.config.errors import ConfigError, advice
 from launcher.files import write_whole
 from launcher.output import answer
-from launcher.report.console import make_console
+from launcher.report.console import far_text, make_console
 from launcher.report.run_record import FOLDERS, NOTE, RunRecord, read_run
 from launcher.report.runs import one_run, read_runs, runs_named, runs_of
 from launcher.report.summary import Summary
@@ -266,10 +266,8 @@ def _watch(record: RunRecord) -> int:
 
 def _line(record: RunRecord) -> str:
     """Return a run's state in a line."""
-    done, total = record.phase_done, record.phase_total
-    far = "" if done is None or not total else f" {done:g} of {total:g}"
-    if far and total == 1.0 and done is not None:  # a share
-        far = f" {done:.0%}"
+    done = record.phase_done
+    far = "" if not done else f" {far_text(done, record.phase_total, record.phase_unit)}"
     parts = [record.id, f"{record.state}{far}", f"step {_steps(record)}"]
     if record.loss is not None:
         parts.append(f"loss {loss_text(record.loss)}")

@@ -18,8 +18,9 @@ from launcher.cluster.progress import WAITS
 from launcher.cluster.worker_group import WorkerGroup
 
 ROOT = Path(launcher.__file__).parent
-CALLED = re.compile(r'submit\(\s*"(\w+)"')
+CALLED = re.compile(r'(?:submit|send)\(\s*"(\w+)"')
 LATER = {"close", "do", "evaluate", "flush", "sample", "save", "saved", "values", "writing"}
+SENT_BY_NAME = {"run", "warm_up"}  # by `launcher.api`
 STILL = 0.5
 DOING = {
     "stands": "import time; print('up', flush=True); time.sleep(1000)",
@@ -90,6 +91,20 @@ def test_what_gets_on_is_waited_for(worker, doing):
     assert watched([worker(doing)], "restore", 3 * STILL) is None
 
 
+def test_a_wait_tells_what_is_read_or_how_many_have_answered(worker):
+    both, told = [worker("reads"), worker("stands")], []
+    group = WorkerGroup(both, lambda: None, 60.0, "cluster.step_timeout")
+    watch = group.watch(starting=True, method="connect", advance=lambda *far: told.append(far))
+    watch(both[1:])
+    assert told == [(1, 2, "processes")]
+    watch = group.watch(starting=True, method="restore", advance=lambda *far: told.append(far))
+    while told[-1][2] != "MiB read":
+        watch(both[:1])
+        time.sleep(0.05)
+    assert told[-1][0] >= 1
+    assert told[-1][1] is None
+
+
 def test_what_was_stopped_does_not_get_on(worker):
     stopped = worker("computes")
     stopped.process().send_signal(signal.SIGSTOP)
@@ -105,7 +120,7 @@ def test_what_is_busy_to_no_end_is_given_up_at_last(worker):
 
 def test_every_call_before_the_first_step_says_what_it_does():
     """A new one fails here until it is in the table, and so in the tests above."""
-    rooms = [*(ROOT / "driver").rglob("*.py"), *(ROOT / "cluster").rglob("*.py")]
-    called = {name for path in rooms for name in CALLED.findall(path.read_text())}
+    rooms = [path for room in ("api", "cluster", "driver") for path in (ROOT / room).rglob("*.py")]
+    called = {name for path in rooms for name in CALLED.findall(path.read_text())} | SENT_BY_NAME
     assert called >= {"build", "compiled", "setup", "restore", "create", "first_batch", "step"}
     assert called - set(WAITS) - LATER == set()

@@ -186,7 +186,7 @@ class FakeWorkers:
         self._told, self._third, self.plan = told, third, plan
         told.append(("timeout", timeout, others))
 
-    def join(self):
+    def join(self, advance):
         pass
 
     def infos(self, devices):
@@ -201,7 +201,7 @@ class FakeWorkers:
         if method == "save":
             self._told.append(("save", arguments[1]))
         return SimpleNamespace(
-            result=lambda: self._answer(method, *arguments),
+            result=lambda advance=None: self._answer(method, *arguments),
             each=lambda: [] if method == "create" else [False],
         )
 
@@ -238,7 +238,7 @@ def run_told(config: Config, third: str = ""):
         (limit,) = (one for one in given if isinstance(one, StartLimit))
         told.append(("start", limit.seconds))
         yield SimpleNamespace(
-            spawn=lambda worker: None, check=lambda: None, serve=lambda count, workers: []
+            spawn=lambda worker, advance: None, check=lambda: None, serve=lambda count, workers: []
         )
 
     def init(**said):

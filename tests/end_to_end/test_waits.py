@@ -1,4 +1,7 @@
-"""A run of which a worker stands before the first step ends in time, and says who stands where."""
+"""A run of which a worker stands before the first step ends in time, and says who stands where.
+
+One test holds up each call of a worker that a run waits for, in a run as users start it.
+"""
 
 import re
 import signal
@@ -8,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from launched import Launcher
+
+from launcher.cluster.progress import WAITS
 
 # As `python -m launcher`, with less patience.
 PROGRAM = """
@@ -27,23 +32,39 @@ from recipes.synthetic import build as synthetic
 from recipes.synthetic_options import Synthetic
 
 
+def hold_up(method):
+    from launcher.train.worker import TrainWorker
+
+    does = getattr(TrainWorker, method)
+
+    def first_stands(self, *arguments):
+        if self._rank == 0:
+            time.sleep(600)
+        return does(self, *arguments)  # and waits for the first one, where it is to meet it
+
+    setattr(TrainWorker, method, first_stands)
+
+
 def check(options, model_options, validation):
     pass
 
 
 def build(options, model_options, global_batch_size, seed):
     in_worker = Path("/proc/self/cmdline").read_text().startswith("ray::")
-    if in_worker and options.held_up == "build":
+    held_up = Path("held_up").read_text() if in_worker else ""
+    if held_up == "build":
         time.sleep(600)
+    if held_up and held_up != "batch":
+        hold_up(held_up)
     made = synthetic(Synthetic(), model_options, global_batch_size, seed)
-    if options.held_up != "batch":
+    if held_up != "batch":
         return made
 
     asked = []
 
     def held(k):
         asked.append(k)
-        if in_worker and len(asked) > 1:  # the first one tells the shapes
+        if len(asked) > 1:  # the first one tells the shapes
             time.sleep(600)
         return made.train(k)
 
@@ -60,6 +81,7 @@ WORDS = (
         "dataset=synthetic",
     ),
 )
+OWN_DATA = "dataset=custom", "dataset.module=held", "allow_modules=[held]"
 
 
 def ended(running: Launcher) -> str:
@@ -86,10 +108,39 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(DATA)
-    words = ("dataset=custom", "dataset.module=held", "allow_modules=[held]")
-    err = ended(Launcher(tmp_path, *WORDS, *words, f"+dataset.options.held_up={held_up}"))
+    (tmp_path / "held_up").write_text(held_up)
+    err = ended(Launcher(tmp_path, *WORDS, *OWN_DATA))
     assert f"for 6 s, while {doing}" in err
     assert "no answer from worker_0, worker_1" in err
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(
+            pytest.param(method, marks=pytest.mark.slow)
+            for method in ("compiled", "setup", "restore")
+        ),
+        *(
+            pytest.param(method, marks=pytest.mark.stress)
+            for method in ("begin_setup", "create", "first_batch", "dry_step")
+        ),
+    ],
+)
+def test_a_worker_that_stands_in_a_call(method: str, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(DATA)
+    words = (*WORDS, *OWN_DATA, "train.dry_steps=1", "cluster.step_timeout=8")
+    if method == "restore":
+        (tmp_path / "held_up").write_text("")
+        assert Launcher(tmp_path, *words).end()[0] == 0
+        words = (*words, "train.steps=5")
+    (tmp_path / "held_up").write_text(method)
+    err = ended(Launcher(tmp_path, *words))
+    limit = "8" if method == "dry_step" else "6"
+    assert re.search(
+        rf"no answer from .*worker_0.* for {limit} s, while {WAITS[method].words}", err
+    )
+    assert "held.py" in err  # where it stands
 
 
 @pytest.mark.slow

@@ -138,6 +138,21 @@ def test_a_long_phase_says_now_and_then_how_far_it_is(monkeypatch):
     ]
 
 
+def test_a_phase_of_unknown_length_says_how_much_is_done(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    file = io.StringIO()
+    with status(make_console(file), "reading the checkpoint") as advance:
+        for done in range(4):
+            now[0] = done * 16.0
+            advance(done * 1000, None, "MiB read")
+    assert file.getvalue().splitlines() == [
+        "reading the checkpoint ... ",
+        "reading the checkpoint: 2,000 MiB read in 0:32",
+        "reading the checkpoint ... 48.0 s",
+    ]
+
+
 def test_what_is_said_during_a_phase_has_lines_of_its_own():
     file = io.StringIO()
     console = make_console(file)
@@ -160,10 +175,10 @@ def test_a_runs_console_hears_of_each_phase():
     with status(console, "of no run"):
         pass
     assert heard == [
-        ("compiling", None, None),
-        ("compiling", 1, 4),
-        ("planning", None, None),
-        ("planning", 0.5, 1.0),
+        ("compiling", None, None, ""),
+        ("compiling", 1, 4, "programs"),
+        ("planning", None, None, ""),
+        ("planning", 0.5, 1.0, ""),
     ]
 
 

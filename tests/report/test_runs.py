@@ -241,10 +241,10 @@ def test_a_status_tells_each_step_and_the_end(here):
     Path("r").mkdir()
     with Status(Path("r"), 10) as status:
         assert read_run(Path("r")).state == "starting"
-        status.phase(Phase.COMPILING, 3, 12)
+        status.phase(Phase.COMPILING, 3, 12, "programs")
         while (found := read_run(Path("r"))).state != "compiling":
             time.sleep(0.01)
-        assert (found.phase_done, found.phase_total) == (3, 12)
+        assert (found.phase_done, found.phase_total, found.phase_unit) == (3, 12, "programs")
         status.made(1, {"train/loss": 3.0, "perf/step_seconds": 0.5, "eval/loss": 2.0})
         status.made(2, {"train/loss": float("nan"), "perf/step_seconds": 0.5})
         status.end("interrupted, not saved since step 0")
@@ -257,6 +257,14 @@ def test_a_status_tells_each_step_and_the_end(here):
     ("about", "said"),
     [
         ({"phase": "compiling", "phase_done": 3, "phase_total": 12}, "one  compiling 3 of 12  "),
+        (
+            {"phase": "compiling", "phase_done": 3, "phase_total": 12, "phase_unit": "programs"},
+            "one  compiling 3 of 12 programs  ",
+        ),
+        (
+            {"phase": "reading", "phase_done": 3000, "phase_unit": "MiB read"},
+            "one  reading 3,000 MiB read  ",
+        ),
         ({"phase": "planning", "phase_done": 0.25, "phase_total": 1.0}, "one  planning 25%  "),
         ({"phase": "training", "phase_done": None, "phase_total": None}, "one  training  step"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from launcher.cluster.ray.reach import choose_pool, gpus_of, is_connected, reach
 from launcher.cluster.ray.start_process import start_server, start_worker
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import WorkerHandle, kill, not_started
+from launcher.output import Advance
 
 _END_SECONDS = 3.0  # for Ray to end the workers: one that is killed before is told as a failure
 _LEAVE_SECONDS = 15.0  # for Ray to disconnect, if it still answers
@@ -34,7 +36,7 @@ class AttachedRay:
         address: the address of Ray, or "auto" for the one of this machine.
         num_nodes: the number of worker processes; None takes all nodes.
         num_devices_per_node: the devices of each worker; None takes all GPUs of a node.
-        limit: how long Ray may take to answer, and again to start the workers' processes.
+        limit: how long Ray may take to answer, to have what is demanded, to start a process.
         demand: what each worker demands of Ray beside its GPUs.
         log_dir: a folder, on all nodes, for the workers' output (`worker_<host>.log`); None leaves
             it to Ray's own logs.
@@ -73,12 +75,14 @@ class AttachedRay:
             check_demand(self._bundle, self.pool, self._nodes)
             on_error.pop_all()
 
-    def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+    def spawn(
+        self, worker_class: type, *arguments: Any, advance: Advance | None = None
+    ) -> list[WorkerHandle]:
         """Start one process a host and build `worker_class(*arguments)` in each.
 
         See `PrivateRay.spawn`.
         """
-        waiting, handles = Waiting(self._limit), list[WorkerHandle]()
+        waiting, handles = Waiting(self._limit, advance), list[WorkerHandle]()
         places = self._places(waiting)
         # Ends what Ray itself cannot, such as stopped workers.
         self._undo.callback(kill, handles, _END_SECONDS)
@@ -92,6 +96,7 @@ class AttachedRay:
         def over(seconds: float) -> bool:
             nonlocal without
             without = not_started(handles, seconds)
+            waiting.counts(len(handles) - len(without), len(handles), "processes")
             return not without or any(without.values())
 
         waiting.until(over, f"Ray at {self._address} to start the workers' processes")
@@ -134,8 +139,14 @@ class AttachedRay:
         self.close()
 
     def _connect(self) -> None:
+        init = functools.partial(self._ray.init, self._address)
+        connecting = BackgroundCall(
+            functools.partial(init, logging_level=logging.ERROR, log_to_driver=False)
+        )
         try:
-            self._ray.init(self._address, logging_level=logging.ERROR, log_to_driver=False)
+            if not Waiting(self._limit).until(connecting.ended, f"Ray's answer at {self._address}"):
+                raise ClusterError(self._late("answer", "it still tries"))
+            connecting.result()
         except (self._ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             problem = ray_compat.connection_problem(str(error))
             raise ClusterError(f"no Ray can be reached at {self._address}: {problem}") from error

@@ -33,6 +33,7 @@ from launcher.cluster.ray.start_process import start_server, start_worker
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, not_started
 from launcher.cluster.slurm.rendezvous import Rendezvous
+from launcher.output import Advance
 
 _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
@@ -105,16 +106,24 @@ class PrivateRay:
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
             on_error.pop_all()
 
-    def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+    def spawn(
+        self, worker_class: type, *arguments: Any, advance: Advance | None = None
+    ) -> list[WorkerHandle]:
         """Start one process a host and build `worker_class(*arguments)` in each.
 
         It waits for Ray and the processes. What a constructor raises is raised by the results of
         the calls that follow. The class and the arguments are pickled; a process gets the driver's
         environment, working folder and module search path as they are now.
 
+        Args:
+            worker_class: what is built.
+            *arguments: its arguments.
+            advance: is told how many nodes, and then processes, are up.
+
         Raises:
             ClusterError: Ray or a process did not come up, or not in time.
         """
+        self._waiting.advance = advance
         if not self._begun:
             self.begin(worker_class, *arguments)
         handles, self._begun = self._begun, []
@@ -123,6 +132,7 @@ class PrivateRay:
         def up(seconds: float) -> bool:
             missing = not_started(handles, seconds)
             left[:] = [name for name in left if missing.get(name) == ""]
+            self._waiting.counts(len(handles) - len(left), len(handles), "processes")
             return not left
 
         if not self._waiting.until(up, f"the processes of {', '.join(left)} (see {self._log})"):
@@ -290,6 +300,7 @@ class PrivateRay:
                 for index in [k for k in nodes if f"host_{k}" in node.resources]:
                     self._addresses[index] = node.address
                     del nodes[index]
+            self._waiting.counts(len(self._addresses) - len(nodes), len(self._addresses), "nodes")
             if nodes:
                 time.sleep(seconds)
             return not nodes

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from launcher.output import Advance
+
 _POLL_SECONDS = 0.2
 _SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports
 
@@ -19,25 +21,36 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class StartLimit:
-    """The time that a start may take, and what ends its waits before.
+    """The time that a start may take without progress, and what else ends its waits.
 
     Attributes:
-        seconds: the time in all.
+        seconds: the time: until Ray is up, until it answers, until one more process is up.
         setting: the name by which the user knows `seconds`.
         check: called again and again during a wait; what it raises ends the wait.
     """
 
-    seconds: float = 180.0
+    seconds: float = 120.0
     setting: str = "cluster.start_timeout"
     check: Callable[[], None] = _nothing
 
 
 class Waiting:
-    """The waits of one start, which share its time."""
+    """The waits of one start.
 
-    def __init__(self, limit: StartLimit) -> None:
-        self._limit = limit
-        self._left = limit.seconds
+    Attributes:
+        advance: is told how many processes or nodes are up, of how many.
+    """
+
+    def __init__(self, limit: StartLimit, advance: Advance | None = None) -> None:
+        self._limit, self.advance = limit, advance
+        self._up, self._calls = 0, 0
+
+    def counts(self, up: int, total: int, unit: str) -> None:
+        """Take how many are up of those that the present wait is for; more of them is progress."""
+        if up > self._up:
+            self._up, self._calls = up, 0
+        if self.advance is not None:
+            self.advance(up, total, unit)
 
     def until(
         self, ready: Callable[[float], object], what: str, seconds: float | None = None
@@ -50,24 +63,22 @@ class Waiting:
         Args:
             ready: waits up to as many seconds as it is given.
             what: what is waited for, in words.
-            seconds: the limit of this wait; None takes what is left of the start's time.
+            seconds: its limit, if it is not the start's.
         """
-        start, calls, waited, spoken = self._limit, 0, 0.0, _SILENCE
-        limit = self._left if seconds is None else seconds
-        while not (is_ready := ready(_POLL_SECONDS)):
+        start, spoken = self._limit, _SILENCE
+        limit = start.seconds if seconds is None else seconds
+        self._up = self._calls = 0
+        while not ready(_POLL_SECONDS):
             start.check()
-            calls += 1
-            waited = calls * _POLL_SECONDS
+            self._calls += 1
+            waited = self._calls * _POLL_SECONDS
             if waited >= limit:
-                break
+                return False
             if waited >= spoken:
                 spoken += _AGAIN
                 _log.info(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
-        if is_ready:
-            start.check()
-        if seconds is None:
-            self._left -= waited
-        return bool(is_ready)
+        start.check()
+        return True
 
 
 class BackgroundCall:

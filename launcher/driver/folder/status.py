@@ -48,6 +48,7 @@ class Status:
             "phase": str(Phase.STARTING),
             "phase_done": None,
             "phase_total": None,
+            "phase_unit": "",
             "step": 0,
             "steps": steps,
             "eta_seconds": None,
@@ -91,9 +92,11 @@ class Status:
                 self._fields.update(fields)
                 self._changed.set()
 
-    def phase(self, phase: Phase, done: float | None = None, total: float | None = None) -> None:
+    def phase(
+        self, phase: Phase, done: float | None = None, total: float | None = None, unit: str = ""
+    ) -> None:
         """Say which phase it is, and how much of it is done, of how much; None: not known."""
-        self.tell(phase=str(phase), phase_done=done, phase_total=total)
+        self.tell(phase=str(phase), phase_done=done, phase_total=total, phase_unit=unit)
 
     def made(self, step: int, metrics: Metrics) -> None:
         """Take a step that is made."""
@@ -141,7 +144,7 @@ class Status:
 
 
 def _phase(phase: str) -> dict[str, Any]:
-    return {"phase": str(phase), "phase_done": None, "phase_total": None}
+    return {"phase": str(phase), "phase_done": None, "phase_total": None, "phase_unit": ""}
 
 
 def _number(value: float | None) -> float | None:

@@ -74,12 +74,12 @@ def model_answers(
     _log.info(f"{reading} onto {layout.num_devices} devices, as its plan shards it")
     with start(pool, None) as session:
         timeout = machines_of(settings.cluster).step_timeout
-        with status(console, "starting Ray and the workers"):
-            workers = session.spawn(kind)
+        with status(console, "starting Ray and the workers") as advance:
+            workers = session.spawn(kind, advance=advance)
             group = WorkerGroup(workers, session.check, timeout, "cluster.step_timeout")
-            group.join()
-        with status(console, reading):
-            group.gather(group.submit("begin", *begun), starting=True)
+            group.join(advance=advance)
+        with status(console, reading) as advance:
+            group.gather(group.submit("begin", *begun), starting=True, advance=advance)
         yield iter(lambda: group.gather(group.submit("more"), starting=True)[0], None)
 
 

@@ -36,13 +36,29 @@ def test_it_is_said_what_is_waited_for_after_ten_seconds_and_then_now_and_then(c
     ]
 
 
-def test_the_waits_of_a_start_share_its_time():
+def test_each_wait_of_a_start_has_its_time():
     waiting, calls = Waiting(StartLimit(1.0)), []
     assert waiting.until(counted([], 4), "the first")
     assert not waiting.until(lambda seconds: calls.append(seconds), "the second")
-    assert len(calls) == 2
+    assert len(calls) == 5
     assert not waiting.until(lambda seconds: calls.append(seconds), "others", seconds=10.0)
-    assert len(calls) == 2 + 50
+    assert len(calls) == 5 + 50
+
+
+def test_a_wait_begins_anew_when_one_more_is_up():
+    told, calls = [], []
+    waiting = Waiting(StartLimit(1.0), lambda *far: told.append(far))
+
+    def ready(seconds):
+        calls.append(seconds)
+        waiting.counts(min(len(calls) // 4, 3), 4, "processes")
+
+    assert not waiting.until(ready, "four of which one never comes")
+    assert len(calls) == 3 * 4 + 4  # the call that tells of the third is the first of the last wait
+    assert told[-1] == (3, 4, "processes")
+    calls.clear()
+    assert not waiting.until(ready, "them, once more from none")
+    assert len(calls) == 3 * 4 + 4
 
 
 def test_whoever_looks_in_ends_a_wait():
