@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from launcher.config.errors import ConfigError
@@ -33,7 +34,7 @@ def check_versions() -> None:
 
 def check_jax(found: str) -> None:
     """Check one version of JAX; see `check_versions`."""
-    minor = tuple(int(part) for part in found.split(".")[:2])
+    minor = tuple(int(part) for part in re.findall(r"\d+", found)[:2])  # of 0.13rc1, too
     if minor < OLDEST:
         raise ConfigError(f"JAX {found} is too old", _REMEDY)
     if minor <= NEWEST:

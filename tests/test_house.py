@@ -60,7 +60,7 @@ def test_a_public_name_is_defined_once() -> None:
 
 def test_modules_are_small() -> None:
     lines = {path: path.read_text().count("\n") for room in ROOMS for path in room.rglob("*.py")}
-    assert {path: count for path, count in lines.items() if count > 350} == {}
+    assert {path: count for path, count in lines.items() if count > 600} == {}
     assert statistics.median(lines.values()) <= 130
 
 

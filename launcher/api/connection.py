@@ -34,6 +34,7 @@ class Connection:
         """Connect the workers, by so many servers or, with none, as a group, unless they are."""
         if self._servers is not None:
             return
+        self._group.check_open()  # else servers would be started for nobody
         if servers:
             self._group.use_servers(self._serve(servers, len(self._group.handles)))
         else:

@@ -20,7 +20,7 @@ from launcher.cluster.worker_group import WorkerGroup
 from launcher.runtime import ProcessMismatchError
 
 _AHEAD = 8  # messages under way to a worker at most: their batches stay in memory
-_LEAVE_SECONDS = 2.0  # for the threads that wait, once they are told that all is over
+_LEAVE_SECONDS = 10.0  # for the threads that wait, once they are told that all is over
 
 
 class Reply:
@@ -118,6 +118,8 @@ class Messages:
         """
         while missing := [reply for reply in replies if not reply.done]:
             with self._taking:
+                if all(reply.done for reply in missing):  # another thread has taken them
+                    continue
                 if not self._take(wait=True) and not all(reply.done for reply in missing):
                     # It was taken, and never handed over: a fault of this module.
                     raise ClusterError(f"the reply of {missing[0].future.worker.name} is lost")
@@ -133,7 +135,7 @@ class Messages:
     def close(self, why: Exception) -> None:
         """Refuse all further use with the error `why`, which also ends the waits of other threads.
 
-        On return no thread uses Ray here, unless one still starts parameter servers.
+        On return no thread uses Ray here.
         """
         self._failure = why
         self._group.close(why)

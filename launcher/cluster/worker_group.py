@@ -11,7 +11,7 @@ from launcher.cluster import progress
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.process_group import connect_to_servers, init_process_group
-from launcher.cluster.progress import WAITS, Progress, Wait
+from launcher.cluster.progress import WAITS, Progress, Progresses, Wait
 from launcher.cluster.ray.server_health import ended, silent
 from launcher.cluster.ray.worker import (
     WATCH_SECONDS,
@@ -26,7 +26,6 @@ from launcher.worker_info import WorkerInfo
 
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
-_STEPS = "step", "dry_step", "run_trial", "run", "warm_up"  # as long as any step
 _RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
 
 
@@ -61,12 +60,13 @@ class WorkerGroup:
         """End every wait, in any thread, and refuse further ones with the error `why`."""
         self._closed = why
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise the error that `close` was called with, if it was."""
         if self._closed is not None:
             raise self._closed
 
     def _check(self) -> None:
-        self._check_open()
+        self.check_open()
         self._check_ray()
 
     def join(self, transport: str = "auto", advance: Advance | None = None) -> None:
@@ -168,11 +168,12 @@ class WorkerGroup:
             method: what the workers were asked to do.
             advance: see `gather`.
         """
-        self._check_open()
-        wait = WAITS.get(method, Wait(f"it does {method}", True))
-        runs = not starting or method in _STEPS
-        limit = self._timeout if runs else progress.STILL_SECONDS
-        seen, calls = Progress(limit, starting and wait.works), 0
+        self.check_open()
+        wait = WAITS.get(method) if starting else None
+        wait = wait or Wait(f"it does {method}", Progresses.STEP)
+        by_time = wait.progresses is Progresses.STEP
+        limit = self._timeout if by_time else progress.STILL_SECONDS
+        seen, calls = Progress(limit, wait.progresses), 0
 
         def watch(waiting: list[WorkerHandle]) -> None:
             nonlocal calls
@@ -184,8 +185,9 @@ class WorkerGroup:
                 handle.process()  # looked up now, so that it is known when it is needed
             seconds = calls * WATCH_SECONDS
             if standing := seen.standing(waiting, seconds):
-                how = f", while {wait.words}" if starting else f" ({self._setting})"
-                raise self._hung(standing, f"for {limit:g} s{how}")
+                setting = f" ({self._setting})" if by_time else ""
+                doing = f", while {wait.words}" if starting else ""
+                raise self._hung(standing, f"for {limit:g} s{setting}{doing}")
             if starting and seconds >= _MOST * self._timeout:  # busy, and to no end
                 raise self._hung(waiting, f"for {seconds:g} s, while {wait.words}")
             if advance is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from launcher.partition.min_cut import is_cheap
-from launcher.partition.remat import Policy, is_checkpoint, segments
+from launcher.partition.remat import Policy, segments
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
@@ -27,11 +27,13 @@ from launcher.trace.jaxpr import (
     captured,
     free_vars,
     inline_calls,
+    is_checkpoint,
     is_var,
     jaxpr_as_fun,
     make_jaxpr,
     needed,
     read_jaxpr,
+    runs_again,
 )
 from launcher.trace.structure_text import structure_text
 
@@ -262,7 +264,7 @@ def opened(closed: Jaxpr) -> Jaxpr:
 
 def _as_call(eqn: Equation) -> Equation:
     body = jaxpr_as_fun(read_jaxpr(eqn.params["jaxpr"]))
-    again = eqn.params["differentiated"] and eqn.params["prevent_cse"]
+    again = runs_again(eqn)
 
     def run(*args: Any) -> Any:
         return body(*(jax.lax.optimization_barrier(args) if again else args))

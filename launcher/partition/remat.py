@@ -17,7 +17,7 @@ import jax
 from launcher.partition.errors import PlanError
 from launcher.remat_name import WORDS, parse_remat
 from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import Equation, sub_jaxprs
+from launcher.trace.jaxpr import Equation, checkpoint_policy, is_checkpoint, sub_jaxprs
 from launcher.trace.primitive_kinds import CALLS_WITH_RULES
 
 Policy = Callable[..., Any]  # (primitive, *operand avals, **parameters) -> whether to keep
@@ -138,11 +138,6 @@ def keeps(policy: Policy, eqn: Equation) -> bool:
     return bool(said) and type(said).__name__ != "RecomputeType"
 
 
-def is_checkpoint(eqn: Equation) -> bool:
-    """Return whether an equation is a `jax.checkpoint` of the user's, or its backward pass."""
-    return "prevent_cse" in eqn.params
-
-
 def _is_own_checkpoint(eqn: Equation) -> bool:
     """Return whether an equation of the loss is, or holds, a `jax.checkpoint` that the user wrote.
 
@@ -166,9 +161,7 @@ def _kept_inside(eqn: Equation, policy: Policy) -> Iterator[Equation]:
 def _kept_by_own(eqn: Equation) -> Iterator[Equation]:
     """Yield what does not run again of the bodies of an equation with a checkpoint in it."""
     if is_checkpoint(eqn):
-        yield from _kept_inside(
-            eqn, eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
-        )
+        yield from _kept_inside(eqn, checkpoint_policy(eqn))
         return
     for inner in _inside(eqn):
         yield from _kept_by_own(inner) if _is_own_checkpoint(inner) else _with_bodies(inner)

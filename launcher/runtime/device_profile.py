@@ -82,10 +82,23 @@ def _stopped_in_time() -> bool:
     """End the profiler's session; False, with a warning, if that takes too long.
 
     The tracer of a GPU has been seen to take seven minutes; it is left alone then.
+
+    Raises:
+        Exception: what the profiler raises.
     """
-    stopping = threading.Thread(target=jax.profiler.stop_trace, name=STOPPING, daemon=True)
+    failed: list[Exception] = []
+
+    def stop() -> None:
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:
+            failed.append(error)
+
+    stopping = threading.Thread(target=stop, name=STOPPING, daemon=True)
     stopping.start()
     stopping.join(STOP_SECONDS)
+    if failed:
+        raise failed[0]
     if stopping.is_alive():
         _log.warning(f"JAX's profiler has not stopped for {STOP_SECONDS:.0f} s: its trace is lost")
     return not stopping.is_alive()
@@ -106,6 +119,8 @@ class DeviceProfile:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         try:
+            if any(thread.name == STOPPING for thread in threading.enumerate()):
+                raise RuntimeError("the one before still stops")  # starting would wait for it
             folder = _Kept(keep) if keep else _Temporary(prefix="launcher-profile-")
             jax.profiler.start_trace(folder.name, profiler_options=options)
             self._folder = folder

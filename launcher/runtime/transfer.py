@@ -53,10 +53,17 @@ def wait_for(arrays: Sequence[jax.Array]) -> None:
     try:
         jax.block_until_ready(left)
     except RuntimeError:
-        there = [a for a in left if not any(s.data.is_deleted() for s in a.addressable_shards)]
+        there = [array for array in left if not _partly_deleted(array)]
         if len(there) == len(left):
             raise
         wait_for(there)
+
+
+def _partly_deleted(array: jax.Array) -> bool:
+    try:
+        return any(shard.data.is_deleted() for shard in array.addressable_shards)
+    except RuntimeError:  # it was whole a moment ago
+        return True
 
 
 def plain_aval(aval: Any) -> tuple[Any, Any]:

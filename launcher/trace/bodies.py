@@ -14,13 +14,13 @@ from launcher.trace.jaxpr import (
     Atom,
     Equation,
     Jaxpr,
-    is_jaxpr,
+    called,
     read_jaxpr,
     rewritten_as,
     scan_counts,
     sub_jaxprs,
+    while_counts,
 )
-from launcher.trace.primitive_kinds import CALLS, CALLS_WITH_RULES
 
 _REWRITTEN = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")  # parameters that hold bodies
 
@@ -65,7 +65,7 @@ def bodies(eqn: Equation) -> list[Body]:
             )
         ]
     if name == "while":
-        a, b = params["cond_nconsts"], params["body_nconsts"]
+        a, b = while_counts(eqn)
         state = ins[a + b :]
         return [
             Body(read_jaxpr(params["cond_jaxpr"]), list(enumerate([*ins[:a], *state])), []),
@@ -82,16 +82,6 @@ def bodies(eqn: Equation) -> list[Body]:
     return found
 
 
-def _called(eqn: Equation) -> Jaxpr | None:
-    """Return the function that a call calls."""
-    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            found = eqn.params.get(key)
-            if is_jaxpr(found):
-                return read_jaxpr(found)
-    return None
-
-
 def alternatives(eqn: Equation) -> list[Jaxpr]:
     """Return the programs of which an equation runs exactly one: a called function, or branches.
 
@@ -99,8 +89,8 @@ def alternatives(eqn: Equation) -> list[Jaxpr]:
     """
     if eqn.primitive.name == "cond":
         return [read_jaxpr(branch) for branch in eqn.params["branches"]]
-    called = _called(eqn)
-    return [] if called is None else [called]
+    function = called(eqn)
+    return [] if function is None else [function]
 
 
 def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:

@@ -28,6 +28,7 @@ from launcher.trace.jaxpr import (
     scan_counts,
     source_line,
     sub_jaxprs,
+    while_counts,
 )
 from launcher.trace.pairs import Pair, Placed, differ
 from launcher.trace.placement_rules import own_value, place
@@ -248,7 +249,7 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
 def _while(pair: Pair, given: list[Placement]) -> Placed:
     """Return the placements of a loop's state, if the test is the same in every slice."""
     whole, part = pair.whole.params, pair.part.params
-    tests, consts = part["cond_nconsts"], part["body_nconsts"]
+    tests, consts = while_counts(pair.part)
     a, b = (read_jaxpr(params["body_jaxpr"]) for params in (whole, part))
     c, d = (read_jaxpr(params["cond_jaxpr"]) for params in (whole, part))
 

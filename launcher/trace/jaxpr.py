@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from launcher.trace.primitive_kinds import CALLS
+from launcher.trace.primitive_kinds import CALLS, CALLS_WITH_RULES
 
 Primitive = jex.Primitive
 
@@ -69,6 +69,7 @@ else:
 
 Atom: TypeAlias = "Var | Literal"
 
+_RULES = "bwd", "jvp_jaxpr_fun", "transpose_thunk"  # parameters: rules of derivatives
 _HIDING = "call_hi_primitive"
 _UNNAMED = jex.DebugInfo("launcher", "<part>", None, None)  # programs that no single function wrote
 
@@ -307,6 +308,36 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
+def while_counts(eqn: Equation) -> tuple[int, int]:
+    """Return how many constants a loop's test has, and how many its body; the state follows."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def called(eqn: Equation) -> Jaxpr | None:
+    """Return the function that a call calls; None for any other equation."""
+    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if is_jaxpr(found := eqn.params.get(key)):
+                return read_jaxpr(found)
+    return None
+
+
+def is_checkpoint(eqn: Equation) -> bool:
+    """Return whether an equation is a `jax.checkpoint` of the user's, or its backward pass."""
+    return "prevent_cse" in eqn.params
+
+
+def checkpoint_policy(eqn: Equation) -> Callable[..., Any]:
+    """Return what a `jax.checkpoint` keeps of its results, by its policy."""
+    policy: Callable[..., Any] | None = eqn.params["policy"]
+    return policy or jax.checkpoint_policies.nothing_saveable
+
+
+def runs_again(eqn: Equation) -> bool:
+    """Return whether a `jax.checkpoint` is a backward pass that must not share its forward pass."""
+    return bool(eqn.params["differentiated"] and eqn.params["prevent_cse"])
+
+
 def captured(equations: Iterable[Equation]) -> Iterator[Any]:
     """Yield what equations hold that no text tells: arrays, and rules of derivatives.
 
@@ -314,7 +345,7 @@ def captured(equations: Iterable[Equation]) -> Iterator[Any]:
     equations may do another thing for each, such as scale gradients by a number of its own.
     """
     for eqn in equations:
-        yield from (eqn.params[name] for name in ("bwd", "jvp_jaxpr_fun") if name in eqn.params)
+        yield from (eqn.params[name] for name in _RULES if name in eqn.params)
         for jaxpr in sub_jaxprs(eqn):
             yield from jaxpr.consts
             yield from captured(jaxpr.eqns)

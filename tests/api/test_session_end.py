@@ -9,10 +9,14 @@ import launcher
 
 
 @pytest.mark.parametrize("begun", [0, 4], ids=["while they connect", "while they step"])
-def test_the_end_of_the_session_ends_the_waits_of_other_threads(begun):
+@pytest.mark.parametrize(
+    "method",
+    [launcher.PipeshardParallel(num_micro_batches=2), launcher.ParameterServer()],
+    ids=["pipeline", "parameter servers"],
+)
+def test_the_end_of_the_session_ends_the_waits_of_other_threads(method, begun):
     """Of threads that step without end the first waits for the workers, the others for it."""
     launcher.init("ray", num_nodes=2, num_devices_per_node=1)
-    method = launcher.PipeshardParallel(num_micro_batches=2)
     train = launcher.parallelize(step, method=method, donate_argnums=())
     entered, done = threading.Semaphore(0), threading.Semaphore(0)
 

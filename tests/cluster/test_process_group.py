@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import launcher
-from launcher.cluster import process_group
+from launcher.cluster import process_group, worker_group
 from launcher.cluster.process_group import Peer, init_process_group
 from launcher.driver.workers import Workers
 from launcher.runtime import PermuteTransport, PullTransport
@@ -19,7 +19,8 @@ ADDRESS = "127.0.0.1"
 @pytest.fixture
 def handles(monkeypatch):
     """What the driver has of two workers; a call is over when it is made."""
-    monkeypatch.setattr(process_group, "gather", lambda futures, watch: list(futures))
+    answers = lambda futures, watch, servers: [future.answer for future in futures]  # noqa: E731
+    monkeypatch.setattr(worker_group, "gather", answers)
     monkeypatch.setattr(process_group, "keep_compiled", lambda: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: None)
 
@@ -27,7 +28,7 @@ def handles(monkeypatch):
         worker = Peer()
 
         def submit(method, *arguments):
-            return getattr(worker, method)(*arguments)
+            return SimpleNamespace(method=method, answer=getattr(worker, method)(*arguments))
 
         return SimpleNamespace(host=host, address=ADDRESS, submit=submit, worker=worker)
 

@@ -14,7 +14,7 @@ import pytest
 import launcher
 from launcher.cluster import progress, worker_group
 from launcher.cluster.errors import HungError
-from launcher.cluster.progress import WAITS
+from launcher.cluster.progress import WAITS, Progresses
 from launcher.cluster.worker_group import WorkerGroup
 
 ROOT = Path(launcher.__file__).parent
@@ -50,7 +50,11 @@ def worker(tmp_path, monkeypatch):
         processes.append(process)
         name, known = f"worker_{len(processes) - 1}", psutil.Process(process.pid)
         return SimpleNamespace(
-            name=name, host=len(processes) - 1, whereabouts=name, process=lambda: known
+            name=name,
+            host=len(processes) - 1,
+            whereabouts=name,
+            process=lambda: known,
+            elsewhere=False,
         )
 
     yield made
@@ -72,7 +76,27 @@ def watched(workers, method, seconds, timeout=60.0):
     return None
 
 
-@pytest.mark.parametrize("method", [m for m, wait in WAITS.items() if wait.works])
+@pytest.mark.parametrize("method", WAITS)
+def test_each_wait_ends_in_time_and_names_who_stands(monkeypatch, method):
+    """By its own count of calls, so that none has to be waited for."""
+    monkeypatch.setattr(worker_group, "diagnose", lambda handle: "as it is")
+    names = ("worker_0", "worker_1")
+    both = [
+        SimpleNamespace(name=n, host=i, whereabouts=n, process=lambda: None, elsewhere=False)
+        for i, n in enumerate(names)
+    ]
+    group = WorkerGroup(both, lambda: None, 600.0, "cluster.step_timeout")
+    watch, wait = group.watch(starting=True, method=method), WAITS[method]
+    by_time = wait.progresses is Progresses.STEP
+    seconds, setting = (600, " (cluster.step_timeout)") if by_time else (120, "")
+    for _ in range(int(seconds / worker_group.WATCH_SECONDS) - 1):
+        watch(both[1:])
+    said = f"no answer from worker_1 for {seconds} s{setting}, while {wait.words}\n"
+    with pytest.raises(HungError, match=re.escape(said)):
+        watch(both[1:])
+
+
+@pytest.mark.parametrize("method", ["build", "compiled", "restore"])
 def test_a_wait_for_work_ends_without_progress_and_names_who_stands(worker, method):
     first, second = worker("computes"), worker("stands")
     assert watched([first, second], method, 30) == (
@@ -80,10 +104,61 @@ def test_a_wait_for_work_ends_without_progress_and_names_who_stands(worker, meth
     )
 
 
-@pytest.mark.parametrize("method", [m for m, wait in WAITS.items() if not wait.works])
+@pytest.mark.parametrize("method", ["compile"])
+def test_one_that_is_done_may_wait_for_another_that_still_computes(worker, method):
+    """As two that meet at the end of their compilation, of which one takes much longer."""
+    busy, done = worker("computes"), worker("stands")
+    assert watched([busy, done], method, 4 * STILL) is None
+    busy.process().kill()
+    busy.process().wait()
+    assert re.fullmatch(
+        rf"no answer from worker_\d, worker_\d for 0.5 s, while {WAITS[method].words}",
+        watched([busy, done], method, 30),
+    )
+
+
+@pytest.mark.parametrize("method", ["connect", "setup"])
 def test_a_wait_for_other_processes_ends_however_busy_they_are(worker, method):
-    found = watched([worker("computes")], method, 30, timeout=STILL)
+    found = watched([worker("computes")], method, 30)
     assert found == f"no answer from worker_0 for 0.5 s, while {WAITS[method].words}"
+
+
+@pytest.mark.parametrize("method", ["fetch"])
+def test_what_may_stand_behind_a_step_may_take_as_long(worker, method):
+    one = [worker("stands")]
+    assert watched(one, method, 4 * STILL) is None
+    assert watched(one, method, 30, timeout=2.0) == (
+        f"no answer from worker_0 for 2 s (cluster.step_timeout), while {WAITS[method].words}"
+    )
+
+
+def test_machines_that_cannot_be_reached_do_not_hold_up_the_wait(worker):
+    """They are asked aside, and their silence is no progress."""
+    asked = []
+
+    def away(function, seconds):
+        asked.append(seconds)
+        time.sleep(1)
+        raise TimeoutError
+
+    far = [worker("computes") for _ in range(3)]
+    for one in far:
+        one.process, one.elsewhere, one.run_on_node = lambda: None, True, away
+    began = time.monotonic()
+    assert watched(far, "restore", 30).startswith("no answer from worker_0, worker_1, worker_2")
+    assert time.monotonic() - began < 10 * STILL
+    assert asked
+
+
+def test_what_a_machine_elsewhere_tells_is_progress(worker):
+    far, used = worker("stands"), [0]
+
+    def told(function, seconds):
+        used[0] += 1
+        return float(used[0]), 0
+
+    far.process, far.elsewhere, far.run_on_node = lambda: None, True, told
+    assert watched([far], "restore", 4 * STILL) is None
 
 
 @pytest.mark.parametrize("doing", ["computes", "reads"])
@@ -119,7 +194,7 @@ def test_what_is_busy_to_no_end_is_given_up_at_last(worker):
 
 
 def test_every_call_before_the_first_step_says_what_it_does():
-    """A new one fails here until it is in the table, and so in the tests above."""
+    """A new one fails here until it is in the table, and so in one of the tests above."""
     rooms = [path for room in ("api", "cluster", "driver") for path in (ROOT / room).rglob("*.py")]
     called = {name for path in rooms for name in CALLED.findall(path.read_text())} | SENT_BY_NAME
     assert called >= {"build", "compiled", "setup", "restore", "create", "first_batch", "step"}

@@ -228,14 +228,19 @@ def parity(folder):
         "2 stages share the device": shared(2),
         "4 stages share the device": shared(4),
     }
+    failed = []
     for name, method in methods.items():
         try:
             found = trained(launcher.parallelize(ours, method=method, devices=[device()]), start)
         except Exception as error:
+            failed.append(name)
             yield f"{name}: FAILED, {type(error).__name__}: {error}"[:300], {"method": name}
             continue
         off = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
+        if not off <= 1e-4:
+            failed.append(name)
         yield f"{name}: losses {off:.1e} from one device's", {"method": name, "apart": off}
+    assert not failed, f"failed, or more than 1e-4 away: {failed}"
 
 
 def planned(loss, init, batch):

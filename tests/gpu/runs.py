@@ -134,6 +134,7 @@ def traced(folder):
     files = list((folder / "outputs" / "traced" / "profile").rglob("*.xplane.pb"))
     size = sum(path.stat().st_size for path in files)
     lost = ", its stop timed out" if "has not stopped" in out else ""
+    assert files or lost, "no trace, and no word of it"
     yield f"{len(files)} traces, {size / 2**20:.1f} MiB, {time.monotonic() - began:.0f} s{lost}", {}
 
 
@@ -143,6 +144,7 @@ def calibrate(folder):
     ).end()
     assert code == 0, err[-1500:]
     kept = [json.loads(path.read_text()) for path in cache(folder).rglob("calibration/*.json")]
+    assert kept, "nothing is kept"
     yield out.strip().splitlines()[-1][:200], {"calibration": kept}
     words = ("train.steps=30", "model.size=micro", "train.precision=bf16") if GPU else TINY
     for cost in ("model", "measured", "profile"):

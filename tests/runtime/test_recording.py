@@ -160,10 +160,24 @@ def test_a_profiler_that_does_not_stop_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped.wait(60) and stop())
     assert DeviceProfile().stop() == []
     assert "has not stopped for 0 s: its trace is lost" in caplog.text
+    assert DeviceProfile().stop() == []  # would wait for the other's end
+    assert "no lanes of devices: the one before still stops" in caplog.text
     stopped.set()
     for thread in threading.enumerate():
         if thread.name == STOPPING:
             thread.join(60)  # another test may start a session
+
+
+def test_what_the_profiler_raises_as_it_stops_comes_out(monkeypatch):
+    profile, stop = DeviceProfile(), jax.profiler.stop_trace
+
+    def broken():
+        stop()
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", broken)
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        profile.stop()
 
 
 def test_a_step_that_fails_leaves_the_profiler_to_others(parallel, tmp_path):

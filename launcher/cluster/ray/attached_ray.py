@@ -139,6 +139,10 @@ class AttachedRay:
         self.close()
 
     def _connect(self) -> None:
+        def leave() -> None:
+            BackgroundCall(self._ray.shutdown).ended(_LEAVE_SECONDS)
+
+        self._undo.callback(leave)
         init = functools.partial(self._ray.init, self._address)
         connecting = BackgroundCall(
             functools.partial(init, logging_level=logging.ERROR, log_to_driver=False)
@@ -152,11 +156,6 @@ class AttachedRay:
             raise ClusterError(f"no Ray can be reached at {self._address}: {problem}") from error
         finally:
             ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
-
-        def leave() -> None:
-            BackgroundCall(self._ray.shutdown).ended(_LEAVE_SECONDS)
-
-        self._undo.callback(leave)
 
     def _places(self, waiting: Waiting) -> list[tuple[Node, dict[str, Any]]]:
         """Return the node of each worker, and the options that bring its actor there.

@@ -148,12 +148,12 @@ class PrivateRay:
             ClusterError: Ray did not come up.
         """
         self._connect()
-        handles = []
+        handles: list[WorkerHandle] = []
+        self._undo.callback(kill, handles)
         for number in range(count):
             host, log = number % self._pool.hosts, self._log_dir / f"server_{number}.log"
             where = host, self._addresses[host]
             handles.append(start_server(number, workers, *self._place(host), log, where))
-        self._undo.callback(kill, handles)
         return handles
 
     def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:

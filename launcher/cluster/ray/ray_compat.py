@@ -33,6 +33,8 @@ _SETTINGS = {
     # The launcher decides which GPUs a worker sees.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "DASHBOARD_METRIC_PORT": "0",  # any free port
+    # A call that comes after the end would start another Ray, which nobody ends.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # Ray's own limits are too short on a machine that has other work to do.
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_raylet_start_wait_time_s": "120",
@@ -97,8 +99,10 @@ def read_settings_again() -> bool:
     """
     try:
         from ray import _raylet
-        from ray._private import ray_constants, ray_logging
+        from ray._private import auto_init_hook, ray_constants, ray_logging
 
+        connects = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"
+        auto_init_hook.enable_auto_connect = connects
         variable = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
         ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(variable, "0") == "1"
         skipped = os.environ.get("RAY_DEDUP_LOGS_SKIP_REGEX")

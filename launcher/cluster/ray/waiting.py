@@ -43,12 +43,12 @@ class Waiting:
 
     def __init__(self, limit: StartLimit, advance: Advance | None = None) -> None:
         self._limit, self.advance = limit, advance
-        self._up, self._calls = 0, 0
+        self._up, self._calls, self._spoken = 0, 0, _SILENCE
 
     def counts(self, up: int, total: int, unit: str) -> None:
         """Take how many are up of those that the present wait is for; more of them is progress."""
         if up > self._up:
-            self._up, self._calls = up, 0
+            self._up, self._calls, self._spoken = up, 0, _SILENCE
         if self.advance is not None:
             self.advance(up, total, unit)
 
@@ -65,17 +65,17 @@ class Waiting:
             what: what is waited for, in words.
             seconds: its limit, if it is not the start's.
         """
-        start, spoken = self._limit, _SILENCE
+        start = self._limit
         limit = start.seconds if seconds is None else seconds
-        self._up = self._calls = 0
+        self._up, self._calls, self._spoken = 0, 0, _SILENCE
         while not ready(_POLL_SECONDS):
             start.check()
             self._calls += 1
             waited = self._calls * _POLL_SECONDS
             if waited >= limit:
                 return False
-            if waited >= spoken:
-                spoken += _AGAIN
+            if waited >= self._spoken:
+                self._spoken += _AGAIN
                 _log.info(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
         start.check()
         return True
