@@ -213,7 +213,8 @@ def test_a_warm_up_changes_nothing(train):
     before = current().live_arrays()
     train.warmup(state, BATCHES[1])
     assert_allclose(state, expected, rtol=0, atol=0)
-    assert current().live_arrays() == before
+    now = current().live_arrays()
+    assert all(n <= b for n, b in zip(now, before, strict=True)), (now, before)
     assert_allclose(train(state, BATCHES[1])[1], serial(2)[1][1])
 
 
@@ -278,7 +279,8 @@ def test_compiled_steps_are_freed_with_their_functions():
     before = current().live_arrays()
     for _ in range(2):
         once()
-    assert current().live_arrays() == before
+    now = current().live_arrays()
+    assert all(n <= b for n, b in zip(now, before, strict=True)), (now, before)
 
 
 def test_static_arguments_and_new_shapes_compile_again(train):

@@ -40,7 +40,7 @@ def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -
     nominal = pool_shape(pool)
     if isinstance(config.parallel, Planned) and config.parallel.cost == "model":
         return nominal
-    if not measures_first(config) or kept(nominal) is not None:
+    if not measures_first(config) or kept(nominal, "measured again") is not None:
         return calibrated(nominal)
     if console is not None:
         with (
