@@ -8,7 +8,13 @@ from threads import NET, PATIENCE, batch, in_threads, step
 import launcher
 
 
-@pytest.mark.parametrize("begun", [0, 4], ids=["while they connect", "while they step"])
+@pytest.mark.parametrize(
+    "begun",
+    [
+        pytest.param(0, id="while they connect"),
+        pytest.param(4, id="while they step", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "method",
     [launcher.PipeshardParallel(num_micro_batches=2), launcher.ParameterServer()],
