@@ -1,4 +1,5 @@
-"""Print what pyproject.toml requires, for pip; with `--lowest`, the lowest versions of it."""
+"""Print what pyproject.toml requires, for pip; with `--lowest`, the lowest versions of it and of
+what the extras bring that the named options are, such as `data`."""
 
 import re
 import sys
@@ -11,7 +12,9 @@ BOUND = re.compile(r"(?P<name>[\w.-]+)(?:\[.*?\])?>=(?P<version>[\w.]+)")
 def main() -> None:
     """Print a line a dependency."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    for requirement in project["dependencies"]:
+    extras = project["optional-dependencies"]
+    asked = [one for extra in sys.argv[2:] for one in extras[extra]]
+    for requirement in [*project["dependencies"], *asked]:
         bound = BOUND.match(requirement)
         lowest = "--lowest" in sys.argv and bound
         print(f"{bound['name']}=={bound['version']}" if lowest else requirement)
