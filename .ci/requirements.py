@@ -1,5 +1,7 @@
-"""Print what pyproject.toml requires, for pip; with `--lowest`, the lowest versions of it and of
-what the extras bring that the named options are, such as `data`."""
+"""Print what pyproject.toml requires, for pip.
+
+`--lowest [EXTRA...]` prints the lowest versions of that, and of what these extras bring.
+"""
 
 import re
 import sys

@@ -327,7 +327,8 @@ def test_parts_along_a_factor_make_the_whole(case):
     checked = collections.Counter()
     for eqn, given, _ in equations_of(case):
         checked[eqn.primitive.name] += check(eqn, given)
-    assert checked[primitive] == count, checked
+    made_of_others = primitive == "unstack" and jax.__version_info__ < (0, 10, 2)
+    assert checked[primitive] == count or made_of_others, checked
 
 
 def test_every_rule_has_a_case():
