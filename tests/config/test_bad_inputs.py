@@ -313,7 +313,7 @@ def test_there_are_enough() -> None:
     assert {case.key for case in CASES} >= {setting.key for setting in settings()}
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_in_a_frozen_file(refused: Refused, tmp_path: Path) -> None:
     file, faults = tmp_path / "config.yaml", []
     for case in CASES:

@@ -147,7 +147,7 @@ def build(options, model_options, global_batch_size, seed):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_stream_is_resumed_by_count_on_other_hosts(tmp_path: Path) -> None:
     (tmp_path / "my_pkg").mkdir()
     (tmp_path / "my_pkg" / "stream.py").write_text(STREAM)

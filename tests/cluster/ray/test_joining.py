@@ -15,8 +15,13 @@ from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Emulated
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["coordinator", "join", "connect", "meet"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("join", marks=pytest.mark.slow),
+        *(pytest.param(m, marks=pytest.mark.stress) for m in ("coordinator", "connect", "meet")),
+    ],
+)
 def test_workers_that_stand_while_they_connect_are_named(method, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from held import Held
