@@ -96,21 +96,26 @@ class Progress:
     Args:
         limit: the seconds that a worker may take without progress.
         progresses: what counts as progress.
+
+    Attributes:
+        bytes_read: what the processes have read from files meanwhile, as far as it is known.
     """
 
     def __init__(self, limit: float, progresses: Progresses) -> None:
         self._limit, self._progresses = limit, progresses
         self._looked = 0.0
-        self._first: dict[str, int] = {}
+        self.bytes_read = 0
         self._used: dict[str, tuple[float, float, int]] = {}
         self._moved: dict[str, float] = {}
+        self._ended = False
         self._asking: BackgroundCall | None = None
         self._answers: Mapping[str, tuple[float, int] | None] = {}
 
-    @property
-    def bytes_read(self) -> int:
-        """What the processes have read from files, as far as it is known."""
-        return sum(read - self._first[name] for name, (*_, read) in self._used.items())
+    def end(self) -> None:
+        """Wait until no machine is asked any more: Ray is about to be left."""
+        self._ended = True
+        if self._asking is not None:
+            self._asking.ended(_NODE_SECONDS)
 
     def standing(self, waiting: Sequence[WorkerHandle], now: float) -> list[WorkerHandle]:
         """Return the workers that have made no progress for too long; it never blocks.
@@ -140,7 +145,7 @@ class Progress:
 
     def _ask(self, elsewhere: Sequence[WorkerHandle]) -> None:
         with ThreadPoolExecutor(_ASKED) as pool:
-            found = list(pool.map(_used_elsewhere, elsewhere))
+            found = list(pool.map(self._used_elsewhere, elsewhere))
         self._answers = {h.name: used for h, used in zip(elsewhere, found, strict=True)}
 
     def _note(self, used: Mapping[str, tuple[float, int] | None], now: float) -> None:
@@ -148,21 +153,21 @@ class Progress:
             if found is None:
                 continue
             seconds, read = found
-            self._first.setdefault(name, read)
             then, seconds_then, read_then = self._used.get(name, (now, seconds, read))
             self._used[name] = now, seconds, read
+            self.bytes_read += max(0, read - read_then)  # what a child has read ends with it
             if now > then and (
                 seconds - seconds_then >= _SHARE * (now - then) or read - read_then >= _BYTES
             ):
                 self._moved[name] = now
 
-
-def _used_elsewhere(handle: WorkerHandle) -> tuple[float, int] | None:
-    """Return what a process on another machine has used so far; None if it is not told."""
-    with suppress(TimeoutError, RayEndedError):
-        found: tuple[float, int] | None = handle.run_on_node(used_by, _NODE_SECONDS)
-        return found
-    return None
+    def _used_elsewhere(self, handle: WorkerHandle) -> tuple[float, int] | None:
+        """Return what a process on another machine has used so far; None if it is not told."""
+        with suppress(TimeoutError, RayEndedError):
+            if not self._ended:
+                found: tuple[float, int] | None = handle.run_on_node(used_by, _NODE_SECONDS)
+                return found
+        return None
 
 
 def used_by(pid: int, log: str) -> tuple[float, int] | None:

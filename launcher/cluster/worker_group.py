@@ -55,10 +55,16 @@ class WorkerGroup:
         self._check_ray = check
         self._timeout, self._setting = timeout, setting
         self._closed: Exception | None = None
+        self._progress: Progress | None = None  # of the newest wait
 
     def close(self, why: Exception) -> None:
         """End every wait, in any thread, and refuse further ones with the error `why`."""
         self._closed = why
+        self._end_looks()
+
+    def _end_looks(self) -> None:
+        if self._progress is not None:
+            self._progress.end()
 
     def check_open(self) -> None:
         """Raise the error that `close` was called with, if it was."""
@@ -141,8 +147,10 @@ class WorkerGroup:
             method = futures[0].method if starting and futures else ""
             watch = self.watch(starting=starting, method=method, advance=advance)
             return gather(futures, watch, self._servers)
-        except WorkerError as error:
-            self._blame_ray(error)
+        except BaseException as error:
+            self._end_looks()  # what follows may be Ray's end
+            if isinstance(error, WorkerError):
+                self._blame_ray(error)
             raise
 
     def cause_of(self, error: WorkerError) -> WorkerError:
@@ -173,11 +181,12 @@ class WorkerGroup:
         wait = wait or Wait(f"it does {method}", Progresses.STEP)
         by_time = wait.progresses is Progresses.STEP
         limit = self._timeout if by_time else progress.STILL_SECONDS
-        seen, calls = Progress(limit, wait.progresses), 0
+        seen, calls, most = Progress(limit, wait.progresses), 0, 0
+        self._progress = seen
 
         def watch(waiting: list[WorkerHandle]) -> None:
-            nonlocal calls
-            calls += 1
+            nonlocal calls, most
+            calls, most = calls + 1, max(most, len(waiting))
             self._check()
             if (error := ended(self._servers)) is not None:
                 raise error
@@ -193,8 +202,8 @@ class WorkerGroup:
             if advance is not None:
                 if mib := seen.bytes_read >> 20:
                     advance(mib, None, "MiB read")
-                elif len(self.handles) > 1:
-                    advance(len(self.handles) - len(waiting), len(self.handles), "processes")
+                elif most > 1:  # of those that were asked
+                    advance(most - len(waiting), most, "processes")
 
         return watch
 

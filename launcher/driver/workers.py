@@ -128,7 +128,7 @@ def compile_everywhere(workers: Workers, begun: Answers, advance: Advance) -> fl
     while unfinished := [d for d, total in zip(done, totals, strict=True) if d < total]:
         advance(sum(done), sum(totals), "programs")
         done = workers.submit("compiled", min(unfinished)).each()
-    seconds: float = workers.submit("setup", workers.plan.to_dict()).result(advance)
+    seconds: float = workers.submit("setup", workers.plan.to_dict()).result()
     return seconds
 
 

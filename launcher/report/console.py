@@ -217,6 +217,8 @@ class _Bar:
 
     def advance(self, done: float, total: float | None, unit: str) -> None:
         text = self._text
+        if total is None:  # which `update` would take for no change
+            self._progress.tasks[0].total = None
         if unit:
             self._unit = "" if total is None else f" {total:g} {unit}"
             text += f" {far_text(done, total, unit)}"

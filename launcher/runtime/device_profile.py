@@ -138,7 +138,11 @@ class DeviceProfile:
         with self._folder as folder, warnings.catch_warnings():
             # Of jaxlib's own types, made at first use: since 0.11 it aborts where that is an error.
             warnings.simplefilter("ignore", DeprecationWarning)
-            if not _stopped_in_time():
+            try:
+                if not _stopped_in_time():
+                    return []
+            except (OSError, RuntimeError) as error:  # a full disk; the user has stopped it
+                _log.warning(f"the timeline has no lanes of devices: {error}")
                 return []
             found = [run for path in Path(folder).rglob("*.xplane.pb") for run in self._read(path)]
         return sorted(found, key=lambda run: run.start)

@@ -170,8 +170,9 @@ def test_a_wait_tells_what_is_read_or_how_many_have_answered(worker):
     both, told = [worker("reads"), worker("stands")], []
     group = WorkerGroup(both, lambda: None, 60.0, "cluster.step_timeout")
     watch = group.watch(starting=True, method="connect", advance=lambda *far: told.append(far))
+    watch(both)
     watch(both[1:])
-    assert told == [(1, 2, "processes")]
+    assert told == [(0, 2, "processes"), (1, 2, "processes")]
     watch = group.watch(starting=True, method="restore", advance=lambda *far: told.append(far))
     while told[-1][2] != "MiB read":
         watch(both[:1])

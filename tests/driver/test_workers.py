@@ -12,7 +12,7 @@ def test_programs_are_counted_over_all_workers():
 
     def submit(method, *arguments):
         if method == "setup":
-            return SimpleNamespace(result=lambda advance: 7.5)
+            return SimpleNamespace(result=lambda: 7.5)
         asked.append((method, *arguments))
         return SimpleNamespace(each=lambda: next(answers))
 
@@ -26,7 +26,7 @@ def test_programs_are_counted_over_all_workers():
 
 def test_workers_without_a_program_are_not_asked():
     workers = SimpleNamespace(
-        submit=lambda method, *_: SimpleNamespace(result={"setup": lambda advance: 0.1}[method]),
+        submit=lambda method, *_: SimpleNamespace(result={"setup": lambda: 0.1}[method]),
         plan=SimpleNamespace(to_dict=dict),
     )
     assert compile_everywhere(workers, SimpleNamespace(each=lambda: [0, 0]), print) == 0.1

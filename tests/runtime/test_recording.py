@@ -168,7 +168,7 @@ def test_a_profiler_that_does_not_stop_is_left_alone(monkeypatch, caplog):
             thread.join(60)  # another test may start a session
 
 
-def test_what_the_profiler_raises_as_it_stops_comes_out(monkeypatch):
+def test_what_the_profiler_raises_as_it_stops_is_said(monkeypatch, caplog):
     profile, stop = DeviceProfile(), jax.profiler.stop_trace
 
     def broken():
@@ -176,8 +176,8 @@ def test_what_the_profiler_raises_as_it_stops_comes_out(monkeypatch):
         raise RuntimeError("the disk is full")
 
     monkeypatch.setattr(jax.profiler, "stop_trace", broken)
-    with pytest.raises(RuntimeError, match="the disk is full"):
-        profile.stop()
+    assert profile.stop() == []
+    assert "the timeline has no lanes of devices: the disk is full" in caplog.text
 
 
 def test_a_step_that_fails_leaves_the_profiler_to_others(parallel, tmp_path):

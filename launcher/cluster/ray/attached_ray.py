@@ -139,14 +139,17 @@ class AttachedRay:
         self.close()
 
     def _connect(self) -> None:
-        def leave() -> None:
-            BackgroundCall(self._ray.shutdown).ended(_LEAVE_SECONDS)
-
-        self._undo.callback(leave)
         init = functools.partial(self._ray.init, self._address)
         connecting = BackgroundCall(
             functools.partial(init, logging_level=logging.ERROR, log_to_driver=False)
         )
+
+        def leave() -> None:
+            if connecting.ended(_LEAVE_SECONDS):  # not beside it
+                BackgroundCall(self._ray.shutdown).ended(_LEAVE_SECONDS)
+            ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
+
+        self._undo.callback(leave)
         try:
             if not Waiting(self._limit).until(connecting.ended, f"Ray's answer at {self._address}"):
                 raise ClusterError(self._late("answer", "it still tries"))

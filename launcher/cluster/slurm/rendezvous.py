@@ -42,7 +42,7 @@ class Rendezvous:
         allocation: the nodes that are expected.
         address: the address of this node.
         listener: the socket on which the other tasks wait.
-        timeout: the seconds to wait for all nodes.
+        timeout: the seconds to wait for one more node.
     """
 
     allocation: Allocation
