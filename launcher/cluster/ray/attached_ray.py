@@ -147,7 +147,6 @@ class AttachedRay:
         def leave() -> None:
             if connecting.ended(_LEAVE_SECONDS):  # not beside it
                 BackgroundCall(self._ray.shutdown).ended(_LEAVE_SECONDS)
-            ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
 
         self._undo.callback(leave)
         try:
