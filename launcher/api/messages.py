@@ -120,8 +120,7 @@ class Messages:
             with self._taking:
                 if all(reply.done for reply in missing):  # another thread has taken them
                     continue
-                if not self._take(wait=True) and not all(reply.done for reply in missing):
-                    # It was taken, and never handed over: a fault of this module.
+                if not self._take(wait=True):  # taken, and never handed over: a fault of ours
                     raise ClusterError(f"the reply of {missing[0].future.worker.name} is lost")
         errors = [reply.error for reply in replies if reply.error is not None]
         if errors:  # that of the worker that failed, not of those that only follow
@@ -172,7 +171,7 @@ class Messages:
         try:
             if wait:
                 # The workers get the same calls in one order: the least far one is waited for.
-                starting = min(heads.values(), key=lambda sent: -len(sent))[0].starting
+                starting = max(heads.values(), key=len)[0].starting
                 done = self._first_of(list(heads), starting)
             else:
                 done = ready(list(heads), timeout=0)

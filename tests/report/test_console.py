@@ -121,15 +121,21 @@ def test_a_phase_that_fails_says_so_and_passes_the_error_on():
     assert re.fullmatch(r"compiling \.\.\. failed after [\d.]+ m?s\n", file.getvalue())
 
 
-def test_a_long_phase_says_now_and_then_how_far_it_is(monkeypatch):
+def said_every_16_seconds(monkeypatch, text, *how_far):
+    """What a phase of this name says that is told this, 16 seconds apart."""
     now = [0.0]
     monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     file = io.StringIO()
-    with status(make_console(file), "compiling") as advance:
-        for done in range(9):
-            now[0] = done * 16.0
-            advance(done, 8, "programs")
-    assert file.getvalue().splitlines() == [
+    with status(make_console(file), text) as advance:
+        for number, far in enumerate(how_far):
+            now[0] = number * 16.0
+            advance(*far)
+    return file.getvalue().splitlines()
+
+
+def test_a_long_phase_says_now_and_then_how_far_it_is(monkeypatch):
+    how_far = [(done, 8, "programs") for done in range(9)]
+    assert said_every_16_seconds(monkeypatch, "compiling", *how_far) == [
         "compiling ... ",
         "compiling: 2 of 8 programs in 0:32, about 1:36 left",
         "compiling: 4 of 8 programs in 1:04, about 1:04 left",
@@ -139,14 +145,8 @@ def test_a_long_phase_says_now_and_then_how_far_it_is(monkeypatch):
 
 
 def test_a_phase_of_unknown_length_says_how_much_is_done(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    file = io.StringIO()
-    with status(make_console(file), "reading the checkpoint") as advance:
-        for done in range(4):
-            now[0] = done * 16.0
-            advance(done * 1000, None, "MiB read")
-    assert file.getvalue().splitlines() == [
+    how_far = [(done * 1000, None, "MiB read") for done in range(4)]
+    assert said_every_16_seconds(monkeypatch, "reading the checkpoint", *how_far) == [
         "reading the checkpoint ... ",
         "reading the checkpoint: 2,000 MiB read in 0:32",
         "reading the checkpoint ... 48.0 s",

@@ -139,10 +139,8 @@ class AttachedRay:
         self.close()
 
     def _connect(self) -> None:
-        init = functools.partial(self._ray.init, self._address)
-        connecting = BackgroundCall(
-            functools.partial(init, logging_level=logging.ERROR, log_to_driver=False)
-        )
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        connecting = BackgroundCall(functools.partial(self._ray.init, self._address, **quiet))
 
         def leave() -> None:
             if connecting.ended(_LEAVE_SECONDS):  # not beside it
