@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from launcher.api.replicas import check_replicas as check_replicas
     from launcher.api.session import init as init
     from launcher.api.session import shutdown as shutdown
+    from launcher.arrays.stacked_array import StackedArray as StackedArray
+    from launcher.checkpoint.trees import RestoreError as RestoreError
+    from launcher.checkpoint.trees import restore as restore
+    from launcher.checkpoint.trees import save as save
     from launcher.cluster.errors import ClusterError as ClusterError
     from launcher.cluster.errors import HungError as HungError
     from launcher.cluster.errors import WorkerError as WorkerError
+    from launcher.hardware.worker_info import WorkerInfo as WorkerInfo
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
     from launcher.report.runs import runs as runs
     from launcher.runtime import ReplicaError as ReplicaError
-    from launcher.stacked_array import StackedArray as StackedArray
     from launcher.trace.primitives import grad as grad
     from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
     from launcher.trace.primitives import microbatched as microbatched
     from launcher.trace.primitives import per_slice as per_slice
     from launcher.trace.primitives import value_and_grad as value_and_grad
-    from launcher.train.trees import RestoreError as RestoreError
-    from launcher.train.trees import restore as restore
-    from launcher.train.trees import save as save
-    from launcher.worker_info import WorkerInfo as WorkerInfo
 
 _HOMES = {
     "ClusterError": "launcher.cluster.errors",
@@ -48,10 +48,10 @@ _HOMES = {
     "Plan": "launcher.plan",
     "RemoteArray": "launcher.api.remote_array",
     "ReplicaError": "launcher.runtime",
-    "RestoreError": "launcher.train.trees",
-    "StackedArray": "launcher.stacked_array",
+    "RestoreError": "launcher.checkpoint.trees",
+    "StackedArray": "launcher.arrays.stacked_array",
     "WorkerError": "launcher.cluster.errors",
-    "WorkerInfo": "launcher.worker_info",
+    "WorkerInfo": "launcher.hardware.worker_info",
     "check_replicas": "launcher.api.replicas",
     "foreach_replica": "launcher.api.foreach",
     "foreach_worker": "launcher.api.foreach",
@@ -63,9 +63,9 @@ _HOMES = {
     "parallelize": "launcher.api.parallelize",
     "per_slice": "launcher.trace.primitives",
     "prefetch": "launcher.api.remote_array",
-    "restore": "launcher.train.trees",
+    "restore": "launcher.checkpoint.trees",
     "runs": "launcher.report.runs",
-    "save": "launcher.train.trees",
+    "save": "launcher.checkpoint.trees",
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",
     "workers": "launcher.api.foreach",
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"launcher.{name}")
     if name in _HOMES:
-        from launcher.versions import check_versions
+        from launcher.base.versions import check_versions
 
         check_versions()
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from recipes.corpus.tokenizers import Tokenizer
+    from launcher.recipes.data.corpus.tokenizers import Tokenizer
 
     Batch = dict[str, np.ndarray]
 
@@ -91,8 +91,8 @@ class Batches:
 class Dataset(NamedTuple):
     """Batches addressed by number, as functions or as `Batches`.
 
-    A function makes whole batches, in every process. `recipes.batches` has functions that return
-    `Batches`.
+    A function makes whole batches, in every process. `launcher.recipes.data.batches` has functions
+    that return `Batches`.
 
     Attributes:
         train: returns batch k, a pure function of the seed and k, for every k >= 0; each pass over
@@ -121,7 +121,7 @@ def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model
         InputError: there is no such model, or no such module of the user's, or it asks for what the
             devices do not have.
     """
-    from recipes.attention import with_attention  # which imports this module
+    from launcher.recipes.models.attention import with_attention  # which imports this module
 
     chosen = with_attention(options, precision, device_kind)
     return _module("model", options).build(_fields(chosen), precision)
@@ -323,8 +323,11 @@ def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
         raise InputError(f"{key}={name} cannot be imported: {_told(error)}") from error
     for function in functions:
         if not callable(getattr(module, function, None)):
-            example = {"model": "mlp", "dataset": "synthetic"}.get(key.split(".")[0])
-            remedy = f"write one as recipes/{example}.py does" if example else "write one"
+            example = {
+                "model": "models/mlp/model.py",
+                "dataset": "datasets/synthetic/dataset.py",
+            }.get(key.split(".")[0])
+            remedy = f"write one as recipes/{example} does" if example else "write one"
             raise InputError(f"{key}={name} has no function {function}; {remedy}")
     return module
 

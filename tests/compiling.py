@@ -3,9 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from launcher.runtime.compile import Compilation
-from launcher.runtime.emitted import Emitted
-from launcher.runtime.placement import Placement
+from launcher.runtime.emit.emit.emitted import Emitted
+
+from launcher.runtime.programs.compile import Compilation
+from launcher.runtime.programs.placement import Placement
 
 
 def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:

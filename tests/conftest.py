@@ -123,8 +123,8 @@ def _settings_are_parsed_once():
 def _nominal_rates_are_kept():
     """Plans rest on nominal rates, as if a calibration had found them: no test measures this
     machine that does not mean to."""
-    from launcher import measurements
-    from launcher.plan.cluster_shape import local_shape
+    from launcher.base import measurements
+    from launcher.hardware.cluster_shape import local_shape
     from launcher.plan.profile.calibration import kept
 
     for count in range(1, 65):
@@ -146,7 +146,7 @@ def _nominal_rates_are_kept():
 @pytest.fixture
 def said():
     """The lines for the user, of this package alone: `caplog` has those of every library."""
-    from launcher.log import lines_to
+    from launcher.base.log import lines_to
 
     lines: list[str] = []
     with lines_to(lines.append):

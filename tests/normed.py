@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import launcher
-from recipes import Model
+from launcher.recipes import Model
 
 LAYERS = 2
 

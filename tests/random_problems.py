@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from launcher.plan.cluster_shape import ClusterShape
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import (
     PARAMETER_FIELDS,
     CostTable,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.errors import last_lines
-from launcher.files import (
+from launcher.base.files import (
     DamagedError,
     clear_partial,
     open_own,
@@ -18,7 +17,8 @@ from launcher.files import (
     read_text,
     write_whole,
 )
-from launcher.missing_path import missing_path
+from launcher.base.missing_path import missing_path
+from launcher.cluster.errors import last_lines
 
 
 def test_a_file_is_private_whole_and_on_the_disk_with_its_name(

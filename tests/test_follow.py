@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from launcher import follow
+from launcher.base import follow
 
 PROGRAM = "import sys, time; print(sys.argv[1], flush=True); time.sleep(600)"
 STARTS_A_PROGRAM = """

@@ -7,9 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import launcher
-import recipes
+import launcher.recipes
 
-ROOMS = [Path(launcher.__file__).parent, Path(recipes.__file__).parent]
+ROOMS = [Path(launcher.__file__).parent, Path(launcher.recipes.__file__).parent]
 # The doors of a recipe, a program, a registry and a room; a setting and what it stands for; what is
 # done to a state and, from Python, to a tree.
 SHARED_NAMES = {

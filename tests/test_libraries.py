@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import measurements
-from launcher.libraries import _REQUIREMENTS, DISTRIBUTION, installing, lacking
+from launcher.base import measurements
+from launcher.base.libraries import _REQUIREMENTS, DISTRIBUTION, installing, lacking
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -153,7 +153,7 @@ def extra(name: str) -> list[str]:
 
 def test_only_what_is_lacking_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"mlflow": True, "sqlalchemy": None, "alembic": None}
-    monkeypatch.setattr("launcher.libraries.find_spec", here.get)
+    monkeypatch.setattr("launcher.base.libraries.find_spec", here.get)
     assert lacking("mlflow", "sqlalchemy", "alembic") == (
         "pip install 'sqlalchemy>=2.0' 'alembic>=1.13'"
     )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launcher.log import held_back, lines_to, warn_once
+from launcher.base.log import held_back, lines_to, warn_once
 
 ROOT = logging.getLogger("launcher")
 LOG = logging.getLogger("launcher.some.module")
@@ -86,7 +86,7 @@ def test_without_an_entry_point_the_users_configuration_holds(configured):
 import logging
 if {configured}:
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
-log = logging.getLogger("launcher.files")
+log = logging.getLogger("launcher.base.files")
 log.info("fact")
 log.warning("ignored")
 """
@@ -98,7 +98,7 @@ log.warning("ignored")
 def test_a_worker_prints_them_for_its_life_whatever_a_library_configures():
     code = """
 import logging
-from launcher.log import take_over
+from launcher.base.log import take_over
 take_over(logging.StreamHandler())
 logging.basicConfig(level="INFO")
 logging.getLogger("launcher.x").info("once")

@@ -10,10 +10,10 @@ import jax
 import pytest
 import yaml
 
-from launcher import measurements
+from launcher import checkpoint
 from launcher.__main__ import main
+from launcher.base import measurements
 from launcher.config.compose import load, load_frozen
-from launcher.train import checkpoint
 from launcher.train.program import build_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ BETWEEN_PROCESSES = {
     "launcher/api/messages.py",
     "launcher/api/step_worker.py",
     "launcher/api/ray_backend.py",
-    "launcher/train/checkpoint/background.py",
+    "launcher/checkpoint/background.py",
 }
 
 

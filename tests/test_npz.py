@@ -1,4 +1,4 @@
-"""`launcher/npz.py`: what NumPy writes is read, anything else is refused in one line."""
+"""`launcher/arrays/npz.py`: what NumPy writes is read, anything else is refused in one line."""
 
 import io
 import os
@@ -9,8 +9,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from launcher.files import DamagedError
-from launcher.npz import read_arrays, read_headers, write_arrays
+from launcher.arrays.npz import read_arrays, read_headers, write_arrays
+from launcher.base.files import DamagedError
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.int16).reshape(2, 3),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.output import without_control
+from launcher.base.output import without_control
 
 ANSWERS = [
     ["--help"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import versions
+from launcher.base import versions
 from launcher.config.errors import ConfigError
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
@@ -29,8 +29,8 @@ def test_a_newer_one_that_cannot_trace_is_refused(monkeypatch):
     def changed(eqn):
         raise KeyError("num_consts")
 
-    monkeypatch.setattr("launcher.trace.stacked.scan_counts", changed)
-    monkeypatch.setattr("launcher.trace.bodies.scan_counts", changed)
+    monkeypatch.setattr("launcher.trace.scans.stacked.scan_counts", changed)
+    monkeypatch.setattr("launcher.trace.ir.bodies.scan_counts", changed)
     with pytest.raises(ConfigError) as caught:
         versions.check_jax("0.13.0")
     assert str(caught.value) == (

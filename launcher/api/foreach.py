@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.api.session import current
-from launcher.worker_info import WorkerInfo
+from launcher.hardware.worker_info import WorkerInfo
 
 
 def workers() -> list[WorkerInfo]:

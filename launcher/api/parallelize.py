@@ -29,10 +29,10 @@ from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
 from launcher.api.settings import check_context
 from launcher.api.signature import Signature, Traceable, kind
-from launcher.log import warn_once
+from launcher.base.log import warn_once
 from launcher.plan import Plan, PlanError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
-from launcher.report.timeline import Timeline
+from launcher.report.pages.timeline import Timeline
 from launcher.runtime import Executable, Transport
 from launcher.trace import TracedStep, trace_step
 from launcher.trace.without_gradient import no_gradient_note

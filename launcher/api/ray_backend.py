@@ -16,15 +16,15 @@ from launcher.api.planned_shape import planned_shape
 from launcher.api.remote_array import Fetch, RemoteArray, known_to_flax, pickled, portable
 from launcher.api.settings import trace_settings
 from launcher.api.signature import Traceable
+from launcher.base.spans import Clock, Span
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
+from launcher.hardware.worker_info import WorkerInfo
 from launcher.plan import ClusterShape, Plan
 from launcher.plan.methods import Method
 from launcher.runtime import Copies, StageTimes, transformed_error
-from launcher.spans import Clock, Span
 from launcher.trace import TracedStep
-from launcher.worker_info import WorkerInfo
 
 _IN_MESSAGE = 64 * 1024  # bytes up to which sending to each worker is quicker than sharing
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.api.ray_backend import RemoteExecutable
-from launcher.report.timeline import ProcessSpans, Timeline
+from launcher.base.spans import Clock
+from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime import Executable
-from launcher.spans import Clock
 
 
 def recorded(

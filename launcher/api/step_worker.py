@@ -18,6 +18,16 @@ import jax
 from launcher.api.calls import SURVIVED, Call, Given, Held, Shards, StepProgram, UserCall
 from launcher.api.own_copies import Scope, call_here, is_key
 from launcher.api.settings import devices_stay
+from launcher.arrays.stacked_array import (
+    StackedArray,
+    num_rows,
+    rows_in,
+    rows_of,
+    sharding_of,
+    stacked_in,
+    with_rows,
+)
+from launcher.base.spans import Span
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.pickling import dumps_script
 from launcher.partition.sharding.reshard import Box
@@ -27,21 +37,11 @@ from launcher.runtime import (
     Executable,
     StageTimes,
     Transport,
-    compile_step,
     fail_together,
     move,
     wait_for,
 )
-from launcher.spans import Span
-from launcher.stacked_array import (
-    StackedArray,
-    num_rows,
-    rows_in,
-    rows_of,
-    sharding_of,
-    stacked_in,
-    with_rows,
-)
+from launcher.runtime.programs import compile_step
 from launcher.trace import trace_step
 
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.base.libraries import installing
 from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Cluster, Described, Emulated, RayCluster, SlurmCluster
-from launcher.libraries import installing
 
 STAND_INS = 4  # emulated devices unless the user asks for a number
 _MOST_STAND_INS = 64  # for cluster=local: more is a slip, or meant for another machine

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from launcher.base.files import DamagedError, open_regular
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.ray.worker import WorkerHandle
-from launcher.files import DamagedError, open_regular
 
 _DUMP_SECONDS = 3.0  # enough for a process that can still write its stacks
 _NODE_SECONDS = 30.0  # for another machine, which starts a process for the diagnosis

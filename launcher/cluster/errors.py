@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from launcher.files import DamagedError, open_regular
+from launcher.base.files import DamagedError, open_regular
 
 # The messages of JAX's coordination and transfer servers, XLA, Gloo and NCCL about a lost peer.
 _LOST_CONNECTION = re.compile(

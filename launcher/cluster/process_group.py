@@ -28,7 +28,7 @@ from launcher.cluster.ray import scratch
 from launcher.cluster.ray.server_client import ServerClient
 from launcher.cluster.ray.worker import Future, WorkerHandle, gather
 from launcher.runtime import PermuteTransport, PullTransport, Transport, keep_compiled
-from launcher.runtime.compat import bind_collectives
+from launcher.runtime.programs.compat import bind_collectives
 
 _KEY_BITS = 62  # of a key's 64, so that there is room to count
 

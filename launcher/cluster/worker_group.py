@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launcher.base.output import Advance
+from launcher.base.spans import Clock, clock_of
 from launcher.cluster import progress
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
@@ -20,9 +22,7 @@ from launcher.cluster.ray.worker import (
     cause_of,
     gather,
 )
-from launcher.output import Advance
-from launcher.spans import Clock, clock_of
-from launcher.worker_info import WorkerInfo
+from launcher.hardware.worker_info import WorkerInfo
 
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for

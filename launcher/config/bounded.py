@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from launcher.files import DamagedError, read_text
+from launcher.base.files import DamagedError, read_text
 
 _LARGEST = 2**18  # bytes; PyYAML reads as many in a second
 _MOST = 20_000  # names and values

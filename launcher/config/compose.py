@@ -19,6 +19,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher.base.files import DamagedError
 from launcher.config.bounded import tree_of
 from launcher.config.build import build
 from launcher.config.check_environment import check_environment, check_sizes
@@ -43,7 +44,6 @@ from launcher.config.schema import Config
 from launcher.config.search_path import composed, searching
 from launcher.config.switches import check_switches
 from launcher.config.translate import PRIMARY, translated
-from launcher.files import DamagedError
 
 if TYPE_CHECKING:
     from launcher.config.sweeper import Asked

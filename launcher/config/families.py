@@ -1,27 +1,23 @@
 """Families of models and datasets: a class of settings each, which `recipes` defines.
 
-A family's settings are a frozen dataclass in a module of their own, `recipes/<module>_options.py`,
-beside `recipes/<module>.py`, which builds what they describe. All of these classes are imported
-when settings are read, so none of their modules imports JAX, Flax or Grain.
+A family is a folder, `recipes/models/<family>/` or `recipes/datasets/<family>/`: its settings are
+a frozen dataclass in `options.py`, beside `model.py` or `dataset.py`, which builds what they
+a frozen dataclass in `options.py`, beside `model.py` or `dataset.py`, which builds what they
+describe. All of these classes are imported when settings are read, so no `options.py` imports JAX,
 """
 
 from __future__ import annotations
 
 import functools
 import pkgutil
-import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, Self, TypeVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.fields import Switch
 
-_PACKAGE, _SUFFIX = "recipes", "_options"
+_PACKAGES = ("launcher.recipes.models", "launcher.recipes.datasets")
 
 
 class ModelOptions:
@@ -108,29 +104,19 @@ def find_datasets() -> Mapping[str, type[DatasetOptions]]:
 
 def builder_of(options: type[ModelOptions | DatasetOptions]) -> str:
     """Return the name of the module that builds what these settings describe."""
-    return options.__module__.removesuffix(_SUFFIX)
+    return family_module(options, "model" if issubclass(options, ModelOptions) else "dataset")
 
 
-def load_recipes() -> ModuleType:
-    """Import and return the package `recipes` beside this one.
-
-    `python -m` searches the working folder first, and would find a folder `recipes` of the user's
-    there.
-    """
-    home = Path(__file__).resolve().parents[2]
-    loaded = sys.modules.get(_PACKAGE)
-    spec = PathFinder.find_spec(_PACKAGE, [str(home)])
-    assert spec is not None
-    assert spec.loader is not None
-    if loaded is None or loaded.__file__ != spec.origin:
-        loaded = sys.modules[_PACKAGE] = module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-    return loaded
+def family_module(options: type[ModelOptions | DatasetOptions], name: str) -> str:
+    """Return the full name of a module of the family that defines these settings."""
+    return f"{options.__module__.rpartition('.')[0]}.{name}"
 
 
 @functools.cache
 def _import_options() -> None:
-    """Import each module of `recipes` that defines settings, by name: nothing else knows them."""
-    for module in pkgutil.iter_modules(load_recipes().__path__, f"{_PACKAGE}."):
-        if module.name.endswith(_SUFFIX):
-            import_module(module.name)
+    """Import each family's module of settings, by its place: nothing else knows them."""
+    for package in _PACKAGES:
+        found = import_module(package)
+        for family in pkgutil.iter_modules(found.__path__, f"{package}."):
+            if family.ispkg:
+                import_module(f"{family.name}.options")

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
+from launcher.base.files import DamagedError
 from launcher.config.bounded import node_of
 from launcher.config.commands import COMMAND_LINE_ONLY, command_at, not_allowed
 from launcher.config.errors import ConfigError
 from launcher.config.keys import collections, text_keys
 from launcher.config.origin import Source, short
 from launcher.config.sweep_files import check_value, is_of_sweeper
-from launcher.files import DamagedError
 
 _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
 _NEEDED = ("model", "dataset", "optimizer", "parallel", "cluster")  # groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.conf_folder import CONF
+from launcher.base.conf_folder import CONF
 from launcher.config.errors import ConfigError
 
 # Folders whose files are parts of other files, and no options: by their names, of which group.

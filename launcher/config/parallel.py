@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from launcher.base.remat_name import WORDS, parse_remat
 from launcher.config.fields import automatic, automatic_choice, choice, number
-from launcher.remat_name import WORDS, parse_remat
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 
 

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher.base.files import DamagedError
 from launcher.config.bounded import tree_of
 from launcher.config.errors import shown
 from launcher.config.files import choices
@@ -25,7 +26,6 @@ from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.origin import Source
 from launcher.config.parallel import METHODS, Replay
 from launcher.config.schema import MODELS, Config
-from launcher.files import DamagedError
 
 _SECTIONS = ("model", "dataset", "optimizer", "cluster")
 _TAKEN = (*_SECTIONS, "train")

@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher.base.libraries import installing
 from launcher.config.compose import NO_OTHER_FOLDERS, sources_of
 from launcher.config.errors import ConfigError, advice
 from launcher.config.files import refuse_useless, scalars
@@ -23,7 +24,6 @@ from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, quoted
 from launcher.config.schema import MAXIMIZED
 from launcher.config.sweep_files import GROUP, PARAMS, SECTION, is_of_sweeper
 from launcher.config.translate import PRIMARY
-from launcher.libraries import installing
 
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 

@@ -11,13 +11,13 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher.base.files import DamagedError
 from launcher.config.bounded import tree_of
 from launcher.config.errors import ConfigError, advice
 from launcher.config.files import choices, misshapen, unusable
 from launcher.config.folders import find_groups
 from launcher.config.origin import Source, short
 from launcher.config.overrides import COMMAND_LINE
-from launcher.files import DamagedError
 
 PRIMARY = "config"  # the file that composing begins with
 

@@ -5,5 +5,3 @@
 workers as one, and `record` writes down what they answer. `tasks` are those that are not a
 training. The workers' own side of a step is `launcher.train`.
 """
-
-import launcher.train  # noqa: F401  (our recipes, before a user's folder of that name is found)

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from launcher.base.stop import Stop
 from launcher.config.schema import Checkpoint, Train
 from launcher.driver.record.recorder import Recorder
 from launcher.driver.record.special_steps import is_evaluated, profiled_step
-from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from launcher.driver.saving import Saving

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from launcher.base.log import lines_to
+from launcher.base.output import complain
+from launcher.base.stop import Stop
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay, start
 from launcher.cluster.ray.waiting import StartLimit
@@ -33,13 +36,10 @@ from launcher.driver.planning.calibrated_first import is_kept, measures_first
 from launcher.driver.planning.check import Inputs, look, os_error_text
 from launcher.driver.record.hooks import HookError, Hooks
 from launcher.driver.tasks.prepare_data import prepare_first
-from launcher.log import lines_to
-from launcher.output import complain
+from launcher.recipes import InputError
 from launcher.report.console import RunConsole, line_printer, make_console
-from launcher.report.plot_process import PlotProcess
+from launcher.report.pages.plot_process import PlotProcess
 from launcher.report.summary import REPORT
-from launcher.stop import Stop
-from recipes import InputError
 
 if TYPE_CHECKING:
     from launcher.driver.planning.prepare import Prepared

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from launcher.checkpoint import SaveError, clear_partial_saves
+from launcher.checkpoint.layout import read_metadata
 from launcher.cluster.errors import HungError
 from launcher.config.compose import redacted
 from launcher.config.schema import Checkpoint, Config
 from launcher.driver.folder.identity import fingerprints
 from launcher.plan import Plan
 from launcher.report.text import shown_path
-from launcher.train.checkpoint import SaveError, clear_partial_saves
-from launcher.train.checkpoint.layout import read_metadata
 
 if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers

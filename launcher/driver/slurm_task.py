@@ -11,6 +11,9 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.base.log import lines_to
+from launcher.base.output import complain
+from launcher.base.stop import Stop
 from launcher.cluster.devices import visible_gpus
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import secret
@@ -28,9 +31,6 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import make_folder
 from launcher.driver.folder.private_files import private_files
 from launcher.driver.run import run
-from launcher.log import lines_to
-from launcher.output import complain
-from launcher.stop import Stop
 
 _FOR_NOTHING = (
     "the run was preempted twice in a row before its first step, so it is not requeued. Give the "

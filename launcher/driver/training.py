@@ -11,6 +11,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from launcher import checkpoint
+from launcher.base.log import lines_to
+from launcher.base.output import complain
+from launcher.base.stop import Stop
+from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.attached_ray import AttachedRay
 from launcher.cluster.ray.demand import demand_of
@@ -41,18 +46,13 @@ from launcher.driver.record.run_log import RunLog
 from launcher.driver.saving import Saving, contents, resuming
 from launcher.driver.tries import Tries
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
-from launcher.log import lines_to
-from launcher.output import complain
 from launcher.plan import Plan, describe_plan
+from launcher.recipes import fingerprint_dataset
 from launcher.report.console import Phase, line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.plan_table import print_plan
 from launcher.runtime import ReplicaError
-from launcher.stop import Stop
-from launcher.train import checkpoint
-from launcher.train.checkpoint import SaveError
 from launcher.train.worker import TrainWorker
-from recipes import fingerprint_dataset
 
 
 def train_in(

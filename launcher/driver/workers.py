@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.base.output import Advance
+from launcher.base.spans import Clock
 from launcher.cluster.ray.worker import Future, WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.output import Advance
+from launcher.hardware.worker_info import WorkerInfo
 from launcher.plan import Plan, measured_bubble
 from launcher.runtime import odd_replicas
-from launcher.spans import Clock
 from launcher.train.step_result import StepResult
-from launcher.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 

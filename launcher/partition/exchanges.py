@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from launcher.partition.buckets import Bucket
 from launcher.partition.partitioned import PartitionedStep
-from launcher.trace.jaxpr import Var, nbytes
+from launcher.trace.ir.jaxpr import Var, nbytes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
 from launcher.trace import Loss
-from launcher.trace.jaxpr import (
+from launcher.trace.ir.jaxpr import (
     Atom,
     Equation,
     Jaxpr,
@@ -35,7 +35,7 @@ from launcher.trace.jaxpr import (
     read_jaxpr,
     runs_again,
 )
-from launcher.trace.structure_text import structure_text
+from launcher.trace.ir.structure_text import structure_text
 
 # The functions of segments by what they compute, kept for as long as a step is planned.
 Known: TypeAlias = dict[object, Callable[..., Any]]

@@ -24,7 +24,7 @@ from launcher.partition.update import UpdateProgram, place_update
 from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import is_var
+from launcher.trace.ir.jaxpr import is_var
 from launcher.trace.leaf_names import operand_names
 
 _MOST_NAMED = 4  # parameters in an error

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from launcher.base.remat_name import WORDS
 from launcher.partition.assignment import Assignment
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.partition.update import place_update
-from launcher.remat_name import WORDS
 from launcher.schedule import Kind, Task
 from launcher.trace import Loss
 from launcher.trace.auto_layers import LayerEnds, layer_ends_at
-from launcher.trace.jaxpr import Var, nbytes
+from launcher.trace.ir.jaxpr import Var, nbytes
 from launcher.trace.layers import ANY_LAYER
 
 MOST_LAYERS = 4

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
+from launcher.base.remat_name import WORDS, parse_remat
 from launcher.partition.errors import PlanError
-from launcher.remat_name import WORDS, parse_remat
-from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import Equation, checkpoint_policy, is_checkpoint, sub_jaxprs
-from launcher.trace.primitive_kinds import CALLS_WITH_RULES
+from launcher.trace.ir.cost import matmul_flops
+from launcher.trace.ir.jaxpr import Equation, checkpoint_policy, is_checkpoint, sub_jaxprs
+from launcher.trace.ir.primitive_kinds import CALLS_WITH_RULES
 
 Policy = Callable[..., Any]  # (primitive, *operand avals, **parameters) -> whether to keep
 Layers = Sequence[Sequence[Equation]]

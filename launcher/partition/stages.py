@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.trace import Loss
-from launcher.trace.cost import program_flops
-from launcher.trace.jaxpr import (
+from launcher.trace.ir.cost import program_flops
+from launcher.trace.ir.jaxpr import (
     Atom,
     Equation,
     Jaxpr,
@@ -23,8 +23,8 @@ from launcher.trace.jaxpr import (
     is_var,
     needed,
 )
+from launcher.trace.ir.structure_text import structure_text
 from launcher.trace.layers import ANY_LAYER
-from launcher.trace.structure_text import structure_text
 from launcher.trace.without_gradient import reached_by_gradients
 
 

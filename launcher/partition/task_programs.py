@@ -18,8 +18,8 @@ from launcher.partition.joint_graph import JointGraph, Name
 from launcher.partition.min_cut import is_cheap, is_fused, kept_values
 from launcher.partition.sharding.named_dims import Sharding
 from launcher.schedule import Kind
-from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import (
+from launcher.trace.ir.cost import matmul_flops
+from launcher.trace.ir.jaxpr import (
     Atom,
     Equation,
     Jaxpr,
@@ -31,7 +31,7 @@ from launcher.trace.jaxpr import (
     nbytes,
     needed,
 )
-from launcher.trace.primitive_kinds import BARRIERS
+from launcher.trace.ir.primitive_kinds import BARRIERS
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from jax.lax import DotAlgorithm
 
-from launcher.trace.bodies import bodies, replace_bodies
-from launcher.trace.jaxpr import Equation, Jaxpr, Var, is_var
+from launcher.trace.ir.bodies import bodies, replace_bodies
+from launcher.trace.ir.jaxpr import Equation, Jaxpr, Var, is_var
 
 
 def without_transposes(jaxpr: Jaxpr) -> Jaxpr:

@@ -22,8 +22,8 @@ from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import Atom, Aval, Equation, Var, is_var, splice
-from launcher.trace.random_keys import fold_slices
+from launcher.trace.ir.jaxpr import Atom, Aval, Equation, Var, is_var, splice
+from launcher.trace.slicing.random_keys import fold_slices
 
 
 @dataclass(frozen=True, eq=False)

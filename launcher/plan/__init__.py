@@ -3,9 +3,9 @@
 Imports `partition` and below.
 """
 
+from launcher.hardware.cluster_shape import ClusterShape, local_shape
 from launcher.partition.errors import PlanError
-from launcher.plan.cluster_shape import ClusterShape, local_shape
-from launcher.plan.forward import make_forward_plan
+from launcher.plan.followers.forward import make_forward_plan
 from launcher.plan.links import microbatch_transfer_seconds
 from launcher.plan.pipeline import measured_bubble, timeline
 from launcher.plan.plan import Plan, Trial

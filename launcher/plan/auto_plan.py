@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.remat import remat_of_stages
-from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.further import checked_fit, lead_of, with_further
+from launcher.plan.followers.further import checked_fit, lead_of, with_further
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.submeshes import model_sizes

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment
 from launcher.partition.buckets import gradient_order, is_summed_in_every
 from launcher.partition.joint_graph import Known
@@ -16,7 +17,6 @@ from launcher.partition.remat import Recomputed, own_layers, recomputed
 from launcher.partition.sharding.layout import outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Spec
 from launcher.partition.stages import StageGraph
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.mesh_memory import mesh_memory
 from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.plan.cost.stage_seconds import (
@@ -37,7 +37,7 @@ from launcher.plan.stage_plan import ServerExchange, StagePlan
 from launcher.plan.transfers import transfers_of
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
-from launcher.trace.cost import matmul_flops
+from launcher.trace.ir.cost import matmul_flops
 from launcher.trace.leaf_names import operand_names
 from launcher.trace.step import TracedStep
 from launcher.trace.without_gradient import no_gradient_note

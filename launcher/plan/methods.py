@@ -10,13 +10,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 from launcher.partition.remat import remat_of_stages
 from launcher.plan.auto_plan import auto_plans
-from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.follow import Follow
-from launcher.plan.further import lead_of
+from launcher.plan.followers.follow import Follow
+from launcher.plan.followers.further import lead_of
 from launcher.plan.one_stage import (
     DataParallel,
     ParameterServer,

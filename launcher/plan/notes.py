@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from launcher.base.remat_name import parse_remat
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.remat import RematSegment, keeps, own_layers, segments
 from launcher.partition.sharding.layout import MODEL, ROWS
 from launcher.partition.stages import StageGraph
-from launcher.remat_name import parse_remat
 from launcher.trace.errors import BatchError
-from launcher.trace.jaxpr import source_line
+from launcher.trace.ir.jaxpr import source_line
 from launcher.trace.leaf_names import leaf_names
 
 

@@ -9,18 +9,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.files import DamagedError
+from launcher.base.files import DamagedError
+from launcher.base.reading import read
+from launcher.hardware.cluster_shape import ClusterShape
+from launcher.hardware.worker_info import WorkerInfo
 from launcher.partition.errors import PlanError
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.validate import validate
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
 from launcher.plan.validate import check_devices, check_ends, check_parts, check_servers
-from launcher.reading import read
 from launcher.trace.auto_layers import LayerEnds
 from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep
-from launcher.worker_info import WorkerInfo
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.buckets import Bucket
 from launcher.partition.exchanges import Exchanged, exchanges, shared_out
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.reduction import Reduction
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.stage_plan import ServerExchange
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.partition.partitioned import PartitionedStep
 from launcher.plan.stage_plan import Transfer
-from launcher.trace.jaxpr import nbytes
+from launcher.trace.ir.jaxpr import nbytes
 
 
 def transfers_of(cut: PartitionedStep) -> tuple[Transfer, ...]:

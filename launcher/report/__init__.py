@@ -8,8 +8,8 @@ run; if it is registered by `@register`, in a module of yours that is imported b
 starts, it is opened for every run.
 """
 
-from launcher.report.registry import TRACKERS, TrackedRun, register
-from launcher.report.tracker import Metrics, Tracker
-from launcher.report.wandb_tracker import open_wandb
+from launcher.report.trackers.registry import TRACKERS, TrackedRun, register
+from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.trackers.wandb_tracker import open_wandb
 
 __all__ = ["TRACKERS", "Metrics", "TrackedRun", "Tracker", "open_wandb", "register"]

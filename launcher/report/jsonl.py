@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher.files import (
+from launcher.base.files import (
     FULL,
     DamagedError,
     aside,
@@ -28,7 +28,7 @@ from launcher.files import (
     read_bytes,
     set_aside,
 )
-from launcher.report.tracker import METRIC_KEYS, Metrics, Tracker
+from launcher.report.trackers.tracker import METRIC_KEYS, Metrics, Tracker
 
 METRICS = "metrics.jsonl"  # in the folder of a run
 # Errors that may pass: the disk has room again, or is mounted again.

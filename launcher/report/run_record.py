@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from launcher.files import DamagedError, parse_json, read_text
+from launcher.base.files import DamagedError, parse_json, read_text
 
 STATUS, SUMMARY, NOTE = "status.json", "summary.json", "note.txt"
 FOLDERS = ("outputs", "multirun")  # where runs are by default; of a sweep, a level deeper

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from launcher.report.text import clock_text, loss_text, rate_text, seconds_text
-from launcher.report.tracker import Metrics, Tracker
+from launcher.report.trackers.tracker import Metrics, Tracker
 
 LINES_ON_TERMINAL = 10  # the lines that stay above the live display, besides evaluations
 LINES_ON_PIPE = 50

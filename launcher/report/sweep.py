@@ -14,9 +14,9 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from launcher.base.files import DamagedError, read_json, write_whole
 from launcher.config.bounded import tree_of
-from launcher.files import DamagedError, read_json, write_whole
-from launcher.report.html.sweep_page import SweptRun, sweep_report
+from launcher.report.pages.sweep_page import SweptRun, sweep_report
 from launcher.report.run_record import STOPPED_EARLY, ended_well
 from launcher.report.summary import FILE_NAME, REPORT
 from launcher.report.tables import Column, side_by_side

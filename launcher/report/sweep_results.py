@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from launcher.base.files import write_whole
 from launcher.config.schema import Config
-from launcher.files import write_whole
-from launcher.report.plots import EVAL, INK, TRAIN, canvas, save_figure
+from launcher.report.pages.plots import EVAL, INK, TRAIN, canvas, save_figure
 from launcher.report.sweep import read_summary
 
 PREDICTED, MEASURED = "predicted step time (s)", "measured step time (s)"

@@ -3,13 +3,8 @@
 Imports `plan`, by its door, and below.
 """
 
-from launcher.runtime.compile_step import StepCompilation, compile_step, wait_for_more
-from launcher.runtime.digests import Copies, Digester
-from launcher.runtime.exchange import ExchangeSpec, Servers
-from launcher.runtime.executable import Executable, Ways, transformed_error
-from launcher.runtime.kept import keep_compiled, why_not_kept
-from launcher.runtime.permute import PermuteTransport
-from launcher.runtime.replicas import (
+from launcher.runtime.execute.executable import Executable, Ways, transformed_error
+from launcher.runtime.execute.replicas import (
     ReplicaError,
     check_equal,
     named_values,
@@ -18,9 +13,19 @@ from launcher.runtime.replicas import (
     with_first_replicas,
     with_values,
 )
-from launcher.runtime.stage_times import StageTimes
-from launcher.runtime.transfer import move, wait_for
-from launcher.runtime.transport import ProcessMismatchError, PullTransport, Transport, fail_together
+from launcher.runtime.observe.digests import Copies, Digester
+from launcher.runtime.observe.stage_times import StageTimes
+from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
+from launcher.runtime.programs.kept import keep_compiled, why_not_kept
+from launcher.runtime.transport.transport.exchange import ExchangeSpec, Servers
+from launcher.runtime.transport.transport.permute import PermuteTransport
+from launcher.runtime.transport.transport.transfer import move, wait_for
+from launcher.runtime.transport.transport.transport import (
+    ProcessMismatchError,
+    PullTransport,
+    Transport,
+    fail_together,
+)
 
 __all__ = [
     "Copies",

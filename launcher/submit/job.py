@@ -20,6 +20,11 @@ from typing import Any
 
 from rich.console import Console
 
+from launcher.base.files import DamagedError, read_json, write_whole
+from launcher.base.log import lines_to
+from launcher.base.output import answer, complain
+from launcher.base.reading import read
+from launcher.base.stop import Stop
 from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.commands import (
     check_installed,
@@ -40,12 +45,7 @@ from launcher.driver.folder.plan_files import write_plan
 from launcher.driver.folder.private_files import private_files
 from launcher.driver.planning.prepare import prepare
 from launcher.driver.run import guarded
-from launcher.files import DamagedError, read_json, write_whole
-from launcher.log import lines_to
-from launcher.output import answer, complain
-from launcher.reading import read
 from launcher.report.console import line_printer, make_console
-from launcher.stop import Stop
 
 JOB_FILE = "job.json"
 _POLL_SECONDS = 2.0

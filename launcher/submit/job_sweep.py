@@ -13,6 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launcher.base.output import answer, complain
+from launcher.base.stop import Stop
 from launcher.cluster.slurm.commands import (
     ENDED,
     check_installed,
@@ -28,10 +30,8 @@ from launcher.config.schema import Config, Run, Sweep
 from launcher.driver.folder.folder import delete_on_error
 from launcher.driver.folder.private_files import OTHERS, private_files
 from launcher.driver.run import guarded
-from launcher.output import answer, complain
 from launcher.report.console import make_console
 from launcher.report.sweep import is_done, print_comparison, report_sweep
-from launcher.stop import Stop
 from launcher.submit.job import (
     JOB_FILE,
     Noted,

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.base.files import make_private
+from launcher.base.output import answer, complain
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
 from launcher.config.schema import MAXIMIZED, Config, Run
 from launcher.config.sweeper import Batch, Outcome
 from launcher.driver.folder.private_files import private_files
-from launcher.files import make_private
-from launcher.output import answer, complain
 from launcher.report.console import make_console
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.sweep import is_done, print_comparison, report_sweep

@@ -9,12 +9,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from launcher.base.output import answer, complain
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.machines import SlurmCluster, slurm_of
 from launcher.config.schema import Config, Run
 from launcher.driver.planning.check import check
-from launcher.output import answer, complain
 
 _FOLDER = "multirun"  # unless run.dir says otherwise
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from launcher.base.files import DamagedError, read_json, write_whole
+from launcher.base.reading import read
 from launcher.config.compose import to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.files import DamagedError, read_json, write_whole
-from launcher.reading import read
 
 FILE = "sweep.json"
 RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped early"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from launcher.follow import follow
+from launcher.base.follow import follow
 
 _POLL_SECONDS = 0.05
 

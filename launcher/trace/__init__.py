@@ -2,7 +2,7 @@
 
 from launcher.trace.arguments import without_static
 from launcher.trace.errors import BatchError, BoundaryError, GradientError, JoinedError, TraceError
-from launcher.trace.slices import Loss
+from launcher.trace.slicing.slices import Loss
 from launcher.trace.step import TracedStep, trace_step
 
 __all__ = [

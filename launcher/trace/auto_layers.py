@@ -17,11 +17,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.errors import LayerCountError, TraceError
-from launcher.trace.jaxpr import Equation, Var, has_tangent, is_var, nbytes
+from launcher.trace.ir.cost import matmul_flops, program_flops
+from launcher.trace.ir.jaxpr import Equation, Var, has_tangent, is_var, nbytes
 from launcher.trace.layers import ANY_LAYER
-from launcher.trace.slices import Loss
+from launcher.trace.slicing.slices import Loss
 
 LayerEnds: TypeAlias = tuple[tuple[int, int], ...]
 """Where layers end, but for the last: after so many anchors, and then so many other equations."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.trace.jaxpr import Atom, Aval, Var
+from launcher.trace.ir.jaxpr import Atom, Aval, Var
 
 
 @dataclass(frozen=True, eq=False)

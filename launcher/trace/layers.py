@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.trace.errors import BoundaryError, TraceError
-from launcher.trace.jaxpr import Equation, Jaxpr, dependents, needed, source_line, sub_jaxprs
-from launcher.trace.primitive_kinds import CONSTRAINTS, KERNELS
+from launcher.trace.ir.jaxpr import Equation, Jaxpr, dependents, needed, source_line, sub_jaxprs
+from launcher.trace.ir.primitive_kinds import CONSTRAINTS, KERNELS
 from launcher.trace.primitives import boundary_p
 
 ANY_LAYER = -1

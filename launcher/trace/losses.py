@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from launcher.trace.errors import GradientError, TraceError
-from launcher.trace.jaxpr import Equation, Var, is_var, source_line, sub_jaxprs
+from launcher.trace.ir.jaxpr import Equation, Var, is_var, source_line, sub_jaxprs
 from launcher.trace.primitives import loss_p
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from launcher.trace.jaxpr import Equation, make_jaxpr
+from launcher.trace.ir.jaxpr import Equation, make_jaxpr
 from launcher.trace.primitives import loss_p
-from launcher.trace.slices import Loss
+from launcher.trace.slicing.slices import Loss
 
 
 def no_loss_equation() -> Equation:

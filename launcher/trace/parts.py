@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from launcher.trace.conditionals import split_conditionals
 from launcher.trace.interface import Interface
-from launcher.trace.jaxpr import Atom, Equation, Var, free_vars, is_var, needed
-from launcher.trace.split_loss import SplitLoss
+from launcher.trace.ir.conditionals import split_conditionals
+from launcher.trace.ir.jaxpr import Atom, Equation, Var, free_vars, is_var, needed
+from launcher.trace.slicing.split_loss import SplitLoss
 
 Placed = Mapping[int, SplitLoss]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from launcher.trace.errors import GradientError
-from launcher.trace.jaxpr import (
+from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
     Primitive,

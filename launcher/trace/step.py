@@ -19,11 +19,11 @@ import jax
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
-from launcher.trace.conditionals import split_conditionals
-from launcher.trace.cudnn import described_cudnn
 from launcher.trace.errors import BatchError, TraceError
 from launcher.trace.interface import Interface
-from launcher.trace.jaxpr import (
+from launcher.trace.ir.conditionals import split_conditionals
+from launcher.trace.ir.cudnn import described_cudnn
+from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
     Var,
@@ -33,16 +33,16 @@ from launcher.trace.jaxpr import (
     make_jaxpr_and_shape,
     needed,
 )
+from launcher.trace.ir.structure_text import structure_text
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.losses import find_losses, refuse_side_effects, with_named_operands
 from launcher.trace.no_loss import no_loss, no_loss_equation
-from launcher.trace.open_scans import OPEN, Stacks, open_scans
 from launcher.trace.parts import Part, cut_at_losses, interfaces
 from launcher.trace.primitives import loss_p
-from launcher.trace.slices import Loss, Traces, resized, slice_loss
-from launcher.trace.split_loss import SplitLoss, split_loss
+from launcher.trace.scans.open_scans import OPEN, Stacks, open_scans
+from launcher.trace.slicing.slices import Loss, Traces, resized, slice_loss
+from launcher.trace.slicing.split_loss import SplitLoss, split_loss
 from launcher.trace.stop_at_loss import LossReachedError, listing_losses, stopping_at_loss
-from launcher.trace.structure_text import structure_text
 
 
 @dataclass(frozen=True, eq=False)

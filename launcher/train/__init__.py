@@ -2,7 +2,3 @@
 
 `worker` runs it in a process of its own, directed by `launcher.driver`.
 """
-
-from launcher.config.families import load_recipes
-
-load_recipes()  # ours, before a user's folder of that name is found

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from recipes import InputError
+from launcher.recipes import InputError
 
 if TYPE_CHECKING:
-    from recipes import Batch, Model
+    from launcher.recipes import Batch, Model
 
 Metrics = dict[str, jax.Array]
 OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from launcher.base.spans import SpanRecorder
 from launcher.plan import Plan, make_forward_plan
 from launcher.runtime import Executable, StepCompilation, Ways, wait_for_more
-from launcher.spans import SpanRecorder
 from launcher.train.program import Program
 
 

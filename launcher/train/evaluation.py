@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from launcher.recipes import InputError
 from launcher.runtime import Executable
 from launcher.train.program import Program
 from launcher.train.rows import filled
-from recipes import InputError
 
 
 class Evaluator:
@@ -38,7 +38,7 @@ class Evaluator:
             before, None.
 
         Raises:
-            recipes.InputError: there are no rows.
+            launcher.recipes.InputError: there are no rows.
         """
         held_out = self._program.dataset.validation
         assert held_out is not None

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from launcher.checkpoint.names import flat_name, map_named, matches
 from launcher.config.optimizers import Lora
-from launcher.trace.jaxpr import (
+from launcher.recipes import InputError, Model
+from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
     Var,
@@ -28,8 +30,6 @@ from launcher.trace.jaxpr import (
     splice,
 )
 from launcher.train.matrices import matrix_axes
-from launcher.train.names import flat_name, map_named, matches
-from recipes import InputError, Model
 
 ADAPTERS = "lora"  # the parameter beside the model's own, and the first word of their names
 

@@ -13,8 +13,8 @@ from typing import Any
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from launcher.checkpoint.names import map_named, matches
 from launcher.train.matrices import matrix_axes
-from launcher.train.names import map_named, matches
 
 _RMS = 0.2  # of an update, about that of Adam's
 

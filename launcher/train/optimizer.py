@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from launcher.checkpoint.names import Picks, check_pattern, map_named, matches
 from launcher.config.optimizers import CustomOptimizer, Group, Optimizer, Scheduled
+from launcher.recipes import InputError, users_module
 from launcher.train.lora import ADAPTERS
 from launcher.train.muon import scale_by_muon_or_adam
-from launcher.train.names import Picks, check_pattern, map_named, matches
-from recipes import InputError, users_module
 
 Schedule = Callable[[Any], jax.Array]
 

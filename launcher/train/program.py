@@ -15,16 +15,16 @@ import jax
 import numpy as np
 
 from launcher.config.schema import Config
+from launcher.recipes import Batches, InputError, build_dataset, build_model
 from launcher.trace import TracedStep, trace_step
-from launcher.trace.cudnn import described_cudnn
+from launcher.trace.ir.cudnn import described_cudnn
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
 from launcher.train.rows import shapes_of
 from launcher.train.step import TrainState, init_state, make_eval_step, make_train_step
-from recipes import Batches, InputError, build_dataset, build_model
 
 if TYPE_CHECKING:
-    from recipes import Dataset, Model
+    from launcher.recipes import Dataset, Model
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def build_program(config: Config, device_kind: str = "cpu") -> Program:
         device_kind: the devices that it is for, as JAX names them.
 
     Raises:
-        recipes.InputError: the model or the data cannot be built.
+        launcher.recipes.InputError: the model or the data cannot be built.
         launcher.trace.TraceError: a step cannot be traced.
         OSError: a file cannot be read.
     """
@@ -116,6 +116,6 @@ def _eval_batches(config: Config, dataset: Dataset) -> int:
         raise InputError(
             f"train.eval_batches=null evaluates on all that is held out, and dataset.name="
             f"{config.dataset.name} does not say how much that is; set train.eval_batches to a "
-            "number, or have its build return recipes.batches.held_out"
+            "number, or have its build return launcher.recipes.data.batches.held_out"
         )
     return most or 0

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from recipes import Batches
+from launcher.recipes import Batches
 
 if TYPE_CHECKING:
-    from recipes import Batch
+    from launcher.recipes import Batch
 
 
 def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from launcher.spans import SpanRecorder
-from launcher.train import checkpoint
+from launcher import checkpoint
+from launcher.base.spans import SpanRecorder
 from launcher.train.step import TrainState
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from launcher.stacked_array import sharding_of, with_rows, with_stacks
-from launcher.train import checkpoint
+from launcher import checkpoint
+from launcher.arrays.stacked_array import sharding_of, with_rows, with_stacks
 from launcher.train.lora import ADAPTERS, without_adapters
 from launcher.train.step import TrainState
 

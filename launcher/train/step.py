@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 
 import launcher
+from launcher.checkpoint.names import Picks, rejoined, split_named
 from launcher.train.checked_model import Metrics, checked_loss, init_model
-from launcher.train.names import Picks, rejoined, split_named
 from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:
-    from recipes import Batch, Model
+    from launcher.recipes import Batch, Model
 
 MODEL_PARTS = ("params", "model_state")  # what of a state is the model's, and an evaluation reads
 
@@ -35,7 +35,7 @@ class TrainState:
         opt_state: the optimizer's state.
         key: `jax.random.key_data` of the run's random key, uint32. It holds the bits and not a
             typed key, so that every leaf is a plain array to store and to move.
-        model_state: the model's state (`recipes.Model.has_state`); None if it has none.
+        model_state: the model's state (`launcher.recipes.Model.has_state`); None if it has none.
         ema: an exponential moving average of the parameters that learn, None in the place of the
             others; None if none is kept.
     """

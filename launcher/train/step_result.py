@@ -15,8 +15,8 @@ class StepResult:
 
     Attributes:
         step: the number of the step, from 1.
-        metrics: values by the keys of `launcher.report.tracker`; only those that this process
-            knows, as the loss is made on one stage.
+        metrics: values by the keys of `launcher.report.trackers.tracker`; only those that this
+            process knows, as the loss is made on one stage.
         completed_at: when the step was complete, in seconds since the epoch.
         task_seconds: the time of each task here, if the step was profiled.
         copies: digests of the replicas of the state after it, where they are checked: a process's.

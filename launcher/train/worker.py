@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from launcher import checkpoint
+from launcher.arrays.stacked_array import spec_at
+from launcher.base.spans import SpanRecorder
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
+from launcher.inference.sampling import Sample, Sampler
 from launcher.plan import Plan
 from launcher.runtime import (
     Copies,
@@ -30,9 +34,6 @@ from launcher.runtime import (
     with_first_replicas,
     with_values,
 )
-from launcher.spans import SpanRecorder
-from launcher.stacked_array import spec_at
-from launcher.train import checkpoint
 from launcher.train.compiling import Compiling
 from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
@@ -40,7 +41,6 @@ from launcher.train.measured_here import fetched_metrics
 from launcher.train.program import Program, build_program
 from launcher.train.recordings import Recordings, trace_folder
 from launcher.train.rows import own_rows
-from launcher.train.sampling import Sample, Sampler
 from launcher.train.saver import Saver
 from launcher.train.sent import Sent, finished, stalled_seconds
 from launcher.train.start import averaged_model, with_stored_model
@@ -49,7 +49,7 @@ from launcher.train.step_result import StepResult, with_stage_times
 from launcher.train.trial import TriedPlan
 
 if TYPE_CHECKING:
-    from recipes import Batch
+    from launcher.recipes import Batch
 
 
 class TrainWorker(Peer):
@@ -249,7 +249,7 @@ class TrainWorker(Peer):
                 the means over all rows as `eval/...`; before, None.
 
         Raises:
-            recipes.InputError: the data that is held out has no rows.
+            launcher.recipes.InputError: the data that is held out has no rows.
         """
         if batch == 0:
             self._before_evaluation = self.flush()

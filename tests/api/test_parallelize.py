@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher import log, measurements
 from launcher.api import session
 from launcher.api.planned_shape import planned_shape
 from launcher.api.session import SessionError
+from launcher.base import log, measurements
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError
 from launcher.plan import PlanError, local_shape

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import optax
 
-from recipes import build_model
-from recipes.gpt_options import GPTOptions
+from launcher.recipes import build_model
+from launcher.recipes.models.gpt.options import GPTOptions
 
 BATCH = 32
 SIZES = GPTOptions(

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 from launcher.config.compose import load
+from launcher.recipes import build_model
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import make_train_step
-from recipes import build_model
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from launcher.config.compose import load
 from launcher.driver.tasks import generate
-from launcher.driver.tasks.model_workers import model_answers
+from launcher.inference.answers import model_answers
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 50

@@ -31,8 +31,8 @@ from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.problem import Wanted, best_of
 from launcher.plan.inter_op.select import best_plan
+from launcher.recipes import build_model
 from launcher.trace import TracedStep, trace_step
-from recipes import build_model
 
 BATCH = 1024
 CONF = Path(__file__).parents[2] / "conf"

@@ -29,7 +29,8 @@ def compiled(blocks: int, stages: int, size: str, detail: bool) -> None:
     from launcher.config.compose import load
     from launcher.plan import local_shape
     from launcher.plan.methods import PipeshardParallel, UniformStageOption
-    from launcher.runtime import compile, compile_step, executable
+    from launcher.runtime.execute import executable
+    from launcher.runtime.programs import compile, compile_step
     from launcher.train.program import build_program
 
     words = ["model.scan_layers=true", f"model.num_layers={blocks}", f"model.size={size}"]

@@ -39,6 +39,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
+from launcher.base.spans import Clock  # noqa: E402
 from launcher.config.compose import load, to_dict  # noqa: E402
 from launcher.driver.folder.folder import RunFolder  # noqa: E402
 from launcher.driver.folder.plan_files import write_plan  # noqa: E402
@@ -47,9 +48,8 @@ from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
 from launcher.driver.record.run_log import RunLog  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.report.console import make_console  # noqa: E402
-from launcher.report.queued import QueuedTracker  # noqa: E402
-from launcher.report.timeline import ProcessSpans  # noqa: E402
-from launcher.spans import Clock  # noqa: E402
+from launcher.report.pages.timeline import ProcessSpans  # noqa: E402
+from launcher.report.trackers.queued import QueuedTracker  # noqa: E402
 from launcher.train.measured_here import fetched_metrics, memory_bytes  # noqa: E402
 from launcher.train.step_result import StepResult  # noqa: E402
 from launcher.train.worker import TrainWorker  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
-from launcher.command import _EXAMPLES
+from launcher.cli.command import _EXAMPLES
 from launcher.config.build import build
 from launcher.config.compose import Point, from_dict, load, load_points, to_dict
 from launcher.config.errors import ConfigError
@@ -24,10 +24,10 @@ from launcher.config.schema import Config
 from launcher.config.sweeper import Batch, Outcome, run_sweeper
 from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.plan import local_shape
-from recipes.gpt_options import GPTOptions
-from recipes.llama_hf import config_of
-from recipes.mlp_options import MLPOptions
-from recipes.text_options import StdlibText, Text
+from launcher.recipes.datasets.text.options import StdlibText, Text
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.llama.hf import config_of
+from launcher.recipes.models.mlp.options import MLPOptions
 
 FILES = sorted(CONF.rglob("*.yaml"))
 DEVICES = sorted((CONF / "device").glob("*.yaml"))  # parts of files

@@ -58,7 +58,7 @@ def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path: Path) 
     use = (
         "import sys, site; site.addsitedir(sys.argv[1]); sys.path.insert(0, '')\n"
         "import launcher, recipes; from launcher.config.folders import CONF\n"
-        "print(launcher.__file__, recipes.__file__, CONF)"
+        "print(launcher.__file__, launcher.recipes.__file__, CONF)"
     )
     alone = [sys.executable, "-I", "-S", "-c", use, str(site)]  # sees no other installation
     found = subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, text=True)

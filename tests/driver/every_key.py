@@ -21,7 +21,10 @@ from layered import layered_step
 from PIL import Image
 from rich.console import Console
 
-from launcher import command
+from launcher import checkpoint
+from launcher.base.stop import Stop
+from launcher.checkpoint.hugging_face import Folder
+from launcher.cli import command
 from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError
 from launcher.cluster.ray.ray_compat import Node
@@ -44,27 +47,25 @@ from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record.run_log import predicted_cost
 from launcher.driver.tasks import evaluate, generate, prepare_data
 from launcher.driver.tasks.export import export
+from launcher.inference.sampling import Sample
 from launcher.plan import PlanError, local_shape
+from launcher.recipes import InputError, Model, build_dataset, build_model
+from launcher.recipes.data.corpus.prepare import prepare_corpus
+from launcher.recipes.data.corpus.tokenizers import plain_bytes
+from launcher.recipes.datasets.documents.dataset import preparation
 from launcher.report.sweep_results import objective_of
-from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
-from launcher.trace.cudnn import described_cudnn
-from launcher.trace.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
-from launcher.train import checkpoint, worker
+from launcher.trace.ir.cudnn import described_cudnn
+from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
+from launcher.train import worker
 from launcher.train.checked_model import checked_loss, init_model
-from launcher.train.checkpoint.hugging_face import Folder
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
-from launcher.train.sampling import Sample
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
-from recipes import InputError, Model, build_dataset, build_model
-from recipes.corpus.prepare import prepare_corpus
-from recipes.corpus.tokenizers import plain_bytes
-from recipes.documents import preparation
 
 # Four layers, whose last two are heavier.
 SHAPES = (64, 64), (64, 64), (64, 256), (256, 64)
@@ -152,10 +153,11 @@ def prepared_told(config: Config):
     told, console = [], Console(file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "recipes.documents.prepare_corpus", lambda *given: told.append(given[1]) or META
+            "launcher.recipes.datasets.documents.dataset.prepare_corpus",
+            lambda *given: told.append(given[1]) or META,
         )
         patch.setattr(
-            "recipes.corpus.train_tokenizer.train_tokenizer",
+            "launcher.recipes.data.corpus.train_tokenizer.train_tokenizer",
             lambda *given: told.append(given[1:]) or 1,
         )
         work = prepare_data.prepare_data if config.task == "prepare_data" else prepare_data.tokenize
@@ -391,7 +393,7 @@ def task_told(config: Config):
     called = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
-        patch.setattr("launcher.command._check", lambda *_: called.append("check"))
+        patch.setattr("launcher.cli.command._check", lambda *_: called.append("check"))
         data = "tasks.prepare_data.prepare_data", "tasks.prepare_data.tokenize"
         stored = "tasks.export.export", "tasks.generate.generate_text", "tasks.evaluate.evaluate"
         for name in ("run._train", "run._plan", "tasks.calibrate.calibrate", *data, *stored):

@@ -4,7 +4,7 @@ import json
 import os
 import random
 
-from launcher.train.checkpoint import integrity, layout
+from launcher.checkpoint import integrity, layout
 
 ODD_VALUES = (
     None, True, False, 0, -1, 1, 7, 10**30, -(10**30), 0.5, -1e300, "", " ", "x", "a\nb",

@@ -1,4 +1,4 @@
-"""`launcher/driver/lm_eval.py`: what lm-eval is told is what the model computes.
+"""`launcher/inference/lm_eval.py`: what lm-eval is told is what the model computes.
 
 pip install lm-eval
 pytest -m stress tests/driver/test_lm_eval.py
@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import transformers_reference
 from test_hugging_face import random_params, write
 
-from recipes.corpus.tokenizer_files import tokenizer_files
-from recipes.llama_options import LlamaOptions
+from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
+from launcher.recipes.models.llama.options import LlamaOptions
 
 pytestmark = [pytest.mark.devices, pytest.mark.stress]
 
@@ -50,7 +50,7 @@ def test_likelihoods_and_texts_are_those_of_the_logits(model):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
-    from launcher.driver.lm_eval import LanguageModel
+    from launcher.inference.lm_eval import LanguageModel
 
     def reference(text, start):
         tokens = np.array([[256, *text.encode()]])
@@ -90,7 +90,7 @@ def test_lm_eval_runs_a_task(model, tmp_path, monkeypatch):
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
 
-    from launcher.driver.lm_eval import LanguageModel
+    from launcher.inference.lm_eval import LanguageModel
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))

@@ -12,7 +12,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from launcher import checkpoint
 from launcher.__main__ import main
+from launcher.base.output import complain
+from launcher.base.stop import Stop
+from launcher.checkpoint import write
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.attempts import begin, finish
@@ -26,16 +30,12 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.run import guarded
 from launcher.driver.saving import contents
-from launcher.output import complain
 from launcher.plan import local_shape
 from launcher.report.console import make_console
 from launcher.report.jsonl import JsonlTracker
 from launcher.report.summary import Summary, write_summary
 from launcher.report.sweep import is_done, print_comparison
-from launcher.stop import Stop
 from launcher.submit.job import note_job, read_job
-from launcher.train import checkpoint
-from launcher.train.checkpoint import write
 from launcher.train.program import build_program
 from launcher.train.step import TrainState
 
@@ -162,7 +162,7 @@ def test_every_door_answers_in_words(seeds, doors, monkeypatch, capsys):
     monkeypatch.setattr(training._Job, "_attempt", attempt)
     monkeypatch.setattr("launcher.driver.record.pictures.plot_timeline", lambda *_: None)
     monkeypatch.setattr("launcher.driver.record.pictures.plot_loss", lambda *_: None)
-    monkeypatch.setattr("launcher.train.checkpoint.write._LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.checkpoint.write._LIMIT_SECONDS", 0.0)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     faults = []

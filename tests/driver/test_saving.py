@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from launcher import checkpoint
 from launcher.cluster.errors import HungError
 from launcher.config.compose import load
 from launcher.config.schema import Checkpoint
@@ -16,7 +17,6 @@ from launcher.driver import saving
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.saving import Saving
 from launcher.plan import local_shape
-from launcher.train import checkpoint
 from launcher.train.program import build_program
 from launcher.train.step import TrainState
 

@@ -4,16 +4,16 @@ import functools
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+from launcher import checkpoint
+from launcher.base.log import lines_to
+from launcher.base.stop import Stop
 from launcher.config.compose import load, to_dict
 from launcher.driver.loop import train
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.recorder import Recorder
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import merged
-from launcher.log import lines_to
 from launcher.plan import local_shape
-from launcher.stop import Stop
-from launcher.train import checkpoint
 from launcher.train.program import build_program
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker

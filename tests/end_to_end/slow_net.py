@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
+from launcher.runtime.transport.transport.transport import PullTransport
 
 import launcher
-from launcher.runtime.transport import PullTransport
+from launcher.checkpoint import Background
+from launcher.recipes import Model
 from launcher.train import worker
-from launcher.train.checkpoint import Background
-from recipes import Model
 
 AHEAD = 500_000_000  # ns
 TURNS = 4000  # of a slow stage, whose price is that of one or two

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from launched import Launcher
 
-from launcher.report.accounting import read_accounting
-from launcher.report.timeline import FILE, read_timeline
+from launcher.report.breakdown.accounting import read_accounting
+from launcher.report.pages.timeline import FILE, read_timeline
 
 WORDS = (
     *("model=mlp", "model.widths=[512,512,512]", "model.input_size=512", "model.output_size=512"),

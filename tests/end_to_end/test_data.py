@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from recipes.corpus.prepare import Preparation, prepare_corpus
+from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launched import Launcher, losses
@@ -124,8 +124,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes import Dataset
-from recipes.streams import StreamedBatches
+from launcher.recipes import Dataset
+from launcher.recipes.data.streams import StreamedBatches
 
 
 def check(options, model_options, validation):

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from launcher.config.compose import load
+from launcher.recipes import build_model
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_train_step
-from recipes import build_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from disturbed import SLOW, STEPS, WORDS, assert_as_undisturbed
@@ -135,7 +135,7 @@ def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path:
 
 SPOILED = """
 import numpy as np
-from recipes import synthetic
+from launcher.recipes import synthetic
 check = synthetic.check
 
 def build(*arguments):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from launched import Launcher, summary
 
-from launcher.report.accounting import read_accounting
-from launcher.report.timeline import FILE, read_timeline
+from launcher.report.breakdown.accounting import read_accounting
+from launcher.report.pages.timeline import FILE, read_timeline
 
 HERE, AHEAD = Path(__file__).parent, 500_000_000  # ns, as slow_net has it
 WORDS = (

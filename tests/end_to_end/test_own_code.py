@@ -92,7 +92,7 @@ def test_a_module_without_the_function_is_refused(folder: Path) -> None:
     assert result.returncode == 2
     assert result.stderr == (
         "launcher: model.module=my_pkg.empty has no function build; "
-        "write one as recipes/mlp.py does\n"
+        "write one as recipes/models/mlp/model.py does\n"
     )
     assert not (folder / "outputs").exists()
 

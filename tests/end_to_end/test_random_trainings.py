@@ -13,10 +13,10 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import PlanError, local_shape
+from launcher.recipes import build_model
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_train_step
-from recipes import build_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launched import Launcher, lines

@@ -16,17 +16,16 @@ import pytest
 import yaml
 from pages import ROOT, Block, Page, read_page, read_pages
 
-from launcher import debug
+from launcher import checkpoint, debug
 from launcher.__main__ import main
+from launcher.cli import runs_command
+from launcher.cli.new import write_project
 from launcher.config.compose import load, to_dict
 from launcher.config.folders import CONF, find_groups
-from launcher.project.new import write_project
-from launcher.report import runs_command
-from launcher.train import checkpoint
+from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
+from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes.models.llama.hf import config_of
 from launcher.train.program import build_program
-from recipes.corpus.prepare import Preparation, prepare_corpus
-from recipes.corpus.train_tokenizer import train_tokenizer
-from recipes.llama_hf import config_of
 
 PAGES = read_pages()
 BY_NAME = {page.name: page for page in PAGES}

@@ -21,7 +21,7 @@ import yaml
 
 from launcher.__main__ import main
 from launcher.config.compose import from_dict, to_dict
-from launcher.report.tracker import METRIC_KEYS
+from launcher.report.trackers.tracker import METRIC_KEYS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launched import DEADLINE, MARK, Launcher, lines, losses, mark_of, summary

@@ -14,7 +14,7 @@ MODEL = """
 import jax.numpy as jnp
 import numpy as np
 
-from recipes import Model
+from launcher.recipes import Model
 
 
 def build(options, precision):
@@ -38,8 +38,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from recipes import Dataset
-from recipes.batches import batches, held_out
+from launcher.recipes import Dataset
+from launcher.recipes.data.batches import batches, held_out
 
 ROWS = np.random.default_rng(0).normal(size=(164, 4)).astype(np.float32)
 

@@ -27,9 +27,9 @@ DATA = """
 import time
 from pathlib import Path
 
-from recipes import Dataset
-from recipes.synthetic import build as synthetic
-from recipes.synthetic_options import Synthetic
+from launcher.recipes import Dataset
+from launcher.recipes.datasets.synthetic.dataset import build as synthetic
+from launcher.recipes.datasets.synthetic.options import Synthetic
 
 
 def hold_up(method):

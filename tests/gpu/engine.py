@@ -13,18 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from launcher.runtime.transport.transport.transport import Parcel
 
 import launcher
 from launcher.config.compose import load
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
-from launcher.runtime import PermuteTransport, PullTransport, compile_step
-from launcher.runtime.transport import Parcel
+from launcher.recipes import build_model
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.runtime import PermuteTransport, PullTransport
+from launcher.runtime.programs import compile_step
 from launcher.trace import trace_step
 from launcher.train.program import build_program
-from recipes import build_model
-from recipes.gpt_options import GPTOptions
 
 GPU = os.environ.get("GPU_TESTS_ON", "gpu") == "gpu"
 QUIET = "train.eval_every=0", "report=none"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.partition.min_cut import is_cheap, kept_values
-from launcher.trace.jaxpr import is_var, make_jaxpr, nbytes
+from launcher.trace.ir.jaxpr import is_var, make_jaxpr, nbytes
 
 
 def random_program(seed):

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher.base.remat_name import WORDS, RematName, parse_remat
 from launcher.partition.errors import PlanError
 from launcher.partition.joint_graph import trace_joint
 from launcher.partition.partitioned import partition
 from launcher.partition.remat import recomputed, segments
 from launcher.plan import local_shape
 from launcher.plan.plan import Plan
-from launcher.remat_name import WORDS, RematName, parse_remat
 from launcher.trace import trace_step
-from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import Jaxpr, jaxpr_as_fun
+from launcher.trace.ir.cost import matmul_flops
+from launcher.trace.ir.jaxpr import Jaxpr, jaxpr_as_fun
 
 LAYERS, WIDTH, ROWS = 4, 16, 64
 DOTS = jax.checkpoint_policies.dots_saveable

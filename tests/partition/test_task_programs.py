@@ -15,8 +15,8 @@ from launcher.partition.task_programs import cut, outputs_by_kind
 from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind
 from launcher.trace import trace_step
-from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import make_jaxpr, nbytes
+from launcher.trace.ir.cost import matmul_flops
+from launcher.trace.ir.jaxpr import make_jaxpr, nbytes
 
 WIDTH, ROWS, DEPTH = 16, 8, 3
 WHOLE = {Kind.FORWARD, Kind.BACKWARD}

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from launcher.partition.transposes import without_transposes
-from launcher.trace.jaxpr import jaxpr_as_fun, make_jaxpr
+from launcher.trace.ir.jaxpr import jaxpr_as_fun, make_jaxpr
 
 # Of a product with the dimensions (batch, left, left, right): which permutations put `right` first.
 LEFT, RIGHT = jnp.zeros((2, 3, 4, 5)), jnp.zeros((2, 5, 6))

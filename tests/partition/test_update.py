@@ -13,7 +13,7 @@ from launcher.partition.update import place_update
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.trace import trace_step
-from launcher.trace.jaxpr import Jaxpr, jaxpr_as_fun
+from launcher.trace.ir.jaxpr import Jaxpr, jaxpr_as_fun
 
 WIDTH, LAYERS = 16, 4
 NUMBER = 4  # bytes of a float32

@@ -2,10 +2,10 @@
 
 import pytest
 
-from launcher import log
-from launcher.datasheets import find_datasheet
+from launcher.base import log
+from launcher.hardware.cluster_shape import is_nominal
+from launcher.hardware.datasheets import find_datasheet
 from launcher.plan import local_shape
-from launcher.plan.cluster_shape import is_nominal
 from launcher.plan.profile.calibration import calibrated
 
 

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import several
+from launcher.runtime.emit.emit.emit import emit
+from launcher.runtime.emit.emit.instructions import Send
 
 import launcher
 from launcher.plan import Plan, PlanError, local_shape, make_forward_plan
-from launcher.plan.following import home_of_each, moved
-from launcher.plan.further import lead_of
+from launcher.plan.followers.following import home_of_each, moved
+from launcher.plan.followers.further import lead_of
 from launcher.plan.methods import (
     AutoLayerOption,
     DataParallel,
@@ -23,8 +25,6 @@ from launcher.plan.methods import (
     UniformStageOption,
     Zero3Parallel,
 )
-from launcher.runtime.emit import emit
-from launcher.runtime.instructions import Send
 from launcher.trace import trace_step
 
 TWO_STAGES = PipeshardParallel(num_micro_batches=2, stage_option=UniformStageOption(2))

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from launcher.__main__ import main
+from launcher.cli.new import project_files, training_command, write_project
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.project.new import project_files, training_command, write_project
-from recipes import build_dataset, build_model
-from recipes.decoding import Generator, Sampling, build_decoder
+from launcher.recipes import build_dataset, build_model
+from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model.options.num_layers=2", "model.options.width=16", "model.options.sequence_length=16")

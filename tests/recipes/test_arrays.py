@@ -1,4 +1,4 @@
-"""`recipes/arrays.py`: the file's rows, held out and in order as asked, or one clear refusal."""
+"""`arrays`: the file's rows, held out and in order as asked, or one clear refusal."""
 
 import os
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes import InputError, build_dataset, check_dataset
-from recipes.arrays_options import Arrays
+from launcher.recipes import InputError, build_dataset, check_dataset
+from launcher.recipes.datasets.arrays.options import Arrays
 
 MLP = SimpleNamespace(name="mlp", input_size=3, output_size=2)
 GPT = SimpleNamespace(name="gpt", vocab_size=7, sequence_length=4)

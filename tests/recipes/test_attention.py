@@ -10,13 +10,13 @@ from filled import filled_params
 from launcher.config.compose import load
 from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.trace.cudnn import described_cudnn
+from launcher.recipes import InputError, build_model
+from launcher.recipes.models.attention import with_attention
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.vit.options import ViTOptions
+from launcher.trace.ir.cudnn import described_cudnn
 from launcher.train.program import build_program
-from recipes import InputError, build_model
-from recipes.attention import with_attention
-from recipes.gpt_options import GPTOptions
-from recipes.llama_options import LlamaOptions
-from recipes.vit_options import ViTOptions
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 16,

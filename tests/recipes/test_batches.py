@@ -1,8 +1,8 @@
-"""`recipes/batches.py`: batch k is a pure function of the seed and k; passes differ in order."""
+"""`batches.py`: batch k is a pure function of the seed and k; passes differ in order."""
 
 import numpy as np
 
-from recipes.batches import batches, held_out, next_token_batch
+from launcher.recipes.data.batches import batches, held_out, next_token_batch
 
 
 def numbered(num_samples, batch_size, seed=0):

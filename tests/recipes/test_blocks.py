@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.trace.cudnn import described_cudnn
-from launcher.trace.jaxpr import inline_calls, make_jaxpr
-from launcher.trace.structure_text import structure_text
-from recipes import blocks, build_model
-from recipes.bert_options import BERTOptions
-from recipes.gpt_options import GPTOptions
-from recipes.llama_options import LlamaOptions
-from recipes.vit_options import ViTOptions
+from launcher.recipes import build_model
+from launcher.recipes.models import blocks
+from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.vit.options import ViTOptions
+from launcher.trace.ir.cudnn import described_cudnn
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
+from launcher.trace.ir.structure_text import structure_text
 
 LAYERS, ROWS, LENGTH = 3, 2, 8
 SHAPE = {"num_layers": LAYERS, "num_heads": 2, "hidden_size": 16}

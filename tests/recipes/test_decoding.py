@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from filled import filled_params
 
-from recipes import InputError, build_model, decoding
-from recipes.decoding import Generator, Sampling, build_decoder, draw
-from recipes.gpt import GPT
-from recipes.gpt_options import GPTOptions
-from recipes.llama import Llama
-from recipes.llama_options import LlamaOptions
-from recipes.losses import output_matrix
-from recipes.mlp_options import MLPOptions
-from recipes.moe import MoE
-from recipes.moe_options import MoEOptions
+from launcher.recipes import InputError, build_model
+from launcher.recipes.models import decoding
+from launcher.recipes.models.decoding import Generator, Sampling, build_decoder, draw
+from launcher.recipes.models.gpt.model import GPT
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.llama.model import Llama
+from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.losses import output_matrix
+from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.moe.model import MoE
+from launcher.recipes.models.moe.options import MoEOptions
 
 SMALL = {"vocab_size": 40, "sequence_length": 16, "num_layers": 2, "num_heads": 4}
 SMALL |= {"hidden_size": 16}

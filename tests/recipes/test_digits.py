@@ -1,12 +1,12 @@
-"""`recipes/digits.py`: for models of pictures and of vectors; what does not fit is refused."""
+"""`digits`: for models of pictures and of vectors; what does not fit is refused."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from recipes import InputError, build_dataset, check_dataset
-from recipes.digits_options import Digits
+from launcher.recipes import InputError, build_dataset, check_dataset
+from launcher.recipes.datasets.digits.options import Digits
 
 VIT = SimpleNamespace(name="vit", image_size=16, channels=3, num_classes=10)
 MLP = SimpleNamespace(name="mlp", input_size=64, output_size=10)

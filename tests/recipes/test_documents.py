@@ -1,4 +1,4 @@
-"""`recipes/documents.py`: what is checked before the documents are tokens, and after."""
+"""`documents`: what is checked before the documents are tokens, and after."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load
-from recipes import (
+from launcher.recipes import (
     InputError,
     build_dataset,
     bytes_per_target,
@@ -19,9 +19,9 @@ from recipes import (
     prepare_dataset,
     tokenizer_of,
 )
-from recipes.corpus import sources
-from recipes.documents_options import Documents
-from recipes.mixture_options import Mixture
+from launcher.recipes.data.corpus import sources
+from launcher.recipes.datasets.documents.options import Documents
+from launcher.recipes.datasets.mixture.options import Mixture
 
 MODEL = SimpleNamespace(name="gpt", vocab_size=257, sequence_length=8)
 

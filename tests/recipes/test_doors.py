@@ -6,19 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
-import recipes
+import launcher.recipes
 
 
 def test_an_unknown_name_gets_the_known_ones():
     odd = SimpleNamespace(name="gtp")
-    with pytest.raises(recipes.InputError) as error:
-        recipes.build_model(odd, "fp32")
+    with pytest.raises(launcher.recipes.InputError) as error:
+        launcher.recipes.build_model(odd, "fp32")
     assert str(error.value) == (
         "model.name=gtp is not known; choose one of bert, gpt, llama, mlp, moe, resnet, toy, unet, "
         "vit, wide_resnet"
     )
-    with pytest.raises(recipes.InputError) as error:
-        recipes.build_dataset(odd, odd, 8, 0)
+    with pytest.raises(launcher.recipes.InputError) as error:
+        launcher.recipes.build_dataset(odd, odd, 8, 0)
     assert str(error.value) == (
         "dataset.name=gtp is not known; choose one of arrays, digits, documents, mixture, "
         "pictures, stdlib_text, synthetic, text, tokens"
@@ -31,10 +31,10 @@ def test_checking_a_dataset_loads_neither_jax_nor_grain(dataset):
     program = f"""
 import sys
 from types import SimpleNamespace
-import recipes
+import launcher.recipes
 model = SimpleNamespace(name="gpt", vocab_size=256, sequence_length=16)
 data = SimpleNamespace(name="{dataset}", validation_fraction=0.05, num_samples=8)
-recipes.check_dataset(data, model, validation=True)
+launcher.recipes.check_dataset(data, model, validation=True)
 heavy = {{"jax", "flax", "grain", "launcher.api.parallelize"}} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -1,4 +1,4 @@
-"""`recipes/bert.py` and `recipes/vit.py`: their blocks as one scan."""
+"""`recipes/models/bert/model.py` and `recipes/models/vit/model.py`: their blocks as one scan."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ from filled import filled_params
 
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
+from launcher.recipes import build_dataset, build_model
+from launcher.recipes.datasets.synthetic.options import Synthetic
+from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.vit.options import ViTOptions
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
 from launcher.train.step import init_state, make_train_step
-from recipes import build_dataset, build_model
-from recipes.bert_options import BERTOptions
-from recipes.synthetic_options import Synthetic
-from recipes.vit_options import ViTOptions
 
 LAYERS = 2
 SHAPE = {"size": None, "num_layers": LAYERS, "num_heads": 2, "hidden_size": 16}

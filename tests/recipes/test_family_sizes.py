@@ -9,8 +9,8 @@ import pytest
 from launcher.config.compose import load
 from launcher.driver.planning.cluster_from_config import shape_of
 from launcher.driver.planning.plan_from_config import plan_of
+from launcher.recipes import build_model
 from launcher.train.program import build_program
-from recipes import build_model
 
 SIZES = {  # parameters in thousand millions where the name does not say it
     "bert": {"base": 0.110, "large": 0.335},  # Devlin et al. (2019): 110 M, 340 M with its pooler

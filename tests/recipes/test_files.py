@@ -1,4 +1,4 @@
-"""`recipes/files.py`: which files are found, and which of them are held out."""
+"""`recipes/data/files.py`: which files are found, and which of them are held out."""
 
 import os
 import random
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.files import FileSlice, find_stdlib, find_text, split, total_size
+from launcher.recipes.data.files import FileSlice, find_stdlib, find_text, split, total_size
 
 
 def whole(sizes):

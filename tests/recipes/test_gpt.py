@@ -1,4 +1,4 @@
-"""`recipes/gpt.py`: layers, loss, precision, causality, dropout, and that it learns."""
+"""`gpt`: layers, loss, precision, causality, dropout, and that it learns."""
 
 import math
 
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from filled import filled_params
 
-from launcher.trace.jaxpr import inline_calls, make_jaxpr
-from recipes import build_model
-from recipes.gpt import GPT
-from recipes.gpt_options import GPTOptions
+from launcher.recipes import build_model
+from launcher.recipes.models.gpt.model import GPT
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 pytestmark = pytest.mark.devices
 TINY = {

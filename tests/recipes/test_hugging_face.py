@@ -16,27 +16,27 @@ import yaml
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+from launcher import checkpoint
+from launcher.checkpoint import hugging_face
+from launcher.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.config.compose import load, to_written
 from launcher.config.errors import ConfigError
 from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import export
+from launcher.recipes import build_model
+from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
+from launcher.recipes.models.bert.model import BERT
+from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.gpt.model import GPT
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.hugging_face import family_named
+from launcher.recipes.models.llama.model import Llama
+from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.losses import output_matrix
+from launcher.recipes.models.moe.model import MoE
+from launcher.recipes.models.moe.options import MoEOptions
 from launcher.testing import assert_allclose
-from launcher.train import checkpoint
-from launcher.train.checkpoint import hugging_face
-from launcher.train.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.train.step import TrainState
-from recipes import build_model
-from recipes.bert import BERT
-from recipes.bert_options import BERTOptions
-from recipes.corpus.tokenizer_files import tokenizer_files
-from recipes.gpt import GPT
-from recipes.gpt_options import GPTOptions
-from recipes.hugging_face import family_named
-from recipes.llama import Llama
-from recipes.llama_options import LlamaOptions
-from recipes.losses import output_matrix
-from recipes.moe import MoE
-from recipes.moe_options import MoEOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))

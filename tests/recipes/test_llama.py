@@ -1,4 +1,4 @@
-"""`recipes/llama.py`: layers, loss, positions, windows, shared heads."""
+"""`recipes/models/llama/model.py`: layers, loss, positions, windows, shared heads."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from filled import filled_params
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from recipes import build_model
-from recipes.llama import Llama, rotary_frequencies, rotate
-from recipes.llama_options import LlamaOptions
+from launcher.recipes import build_model
+from launcher.recipes.models.llama.model import Llama, rotary_frequencies, rotate
+from launcher.recipes.models.llama.options import LlamaOptions
 
 pytestmark = pytest.mark.devices
 TINY = LlamaOptions(

@@ -1,4 +1,4 @@
-"""`recipes/masking.py`: by which token tokens are hidden, from data to `transformers` and back."""
+"""`masking.py`: by which token tokens are hidden, from data to `transformers` and back."""
 
 import dataclasses
 import json
@@ -12,12 +12,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.tasks.export import _theirs
-from launcher.driver.tasks.export_tokenizer import exported_tokenizer
-from recipes import build_dataset
-from recipes.bert_options import BERTOptions
-from recipes.corpus.prepare import prepare_corpus
-from recipes.documents import preparation
-from recipes.masking import masked
+from launcher.inference.export_tokenizer import exported_tokenizer
+from launcher.recipes import build_dataset
+from launcher.recipes.data.corpus.prepare import prepare_corpus
+from launcher.recipes.data.masking import masked
+from launcher.recipes.datasets.documents.dataset import preparation
+from launcher.recipes.models.bert.options import BERTOptions
 
 BERT = "model=bert", "model.vocab_size=300", "model.sequence_length=8", "train.eval_every=0"
 JSONL = "dataset=jsonl", "dataset.path=talks.jsonl", "dataset.validation_fraction=0"

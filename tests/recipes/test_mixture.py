@@ -1,4 +1,4 @@
-"""`recipes/mixture.py`: proportions, purity, and batches after resumes on other hosts."""
+"""`mixture`: proportions, purity, and batches after resumes on other hosts."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from launcher.recipes import InputError, build_dataset, check_dataset
+from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
+from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes.datasets.mixture.options import Mixture
 from launcher.train.feed import Feeder
 from launcher.train.rows import own_rows, shapes_of
-from recipes import InputError, build_dataset, check_dataset
-from recipes.corpus.prepare import Preparation, prepare_corpus
-from recipes.corpus.train_tokenizer import train_tokenizer
-from recipes.mixture_options import Mixture
 
 MODEL = SimpleNamespace(name="gpt", vocab_size=400, sequence_length=16)
 

@@ -1,4 +1,4 @@
-"""`recipes/mlp.py`: layers, loss and precision."""
+"""`recipes/models/mlp/model.py`: layers, loss and precision."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes import build_model
+from launcher.recipes import build_model
 
 
 def build(precision="fp32", num_layers=3, output_relu=False):

@@ -10,9 +10,9 @@ from filled import filled_params
 
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
-from recipes import build_model
-from recipes.moe import route_tokens
-from recipes.moe_options import MoEOptions
+from launcher.recipes import build_model
+from launcher.recipes.models.moe.model import route_tokens
+from launcher.recipes.models.moe.options import MoEOptions
 
 OPTIONS = MoEOptions(
     vocab_size=32,

@@ -7,11 +7,11 @@ import pytest
 from filled import filled_params
 
 import launcher
-from recipes import build_model
-from recipes.bert_options import BERTOptions
-from recipes.gpt_options import GPTOptions
-from recipes.llama_options import LlamaOptions
-from recipes.moe_options import MoEOptions
+from launcher.recipes import build_model
+from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.moe.options import MoEOptions
 
 SHAPE = {
     "vocab_size": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16, "sequence_length": 12,

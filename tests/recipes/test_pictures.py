@@ -1,4 +1,4 @@
-"""`recipes/pictures.py`: folders, lists, tar and .npz files; bad ones; the same rows everywhere."""
+"""`pictures`: folders, lists, tar and .npz files; bad ones; the same rows everywhere."""
 
 import io
 import os
@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launcher.npz import read_arrays
-from launcher.train.rows import own_rows, shapes_of
-from recipes import (
+from launcher.arrays.npz import read_arrays
+from launcher.recipes import (
     InputError,
     build_dataset,
     check_dataset,
@@ -23,10 +22,11 @@ from recipes import (
     needs_preparing,
     prepare_dataset,
 )
-from recipes.picture_files import decode
-from recipes.picture_files import index as index_module
-from recipes.picture_files.decode import Fitting
-from recipes.pictures_options import Pictures
+from launcher.recipes.datasets.pictures import decode
+from launcher.recipes.datasets.pictures import index as index_module
+from launcher.recipes.datasets.pictures.decode import Fitting
+from launcher.recipes.datasets.pictures.options import Pictures
+from launcher.train.rows import own_rows, shapes_of
 
 VIT = SimpleNamespace(name="vit", image_size=8, channels=3, num_classes=3)
 UNET = SimpleNamespace(name="unet", image_size=8, channels=3)

@@ -14,13 +14,13 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.config.folders import CONF
+from launcher.recipes import build_dataset, build_model
+from launcher.recipes.data.corpus.prepare import prepare_corpus
+from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
+from launcher.recipes.datasets.documents.dataset import preparation
+from launcher.recipes.models.llama.options import LlamaOptions
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
-from recipes import build_dataset, build_model
-from recipes.corpus.prepare import prepare_corpus
-from recipes.corpus.tokenizer_files import tokenizer_files
-from recipes.documents import preparation
-from recipes.llama_options import LlamaOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_hugging_face import random_params, write

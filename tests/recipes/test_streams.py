@@ -1,12 +1,12 @@
-"""`recipes/streams.py`: batches by number, of a stream that is read in order and once."""
+"""`recipes/data/streams.py`: batches by number, of a stream that is read in order and once."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from recipes import InputError
-from recipes.streams import StreamedBatches
+from launcher.recipes import InputError
+from launcher.recipes.data.streams import StreamedBatches
 
 
 def stream_of(stop=None):

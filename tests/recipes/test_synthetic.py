@@ -1,12 +1,12 @@
-"""`recipes/synthetic.py`: shapes, purity, and that there is something to learn."""
+"""`recipes/datasets/synthetic/dataset.py`: shapes, purity, and that there is something to learn."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from recipes import InputError, build_dataset, check_dataset
-from recipes.synthetic_options import Synthetic
+from launcher.recipes import InputError, build_dataset, check_dataset
+from launcher.recipes.datasets.synthetic.options import Synthetic
 
 GPT = SimpleNamespace(name="gpt", vocab_size=11, sequence_length=32)
 MLP = SimpleNamespace(name="mlp", input_size=6, output_size=2)

@@ -1,4 +1,4 @@
-"""`recipes/text.py`: sequences, the two parts, and the text of every refusal."""
+"""`recipes/datasets/text/dataset.py`: sequences, the two parts, and the text of every refusal."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes import InputError, build_dataset, check_dataset
-from recipes.files import stdlib_folder
+from launcher.recipes import InputError, build_dataset, check_dataset
+from launcher.recipes.data.files import stdlib_folder
 
 LENGTH = 4
 
@@ -212,8 +212,8 @@ def test_more_files_than_may_be_open_at_once(tmp_path):
         (tmp_path / f"{i:04}.txt").write_text(f"file {i} " * 8)
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
-        "from recipes.gpt_options import GPTOptions\n"
-        "from recipes.text_options import Text\n"
+        "from launcher.recipes.models.gpt.options import GPTOptions\n"
+        "from launcher.recipes.datasets.text.options import Text\n"
         "from recipes import build_dataset\n"
         f"data = build_dataset(Text(path={str(tmp_path)!r}), GPTOptions(sequence_length=16,"
         " vocab_size=256), 4, 0)\n"

@@ -1,4 +1,4 @@
-"""`recipes/tokens.py`: rows of token files, packing, exact resume and the text of every refusal."""
+"""`tokens`: rows of token files, packing, exact resume and the text of every refusal."""
 
 from types import SimpleNamespace
 
@@ -7,12 +7,12 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
+from launcher.recipes import InputError, build_dataset, check_dataset
+from launcher.recipes.data.corpus.meta import CorpusMeta, TokenPart, write_meta
+from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.text.options import Text
+from launcher.recipes.datasets.tokens.options import Tokens
 from launcher.train.rows import own_rows, shapes_of
-from recipes import InputError, build_dataset, check_dataset
-from recipes.corpus.meta import CorpusMeta, TokenPart, write_meta
-from recipes.mixture_options import Mixture
-from recipes.text_options import Text
-from recipes.tokens_options import Tokens
 
 LENGTH = 4
 

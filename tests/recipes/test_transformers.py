@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import transformers_reference
 from test_hugging_face import KINDS, TOKENS, apply, random_params, read, write
 
+from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.optimizers import Lora
+from launcher.recipes import build_model
 from launcher.testing import assert_allclose
-from launcher.train import checkpoint
 from launcher.train.lora import with_adapters
-from recipes import build_model
 
 pytestmark = [pytest.mark.devices, pytest.mark.stress]
 

@@ -1,8 +1,8 @@
 """The events of a step of a pipeline whose tasks take given times, as workers would record them."""
 
-from launcher.report.timeline import ProcessSpans
+from launcher.base.spans import Clock, Span
+from launcher.report.pages.timeline import ProcessSpans
 from launcher.schedule import Kind, dependencies
-from launcher.spans import Clock, Span
 
 MS = 1_000_000
 ORIGIN = 1_700_000_000_000_000_000

@@ -11,17 +11,21 @@ import pytest
 from layered import layered_step
 
 import launcher
+from launcher.base.spans import Clock
 from launcher.plan import local_shape
 from launcher.plan.pipeline import timeline
-from launcher.report.account import Known, account
-from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
+from launcher.report.breakdown.account import Known, account
+from launcher.report.breakdown.accounting_table import (
+    accounting_tables,
+    in_summary,
+    print_accounting,
+)
+from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown.predicted_parts import predicted_seconds
 from launcher.report.console import make_console
-from launcher.report.goodput import Goodput
+from launcher.report.pages.timeline import ProcessSpans
 from launcher.report.plan_table import bottleneck
-from launcher.report.predicted_parts import predicted_seconds
-from launcher.report.timeline import ProcessSpans
 from launcher.schedule import step_seconds
-from launcher.spans import Clock
 
 sys.path.insert(0, str(Path(__file__).parent))
 from events import lengths, pipeline_events

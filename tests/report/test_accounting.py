@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from launcher.files import DamagedError
-from launcher.report.accounting import (
+from launcher.base.files import DamagedError
+from launcher.report.breakdown.accounting import (
     FILE,
     PARTS,
     Accounting,
@@ -16,7 +16,7 @@ from launcher.report.accounting import (
     StepPart,
     read_accounting,
 )
-from launcher.report.goodput import Goodput
+from launcher.report.breakdown.goodput import Goodput
 
 WHOLE = Accounting(
     predicted_step_seconds=1.0,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launcher.report.jsonl import JsonlTracker, read_metrics
-from launcher.report.tracker import METRIC_KEYS
+from launcher.report.trackers.tracker import METRIC_KEYS
 
 
 def write(path, steps, first_step=1):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from launcher.report.plot_process import PlotProcess
-from launcher.report.timeline_plot import plot_timeline
+from launcher.report.pages.plot_process import PlotProcess
+from launcher.report.pages.timeline_plot import plot_timeline
 from launcher.schedule import Kind, Task, TimedTask
 
 pytestmark = pytest.mark.devices

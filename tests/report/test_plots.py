@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from launcher.report import plots
+from launcher.report.pages import plots
 
 
 def pixels(path, colour):

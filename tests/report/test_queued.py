@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from launcher.report import queued
-from launcher.report.queued import QueuedTracker
-from launcher.report.registry import GuardedTracker
-from launcher.report.tracker import Tracker
+from launcher.report.trackers import queued
+from launcher.report.trackers.queued import QueuedTracker
+from launcher.report.trackers.registry import GuardedTracker
+from launcher.report.trackers.tracker import Tracker
 
 
 class Gate(Tracker):

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 import launcher
-from launcher.command import run as command
+from launcher.base.stop import Stop
+from launcher.cli.command import run as command
+from launcher.cli.runs_command import _line, main
 from launcher.config.errors import ConfigError
 from launcher.driver.folder.status import Status
 from launcher.report.console import Phase
 from launcher.report.run_record import ended_well, read_run
-from launcher.report.runs_command import _line, main
-from launcher.stop import Stop
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_a_thousand_runs_are_listed_from_two_files_each_and_without_jax(here):
     for number in range(1000):
         make(f"run-{number}")
     text = (
-        "import sys; from launcher.report.runs_command import main; assert main([]) == 0\n"
+        "import sys; from launcher.cli.runs_command import main; assert main([]) == 0\n"
         "heavy = {'jax', 'ray', 'flax', 'wandb', 'hydra', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

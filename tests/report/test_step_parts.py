@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report.accounting import PARTS
-from launcher.report.intervals import length, minus, overlap, united
-from launcher.report.step_parts import measured_seconds
-from launcher.report.timeline import ProcessSpans
-from launcher.report.verdict import judged
+from launcher.base.spans import Clock, Span
+from launcher.report.breakdown.accounting import PARTS
+from launcher.report.breakdown.intervals import length, minus, overlap, united
+from launcher.report.breakdown.step_parts import measured_seconds
+from launcher.report.breakdown.verdict import judged
+from launcher.report.pages.timeline import ProcessSpans
 from launcher.schedule import SCHEDULES, Kind
-from launcher.spans import Clock, Span
 
 sys.path.insert(0, str(Path(__file__).parent))
 from events import MS, ORIGIN, lengths, pipeline_events

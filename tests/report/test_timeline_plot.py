@@ -5,9 +5,9 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from launcher.report import timeline_plot
-from launcher.report.plots import IDLE
-from launcher.report.timeline_plot import TASK_COLOURS, plot_timeline
+from launcher.report.pages import timeline_plot
+from launcher.report.pages.plots import IDLE
+from launcher.report.pages.timeline_plot import TASK_COLOURS, plot_timeline
 from launcher.schedule import SCHEDULES, Kind, bubble_fraction, simulate
 
 

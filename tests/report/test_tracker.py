@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from launcher.report import TrackedRun, Tracker, register
-from launcher.report.registry import open_trackers
-from launcher.report.tracker import CompositeTracker
+from launcher.report.trackers.registry import open_trackers
+from launcher.report.trackers.tracker import CompositeTracker
 
 
 class Recording(Tracker):
@@ -83,7 +83,7 @@ def test_a_failing_finish_stops_no_other():
 @pytest.fixture
 def registry(monkeypatch):
     """The registry with nothing in it."""
-    monkeypatch.setattr("launcher.report.registry.TRACKERS", {})
+    monkeypatch.setattr("launcher.report.trackers.registry.TRACKERS", {})
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import psutil
 import pytest
 
 from launcher.config.schema import Wandb
-from launcher.report import wandb_tracker
-from launcher.report.plots import plot_loss
-from launcher.report.registry import GuardedTracker, TrackedRun
-from launcher.report.wandb_tracker import open_wandb
+from launcher.report.pages.plots import plot_loss
+from launcher.report.trackers import wandb_tracker
+from launcher.report.trackers.registry import GuardedTracker, TrackedRun
+from launcher.report.trackers.wandb_tracker import open_wandb
 
 pytestmark = pytest.mark.devices
 CONFIG = {"model": {"hidden_size": 98765}}

@@ -19,7 +19,8 @@ from plans import from_words  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.plan import local_shape  # noqa: E402
-from launcher.runtime import PermuteTransport, PullTransport, compile_step  # noqa: E402
+from launcher.runtime import PermuteTransport, PullTransport  # noqa: E402
+from launcher.runtime.programs import compile_step  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 

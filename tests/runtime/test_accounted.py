@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher.base.spans import Clock
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
-from launcher.report.account import Known, account
-from launcher.report.timeline import ProcessSpans, Timeline
-from launcher.runtime import dispatch_table
-from launcher.spans import Clock
+from launcher.report.breakdown.account import Known, account
+from launcher.report.pages.timeline import ProcessSpans, Timeline
+from launcher.runtime.execute import dispatch_table
 from launcher.train import worker as worker_module
 from launcher.train.worker import TrainWorker
 

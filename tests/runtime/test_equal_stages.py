@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher.base.spans import SpanRecorder
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
-from launcher.runtime import StepCompilation, Ways, compile_step, wait_for_more
-from launcher.spans import SpanRecorder
+from launcher.recipes import build_model
+from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.runtime import StepCompilation, Ways, wait_for_more
+from launcher.runtime.programs import compile_step
 from launcher.trace import trace_step
-from recipes import build_model
-from recipes.mlp_options import MLPOptions
 
 MODEL = build_model(MLPOptions(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -76,7 +77,7 @@ def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
 
     state, losses = trained(executable)
     with monkeypatch.context() as patch:
-        patch.setattr("launcher.runtime.compile.loaded_for", lambda *_: None)
+        patch.setattr("launcher.runtime.programs.compile.loaded_for", lambda *_: None)
         each, compiles = compiled(traced, patch, num_devices)
     assert compiles == len(texts)
     expected, same = trained(each)

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from launcher.cache_folder import file_name, processor
+from launcher.base.cache_folder import file_name, processor
 from launcher.runtime import keep_compiled, why_not_kept
 
 PROGRAM = """
@@ -17,9 +17,9 @@ import json
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from launcher.log import lines_to
+from launcher.base.log import lines_to
 from launcher.runtime import keep_compiled
-from launcher.runtime.compat import compiled, loaded_for
+from launcher.runtime.programs.compat import compiled, loaded_for
 
 told, events = [], []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from compiling import compile_programs
+from launcher.runtime.emit.emit.emit import emit
 
 import launcher
 from launcher.plan import local_shape
@@ -18,11 +19,10 @@ from launcher.plan.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from launcher.runtime.emit import emit
-from launcher.runtime.peak_memory import peak_bytes
-from launcher.runtime.placement import make_placement
+from launcher.recipes import build_model
+from launcher.runtime.programs.peak_memory import peak_bytes
+from launcher.runtime.programs.placement import make_placement
 from launcher.trace import trace_step
-from recipes import build_model
 
 LAYERS, BATCH = 4, 32
 ADAM = optax.adam(1e-3)

@@ -14,11 +14,11 @@ from filled import filled_params
 import launcher
 from launcher.plan import local_shape, make_forward_plan
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
-from launcher.runtime import compile_step
+from launcher.recipes import build_model
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.runtime.programs import compile_step
 from launcher.trace import trace_step
-from recipes import build_model
-from recipes.gpt_options import GPTOptions
-from recipes.mlp_options import MLPOptions
 
 BATCH, STEPS = 16, 8
 SMALL_GPT = {

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
-from launcher.runtime.partial_sums import emitted_locally
-from launcher.trace.jaxpr import jaxpr_as_fun, make_jaxpr
+from launcher.runtime.programs.partial_sums import emitted_locally
+from launcher.trace.ir.jaxpr import jaxpr_as_fun, make_jaxpr
 
 DEVICES, ROWS, WIDTH, COLUMNS = 4, 8, 16, 12
 FORMS = {  # what is made of a product, and how that is cut where the weight's columns are

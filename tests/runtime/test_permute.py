@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launcher.runtime.transport.transport.permute import rounds_of
+from launcher.runtime.transport.transport.transport import Parcel, ProcessMismatchError
 
-from launcher.runtime import PermuteTransport, compat, fail_together, transport
-from launcher.runtime.permute import rounds_of
-from launcher.runtime.transport import Parcel, ProcessMismatchError
+from launcher.runtime import PermuteTransport, fail_together
+from launcher.runtime.programs import compat
+from launcher.runtime.transport.transport import transport
 from launcher.schedule import training_schedules
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -97,7 +99,7 @@ def test_equal_exchanges_share_a_program_and_devices_meet_once(monkeypatch):
     exchanges = [way.bind([Parcel(*ends, *kind)]) for ends in ways]
     lowered, ran = [], []
     compiled = way_of(lowered, ran)
-    monkeypatch.setattr("launcher.runtime.permute._Program.compiled", compiled)
+    monkeypatch.setattr("launcher.runtime.transport.permute._Program.compiled", compiled)
     way.open(exchanges, "", by_all=True)
     assert len(lowered) == 3
     assert [[device.id for device in devices] for devices in ran] == [[a.id, b.id], [b.id, c.id]]

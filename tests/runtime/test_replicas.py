@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.runtime.digests import Copies, Digester, from_words, to_words
-from launcher.runtime.replicas import (
+from launcher.runtime.execute.replicas import (
     ReplicaError,
     _from_first,
     check_equal,
@@ -16,6 +15,7 @@ from launcher.runtime.replicas import (
     shared_copies,
     with_values,
 )
+from launcher.runtime.observe.digests import Copies, Digester, from_words, to_words
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 TYPES = "bool", "int8", "int32", "bfloat16", "uint16", "float32", "complex64", "float8_e4m3fn"

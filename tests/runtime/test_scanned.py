@@ -13,8 +13,8 @@ from flax import serialization
 
 import launcher
 from launcher import PipeshardParallel, UniformStageOption
+from launcher.arrays.stacked_array import StackedArray
 from launcher.plan import local_shape
-from launcher.stacked_array import StackedArray
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
 

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launch import together
 from tiny import BATCHES, init, step
 
-from launcher.runtime import compat, transfer
+from launcher.runtime.programs import compat
+from launcher.runtime.transport.transport import transfer
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import several
 from filled import filled_params
 
 import launcher
-from recipes import build_model
-from recipes.gpt_options import GPTOptions
-from recipes.mlp_options import MLPOptions
+from launcher.recipes import build_model
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.mlp.options import MLPOptions
 
 ROWS, ROUNDS = 24, 5
 _GPT = {

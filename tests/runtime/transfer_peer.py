@@ -20,20 +20,15 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from launcher.runtime.transport.transport.permute import _Program  # noqa: E402
+from launcher.runtime.transport.transport.transfer import boxes, is_here, place_array  # noqa: E402
 from plans import uniform  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.partition.sharding.reshard import crossing, route  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
-from launcher.runtime import (  # noqa: E402
-    PermuteTransport,
-    ProcessMismatchError,
-    PullTransport,
-    compile_step,
-    move,
-)
-from launcher.runtime.permute import _Program  # noqa: E402
-from launcher.runtime.transfer import boxes, is_here, place_array  # noqa: E402
+from launcher.runtime import PermuteTransport, ProcessMismatchError, PullTransport, move  # noqa: E402
+from launcher.runtime.programs import compile_step  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.trace.cost import matmul_flops, program_flops
-from launcher.trace.jaxpr import inline_calls, make_jaxpr
+from launcher.trace.ir.cost import matmul_flops, program_flops
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 
 def count(fun, *shapes):

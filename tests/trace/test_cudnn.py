@@ -8,12 +8,12 @@ import pytest
 
 import launcher
 from launcher.plan import local_shape
-from launcher.runtime import compile_step
+from launcher.runtime.programs import compile_step
 from launcher.trace import trace_step
-from launcher.trace.cost import backward_share, flops
-from launcher.trace.cudnn import described_cudnn
-from launcher.trace.factors import factors
-from launcher.trace.jaxpr import inline_calls, make_jaxpr
+from launcher.trace.ir.cost import backward_share, flops
+from launcher.trace.ir.cudnn import described_cudnn
+from launcher.trace.ir.factors import factors
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 BATCH, LENGTH, HEADS, SIZE = 4, 16, 4, 8
 MASKS = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
-from launcher.trace.jaxpr import Jaxpr, inline_calls, jaxpr_as_fun, make_jaxpr, scan_counts
+from launcher.trace.ir.jaxpr import Jaxpr, inline_calls, jaxpr_as_fun, make_jaxpr, scan_counts
 
 ROOT = Path(launcher.__file__).parent
 FORMS = (

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.trace import primitive_kinds
-from launcher.trace.factors import _RULES, factors
-from launcher.trace.jaxpr import inline_calls, make_jaxpr, sub_jaxprs
+from launcher.trace.ir import primitive_kinds
+from launcher.trace.ir.factors import _RULES, factors
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr, sub_jaxprs
 
 ROOT = Path(launcher.__file__).parent
 RULES = (

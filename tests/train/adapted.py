@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from launcher.checkpoint.names import map_named
 from launcher.train.lora import adapters_of, without_adapters
-from launcher.train.names import map_named
 
 
 def merge(params, options):

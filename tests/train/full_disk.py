@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from launcher.files import write_whole
-from launcher.log import lines_to
+from launcher import checkpoint
+from launcher.base.files import write_whole
+from launcher.base.log import lines_to
 from launcher.report.jsonl import JsonlTracker
-from launcher.train import checkpoint
 from launcher.train.step import TrainState
 
 DISK = Path(sys.argv[1])

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from launcher.train import checkpoint
-from launcher.train.checkpoint import background as background_module
-from launcher.train.checkpoint import shards
+from launcher import checkpoint
+from launcher.checkpoint import background as background_module
+from launcher.checkpoint import shards
 from launcher.train.step import TrainState
 
 
@@ -64,7 +64,7 @@ def test_what_it_writes_is_the_state_as_it_was_when_copied(background, tmp_path)
 def test_one_that_is_stopped_is_ended_and_the_next_save_has_another(
     background, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("launcher.train.checkpoint.background._LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("launcher.checkpoint.background._LOOK_SECONDS", 0.2)
     os.kill(background.pid, signal.SIGSTOP)
     before = background.pid
     with pytest.raises(checkpoint.SaveError, match="the process that writes it was stopped"):
@@ -108,7 +108,7 @@ def test_two_processes_write_one_checkpoint_and_a_killed_one_spoils_none(
     other = checkpoint.Background()
     try:
         for i, who in enumerate((background, other)):
-            monkeypatch.setattr("launcher.train.checkpoint.background.view_on_host", half(i))
+            monkeypatch.setattr("launcher.checkpoint.background.view_on_host", half(i))
             copies.append(who.copy_to_host(make_state(0)))
         monkeypatch.undo()
         writers = [checkpoint.Writers(i, 2, "t") for i in (0, 1)]
@@ -141,7 +141,7 @@ def half(parity):
 
 PARENT = """
 import time
-from launcher.train.checkpoint import Background
+from launcher.checkpoint import Background
 print(Background().pid, flush=True)
 time.sleep(1000)
 """

@@ -17,9 +17,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from launcher import checkpoint
+from launcher.checkpoint import orbax_compat, write
 from launcher.config.optimizers import AdamW
-from launcher.train import checkpoint
-from launcher.train.checkpoint import orbax_compat, write
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import TrainState
 
@@ -294,7 +294,7 @@ def test_a_quota_that_is_used_up_is_named_and_the_last_checkpoint_stays(by, tmp_
 
     # The files' own writing in the one case; in the other what TensorStore makes of it.
     what = "write.checksums" if by == "os" else "orbax_compat.ts.open"
-    monkeypatch.setattr(f"launcher.train.checkpoint.{what}", refuse)
+    monkeypatch.setattr(f"launcher.checkpoint.{what}", refuse)
     with pytest.raises(checkpoint.SaveError) as error:
         save(tmp_path, 2)
     assert str(error.value) == (

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from launcher import checkpoint
+from launcher.checkpoint import integrity
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import check_start, find_start
-from launcher.train import checkpoint
-from launcher.train.checkpoint import integrity
 from launcher.train.step import TrainState
 
 FLIPS = 80

@@ -8,10 +8,10 @@ import pytest
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
+from launcher.recipes import Dataset, InputError, Model, build_dataset, build_model
+from launcher.recipes.data.batches import batches, held_out
 from launcher.train.program import build_program
 from launcher.train.worker import TrainWorker
-from recipes import Dataset, InputError, Model, build_dataset, build_model
-from recipes.batches import batches, held_out
 
 MLP = "model=mlp", "model.hidden_size=16", "dataset=synthetic", "dataset.num_samples=100"
 GPT = "model=gpt", "model.size=nano", "model.num_layers=2", "model.hidden_size=16"
@@ -178,5 +178,5 @@ def test_all_of_a_dataset_that_does_not_say_how_much_it_holds_out_is_refused(mon
     assert str(error.value) == (
         "train.eval_batches=null evaluates on all that is held out, and dataset.name=synthetic "
         "does not say how much that is; set train.eval_batches to a number, or have its build "
-        "return recipes.batches.held_out"
+        "return launcher.recipes.data.batches.held_out"
     )

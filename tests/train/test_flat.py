@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
+from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import export
-from launcher.train import checkpoint
 from launcher.train.step import TrainState
 
 PARAMS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.train import checkpoint
+from launcher import checkpoint
 
 HERE = Path(__file__).parent
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]

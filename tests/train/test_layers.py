@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.stacked_array import StackedArray
+from launcher import checkpoint
+from launcher.arrays.stacked_array import StackedArray
+from launcher.checkpoint.flat import write_flat
+from launcher.checkpoint.layers import sources
 from launcher.testing import assert_allclose
-from launcher.train import checkpoint
-from launcher.train.checkpoint.flat import write_flat
-from launcher.train.checkpoint.layers import sources
 from launcher.train.step import TrainState
 
 LAYERS = 3

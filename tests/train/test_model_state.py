@@ -10,13 +10,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.optimizers import AdamW
-from launcher.train import checkpoint
+from launcher.recipes import InputError, Model, build_model
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_eval_step, make_train_step
-from recipes import InputError, Model, build_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_peer import COMMON, Trainee

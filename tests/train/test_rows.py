@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from launcher.recipes.data.batches import batches, held_out
 from launcher.train.rows import filled, own_rows, pieces, shapes_of
-from recipes.batches import batches, held_out
 
 SHAPES = {"x": jax.ShapeDtypeStruct((6, 2), np.float32)}
 

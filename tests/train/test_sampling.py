@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from launcher.arrays.stacked_array import StackedArray
 from launcher.config.compose import load
-from launcher.stacked_array import StackedArray
-from launcher.train import sampling
-from launcher.train.sampling import Sample, Sampler
-from recipes.decoding import Generator, Sampling, build_decoder
+from launcher.inference import sampling
+from launcher.inference.sampling import Sample, Sampler
+from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
 
 sys.path.insert(0, str(Path(__file__).parent))
 from adapted import merge

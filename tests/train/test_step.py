@@ -7,10 +7,10 @@ import optax
 import pytest
 
 from launcher.config.optimizers import AdamW
+from launcher.recipes import InputError, Model, build_model
+from launcher.recipes.models.mlp.options import MLPOptions
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import init_state, make_eval_step, make_train_step
-from recipes import InputError, Model, build_model
-from recipes.mlp_options import MLPOptions
 
 SEED = jax.random.key_data(jax.random.key(11))
 BATCH = {"x": jnp.arange(12.0).reshape(4, 3) / 10, "y": jnp.ones((4, 2))}

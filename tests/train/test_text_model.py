@@ -1,4 +1,4 @@
-"""`launcher/train/model_layout.py`, `text_model.py`: where a model that speaks lies."""
+"""`launcher/inference/model_layout.py`, `text_model.py`: where a model that speaks lies."""
 
 import dataclasses
 import json
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load
-from launcher.train.model_layout import ModelLayout, layout_of
-from launcher.train.placed_model import ModelPlaces, everywhere
+from launcher.inference.model_layout import ModelLayout, layout_of
+from launcher.inference.placed_model import ModelPlaces, everywhere
+from launcher.inference.text_model import TextModel
 from launcher.train.program import build_program
-from launcher.train.text_model import TextModel
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "runtime")]

@@ -11,8 +11,8 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 import launcher
+from launcher import checkpoint
 from launcher.testing import assert_allclose
-from launcher.train import checkpoint
 
 
 @struct.dataclass

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from launcher.base.output import Advance
 from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray import ray_compat, worker_actor
 from launcher.cluster.ray.demand import NOTHING, Demand, check_demand
@@ -19,7 +20,6 @@ from launcher.cluster.ray.reach import choose_pool, gpus_of, is_connected, reach
 from launcher.cluster.ray.start_process import start_server, start_worker
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import WorkerHandle, kill, not_started
-from launcher.output import Advance
 
 _END_SECONDS = 3.0  # for Ray to end the workers: one that is killed before is told as a failure
 _LEAVE_SECONDS = 15.0  # for Ray to disconnect, if it still answers

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from launcher.base.output import Advance
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.ray import ray_compat, scratch, worker_actor
@@ -33,7 +34,6 @@ from launcher.cluster.ray.start_process import start_server, start_worker
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, not_started
 from launcher.cluster.slurm.rendezvous import Rendezvous
-from launcher.output import Advance
 
 _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import psutil
 
+from launcher.base.files import exposed
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray import ray_compat, room
 from launcher.cluster.ray.head import RAY_FOLDER, TOKEN_VARIABLE
-from launcher.files import exposed
 
 _PREFIX = "launcher-"
 _TOKEN = "token"

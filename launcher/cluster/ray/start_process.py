@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.base.files import open_own
 from launcher.cluster.ray import ray_compat, worker_actor
 from launcher.cluster.ray.parameter_server import ExchangeServer
 from launcher.cluster.ray.worker import WorkerHandle
-from launcher.files import open_own
 
 
 def start_worker(

@@ -54,8 +54,8 @@ class Worker:
         os.environ.update(environ)
         os.chdir(folder)
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
-        from launcher.follow import follow
-        from launcher.log import take_over
+        from launcher.base.follow import follow
+        from launcher.base.log import take_over
 
         take_over(logging.StreamHandler())  # standard error is the worker's log
         follow()  # ends with Ray's process, also while it is stopped

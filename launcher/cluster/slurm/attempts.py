@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.base.files import DamagedError, read_own, write_whole
+from launcher.base.reading import read
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.slurm.allocation import Allocation
-from launcher.files import DamagedError, read_own, write_whole
-from launcher.reading import read
 
 PREEMPTED = 75  # the exit code of an attempt that asks to come back
 _FILE = "attempt.json"

@@ -21,12 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from launcher.base.files import DamagedError, parse_json, read_private, write_whole
+from launcher.base.reading import read
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.head import proof
 from launcher.cluster.slurm.allocation import Allocation, listen, own_address
 from launcher.config.machines import Slurm
-from launcher.files import DamagedError, parse_json, read_private, write_whole
-from launcher.reading import read
 
 _POLL_SECONDS = 0.5
 _ANSWER_BYTES = 2**16

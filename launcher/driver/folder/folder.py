@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from launcher import checkpoint
+from launcher.base.files import clear_partial, open_own, set_aside
 from launcher.cluster.slurm.attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
@@ -23,8 +25,6 @@ from launcher.driver.folder.identity import check_same_run
 from launcher.driver.folder.make_folder import check_folder, make_folder
 from launcher.driver.folder.private_files import private_files
 from launcher.driver.folder.status import Status
-from launcher.files import clear_partial, open_own, set_aside
-from launcher.train import checkpoint
 
 LOCK = ".lock"
 

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.checkpoint import Account
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError, shown
 from launcher.config.interpolation import dotted, unresolved
 from launcher.config.schema import Config
-from launcher.train.checkpoint import Account
-from recipes import fingerprint_dataset
+from launcher.recipes import fingerprint_dataset
 
 _FIXED = (
     "model",
@@ -54,7 +54,7 @@ def check_same_run(path: Path, step: int, stored: Account, config: Config) -> No
 
     Raises:
         ConfigError: a setting that must not change has changed, or the data has.
-        recipes.InputError: the data cannot be used.
+        launcher.recipes.InputError: the data cannot be used.
     """
     before, now = _flat(stored.config), _flat(to_dict(config))
     for key in filter(_is_fixed, sorted(before.keys() | now.keys())):

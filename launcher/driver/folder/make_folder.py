@@ -10,10 +10,10 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+from launcher.base.files import FULL, exposed, named
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
 from launcher.driver.folder.private_files import OTHERS, is_own
-from launcher.files import FULL, exposed, named
 
 _OF_THE_DISK = FULL | {errno.EIO}  # errors of the disk, not of a setting
 

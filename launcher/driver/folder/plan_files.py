@@ -8,13 +8,13 @@ from pathlib import Path
 
 import yaml
 
+from launcher.base.files import aside, write_whole
+from launcher.base.output import complain
 from launcher.config.compose import to_written
 from launcher.config.machines import SlurmCluster
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import LOCK, RunFolder
 from launcher.driver.folder.folder_handle import LostFolderError
-from launcher.files import aside, write_whole
-from launcher.output import complain
 from launcher.plan import Plan
 
 

@@ -18,11 +18,11 @@ from typing import Any, Self
 
 import psutil
 
-from launcher.files import write_whole
+from launcher.base.files import write_whole
 from launcher.report.console import Phase
 from launcher.report.jsonl import json_number
 from launcher.report.run_record import STATUS, ending_of
-from launcher.report.tracker import Metrics
+from launcher.report.trackers.tracker import Metrics
 
 BEAT = 4.0  # seconds after which an unchanged status is written again: it shows that we live
 _SHORTEST = 1.0  # seconds from one writing to the next

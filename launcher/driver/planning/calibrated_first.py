@@ -5,11 +5,11 @@ It imports no JAX, as it decides when Ray is started.
 
 from __future__ import annotations
 
+from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Described, RayCluster, SlurmCluster
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config
-from launcher.measurements import cache_file, read_cached
 
 
 def measures_first(config: Config) -> bool:

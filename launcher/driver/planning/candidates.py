@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.base.files import DamagedError, read_json
 from launcher.cluster.devices import DevicePool
 from launcher.config.parallel import Auto
 from launcher.config.schema import Config
-from launcher.files import DamagedError, read_json
 from launcher.plan import Plan, PlanError, describe_plan
 from launcher.plan.profile.trials import fastest, kept_trial, same_way
 

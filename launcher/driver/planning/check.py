@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.base.log import lines_to
 from launcher.cluster.devices import DevicePool, find_devices
 from launcher.cluster.ray.demand import check_demand, demand_of
 from launcher.cluster.ray.reach import choose_pool, gpus_of, reach
@@ -25,9 +26,8 @@ from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
-from launcher.log import lines_to
-from launcher.report.chosen import check_libraries, openers
-from recipes import InputError, check_dataset, find_module, needs_preparing
+from launcher.recipes import InputError, check_dataset, find_module, needs_preparing
+from launcher.report.trackers.chosen import check_libraries, openers
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
     Raises:
         ConfigError: a setting does not fit this machine.
         ClusterError: the Ray of `cluster=ray` cannot be reached, or has not these devices.
-        recipes.InputError: the data does not fit the model.
+        launcher.recipes.InputError: the data does not fit the model.
         OSError: a file cannot be read.
     """
     check_libraries(config.report.trackers or ())

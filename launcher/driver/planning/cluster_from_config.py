@@ -7,15 +7,15 @@ import os
 
 from rich.console import Console
 
+from launcher.base.log import held_back
 from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Described
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config
 from launcher.driver.planning.calibrated_first import measures_first
-from launcher.gpu_memory import memory_share, usable_bytes
-from launcher.log import held_back
+from launcher.hardware.cluster_shape import is_nominal
+from launcher.hardware.gpu_memory import memory_share, usable_bytes
 from launcher.plan import ClusterShape, local_shape
-from launcher.plan.cluster_shape import is_nominal
 from launcher.plan.profile.calibration import calibrated, kept
 from launcher.plan.profile.measure_first import measure_first
 from launcher.report.console import Phase, status

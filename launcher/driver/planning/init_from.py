@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher import checkpoint
+from launcher.base.files import DamagedError
+from launcher.checkpoint.layout import METADATA
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.planning.start_tokenizer import check_tokenizer
-from launcher.files import DamagedError
-from launcher.train import checkpoint
-from launcher.train.checkpoint.layout import METADATA
-from recipes.hugging_face import CONFIG, PREFIX, family_named, family_of, folder_of, read_config
+from launcher.recipes.models.hugging_face import (
+    CONFIG,
+    PREFIX,
+    family_named,
+    family_of,
+    folder_of,
+    read_config,
+)
 
 _KEY = "train.init_from"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from launcher.base.files import DamagedError, read_json
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config
-from launcher.files import DamagedError, read_json
 from launcher.plan import ClusterShape, Plan
 from launcher.plan.profile.outcomes import corrected, keep_outcome, kept_correction
-from launcher.report.accounting import Accounting
+from launcher.report.breakdown.accounting import Accounting
 from launcher.trace.step import TracedStep
 
 _LEAST_STEPS = 8  # of which some are steady

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from launcher.base.log import held_back
 from launcher.cluster.devices import DevicePool
 from launcher.config.schema import Config
 from launcher.driver.planning.candidates import known_fastest, plans_to_try
@@ -19,7 +20,6 @@ from launcher.driver.planning.fitting import too_large, what_fits
 from launcher.driver.planning.init_from import check_start
 from launcher.driver.planning.learned import as_learned
 from launcher.driver.planning.plan_from_config import plans_of
-from launcher.log import held_back
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.report.console import Phase, status
 from launcher.report.plan_table import print_plan
@@ -79,7 +79,7 @@ def prepare(config: Config, console: Console, finished: int = 0) -> Prepared:
 
     Raises:
         ConfigError: a setting does not fit this machine.
-        recipes.InputError: the model or the data cannot be built.
+        launcher.recipes.InputError: the model or the data cannot be built.
         TraceError: the program cannot be traced.
         PlanError: there is no plan that fits.
         OSError: a file cannot be read.

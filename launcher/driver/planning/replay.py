@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.base.files import DamagedError, read_json
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.replayed import differences, in_common, resolved_beside
 from launcher.config.schema import Config
-from launcher.files import DamagedError, read_json
 
 _MOST_NAMED = 4
 

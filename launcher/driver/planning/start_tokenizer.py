@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.config.errors import ConfigError
-from recipes import InputError
-from recipes.corpus.files import find_corpus
-from recipes.corpus.tokenizers import BYTES, load_tokenizer, tokenizer_fingerprint
-from recipes.documents_options import Documents
-from recipes.mixture_options import Mixture
-from recipes.text_options import Bytes
-from recipes.tokens_options import Tokens
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.files import find_corpus
+from launcher.recipes.data.corpus.tokenizers import BYTES, load_tokenizer, tokenizer_fingerprint
+from launcher.recipes.datasets.documents.options import Documents
+from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.text.options import Bytes
+from launcher.recipes.datasets.tokens.options import Tokens
 
 _KEY = "train.init_from"
 FILE = "tokenizer.json"

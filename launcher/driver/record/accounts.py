@@ -16,11 +16,11 @@ from launcher.driver.folder.folder import RunFolder
 from launcher.driver.planning.learned import learn
 from launcher.driver.record.wall_clock import WallClock, with_lost
 from launcher.plan import Plan
-from launcher.report.account import Known, account
-from launcher.report.accounting import Accounting, read_accounting
-from launcher.report.goodput import Goodput
+from launcher.report.breakdown.account import Known, account
+from launcher.report.breakdown.accounting import Accounting, read_accounting
+from launcher.report.breakdown.goodput import Goodput
 from launcher.report.jsonl import METRICS, read_metrics
-from launcher.report.timeline import FILE, ProcessSpans, read_timeline
+from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 
 _log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from launcher.config.schema import Train
+from launcher.recipes import InputError
 from launcher.report.run_record import STOPPED_EARLY
-from recipes import InputError
 
 _ANY = "eval/loss"  # of every evaluation
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from recipes import InputError, users_module
+from launcher.recipes import InputError, users_module
 
 if TYPE_CHECKING:
     from launcher.train.step_result import StepResult

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher.plan import Plan, timeline
-from launcher.report import accounting
-from launcher.report.memory_plot import plot_memory
-from launcher.report.plots import plot_loss
+from launcher.report.breakdown import accounting
+from launcher.report.pages.memory_plot import plot_memory
+from launcher.report.pages.plots import plot_loss
+from launcher.report.pages.timeline import FILE, read_timeline
+from launcher.report.pages.timeline_plot import plot_timeline
 from launcher.report.summary import REPORT
-from launcher.report.timeline import FILE, read_timeline
-from launcher.report.timeline_plot import plot_timeline
 
 TIMELINE = Path("plots/timeline.png")
 

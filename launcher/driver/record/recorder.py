@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from launcher.base.spans import SpanRecorder
 from launcher.driver.record.wall_clock import WallClock
-from launcher.report.goodput import Goodput
-from launcher.report.tracker import Metrics
+from launcher.report.breakdown.goodput import Goodput
+from launcher.report.trackers.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal
-from launcher.spans import SpanRecorder
 
 if TYPE_CHECKING:
     from launcher.driver.folder.status import Status
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from launcher.driver.record.hooks import Hooks
     from launcher.driver.record.samples import Samples
     from launcher.driver.record.timelines import Timelines
-    from launcher.train.sampling import Sample
+    from launcher.inference.sampling import Sample
     from launcher.train.step_result import StepResult
 
 

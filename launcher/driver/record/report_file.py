@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.files import write_whole
+from launcher.base.files import write_whole
 from launcher.plan import Plan, timeline
-from launcher.report.accounting import Accounting
-from launcher.report.html.run_page import Reported, run_report
+from launcher.report.breakdown.accounting import Accounting
+from launcher.report.pages.run_page import Reported, run_report
+from launcher.report.pages.timeline import FILE, read_timeline
 from launcher.report.summary import REPORT, Summary
-from launcher.report.timeline import FILE, read_timeline
 
 _log = logging.getLogger(__name__)
 

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from launcher import checkpoint
+from launcher.base.stop import ENDINGS
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.script import SCRIPT
 from launcher.config.compose import redacted
@@ -31,20 +33,22 @@ from launcher.driver.record.report_file import write_report
 from launcher.driver.record.special_steps import warm_up
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import Plan, describe_plan, timeline
-from launcher.report.accounting import Accounting
-from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
-from launcher.report.chosen import openers
+from launcher.report.breakdown.accounting import Accounting
+from launcher.report.breakdown.accounting_table import (
+    accounting_tables,
+    in_summary,
+    print_accounting,
+)
 from launcher.report.console import line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
+from launcher.report.pages.plot_process import PlotProcess
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
-from launcher.report.plot_process import PlotProcess
-from launcher.report.registry import TrackedRun, open_trackers
 from launcher.report.step_lines import ConsoleTracker
 from launcher.report.summary import Summary, print_summary, write_summary
-from launcher.report.tracker import CompositeTracker, Metrics, Tracker
-from launcher.stop import ENDINGS
-from launcher.train import checkpoint
+from launcher.report.trackers.chosen import openers
+from launcher.report.trackers.registry import TrackedRun, open_trackers
+from launcher.report.trackers.tracker import CompositeTracker, Metrics, Tracker
 
 
 def write_planned(

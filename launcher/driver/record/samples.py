@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launcher.base.files import write_whole
+from launcher.base.output import without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.record.special_steps import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
-from launcher.files import write_whole
-from launcher.output import without_control
-from launcher.train.sampling import Sample, problem_of
-from recipes import InputError, tokenizer_of
-from recipes.corpus.tokenizers import Tokenizer
-from recipes.decoding import build_decoder
+from launcher.inference.sampling import Sample, problem_of
+from launcher.recipes import InputError, tokenizer_of
+from launcher.recipes.data.corpus.tokenizers import Tokenizer
+from launcher.recipes.models.decoding import build_decoder
 
 FOLDER = "samples"  # in the run's folder
 LARGEST = 2**31  # bytes of parameters that are moved for a sample nobody asked for

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.report.timeline import FILE, ProcessSpans, read_timeline
-from launcher.spans import Clock, SpanRecorder
+from launcher.base.spans import Clock, SpanRecorder
+from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 
 if TYPE_CHECKING:
     from launcher.train.recordings import Recording

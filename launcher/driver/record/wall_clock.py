@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from launcher.report.goodput import Goodput
+from launcher.report.breakdown.goodput import Goodput
 
 _MOST_LOST = 100_000  # steps since a checkpoint
 

@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from launcher import checkpoint
+from launcher.base.files import write_whole
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.tasks.export_tokenizer import warn_of_other_tokens
-from launcher.driver.tasks.model_workers import model_answers, stored_plan
 from launcher.driver.tasks.prepare_data import prepare_first
-from launcher.driver.tasks.stored_model import refused, run_settings, stored_model
-from launcher.files import write_whole
+from launcher.inference.answers import model_answers, stored_plan
+from launcher.inference.export_tokenizer import warn_of_other_tokens
+from launcher.inference.model_workers import EvaluationWorker, Means
+from launcher.inference.stored_model import refused, run_settings, stored_model
 from launcher.plan import Plan
+from launcher.recipes import Batches, Dataset, InputError, build_dataset, bytes_per_target
 from launcher.report.console import status
-from launcher.train import checkpoint
-from launcher.train.model_workers import EvaluationWorker, Means
-from recipes import Batches, Dataset, InputError, build_dataset, bytes_per_target
 
 
 def evaluate(config: Config, console: Console) -> int:

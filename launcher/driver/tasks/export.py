@@ -11,18 +11,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launcher import checkpoint
+from launcher.base.files import DamagedError
+from launcher.checkpoint.hugging_face import Folder
 from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.folder.private_files import private_files
-from launcher.driver.tasks.export_tokenizer import exported_tokenizer
-from launcher.driver.tasks.stored_model import refused, run_settings, stored_model
-from launcher.files import DamagedError
+from launcher.inference.export_tokenizer import exported_tokenizer
+from launcher.inference.stored_model import refused, run_settings, stored_model
+from launcher.recipes.data.masking import with_mask_token
+from launcher.recipes.models.hugging_face import family_named
 from launcher.report.console import status
-from launcher.train import checkpoint
-from launcher.train.checkpoint.hugging_face import Folder
-from recipes.hugging_face import family_named
-from recipes.masking import with_mask_token
 
 
 def export(config: Config, console: Console) -> int:

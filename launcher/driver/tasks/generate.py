@@ -11,17 +11,17 @@ from typing import Any
 
 from rich.console import Console
 
+from launcher import checkpoint
+from launcher.base.output import answer, without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.tasks.model_workers import model_answers, stored_plan
-from launcher.driver.tasks.stored_model import run_settings, stored_model
-from launcher.output import answer, without_control
+from launcher.inference.answers import model_answers, stored_plan
+from launcher.inference.model_workers import TextWorker
+from launcher.inference.stored_model import run_settings, stored_model
+from launcher.recipes import tokenizer_of
+from launcher.recipes.data.corpus.tokenizers import Tokenizer
+from launcher.recipes.models.decoding import build_decoder
 from launcher.report.console import status
-from launcher.train import checkpoint
-from launcher.train.model_workers import TextWorker
-from recipes import tokenizer_of
-from recipes.corpus.tokenizers import Tokenizer
-from recipes.decoding import build_decoder
 
 _LARGEST = 2**20  # bytes of a file of prompts
 

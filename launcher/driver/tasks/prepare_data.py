@@ -10,11 +10,11 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.recipes import needs_preparing, prepare_dataset
 from launcher.report.console import status
-from recipes import needs_preparing, prepare_dataset
 
 if TYPE_CHECKING:
-    from recipes.documents_options import Documents
+    from launcher.recipes.datasets.documents.options import Documents
 
 
 def prepare_data(config: Config, console: Console) -> int:
@@ -22,7 +22,7 @@ def prepare_data(config: Config, console: Console) -> int:
 
     Raises:
         ConfigError: nothing is ever made of this data.
-        recipes.InputError: it, or the tokenizer, cannot be used.
+        launcher.recipes.InputError: it, or the tokenizer, cannot be used.
         OSError: a file cannot be read or written.
     """
     if not _prepare_here(config, console):
@@ -57,11 +57,11 @@ def tokenize(config: Config, console: Console) -> int:
 
     Raises:
         ConfigError: the dataset has no documents, or the file cannot be made.
-        recipes.InputError: they cannot be used.
+        launcher.recipes.InputError: they cannot be used.
         OSError: a file cannot be read or written.
     """
-    from recipes.corpus.train_tokenizer import train_tokenizer
-    from recipes.documents import preparation
+    from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+    from launcher.recipes.datasets.documents.dataset import preparation
 
     options, path = _documents(config), Path(config.tokenize.path).expanduser()
     if os.path.lexists(path) or not path.parent.is_dir():
@@ -81,7 +81,7 @@ def tokenize(config: Config, console: Console) -> int:
 
 
 def _documents(config: Config) -> Documents:
-    from recipes.documents_options import Documents
+    from launcher.recipes.datasets.documents.options import Documents
 
     if not isinstance(config.dataset, Documents):
         raise ConfigError(

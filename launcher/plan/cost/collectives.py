@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.remat import Recomputed
 from launcher.partition.sharding.named_dims import (
     Holder,
@@ -25,11 +26,18 @@ from launcher.partition.sharding.named_dims import (
     without,
 )
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import all_reduce_seconds, gather_seconds
-from launcher.trace.cost import backward_share, flops, moved_bytes
-from launcher.trace.jaxpr import Equation, Var, dependents, free_vars, has_tangent, is_var, nbytes
-from launcher.trace.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
+from launcher.trace.ir.cost import backward_share, flops, moved_bytes
+from launcher.trace.ir.jaxpr import (
+    Equation,
+    Var,
+    dependents,
+    free_vars,
+    has_tangent,
+    is_var,
+    nbytes,
+)
+from launcher.trace.ir.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
 
 Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
-from launcher.trace.jaxpr import Atom, Equation, Var, is_var
-from launcher.trace.primitive_kinds import (
+from launcher.trace.ir.jaxpr import Atom, Equation, Var, is_var
+from launcher.trace.ir.primitive_kinds import (
     BROADCASTS,
     CHEAP,
     COSTLY,

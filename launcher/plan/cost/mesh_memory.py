@@ -17,7 +17,7 @@ from launcher.plan.cost.update_memory import UpdateMemory, accumulators, layers_
 from launcher.plan.gradient_sums import GradientSums
 from launcher.schedule import Task
 from launcher.trace import Loss
-from launcher.trace.jaxpr import nbytes
+from launcher.trace.ir.jaxpr import nbytes
 
 
 def mesh_memory(

@@ -15,7 +15,7 @@ from launcher.partition.stage_programs import StagePrograms
 from launcher.partition.task_programs import TaskProgram
 from launcher.plan.cost.liveness import Liveness, Size
 from launcher.schedule import Kind
-from launcher.trace.jaxpr import Aval, Equation, Var, dependents, is_var, nbytes
+from launcher.trace.ir.jaxpr import Aval, Equation, Var, dependents, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 

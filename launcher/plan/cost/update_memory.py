@@ -13,8 +13,8 @@ from launcher.partition.sharding.named_dims import parts
 from launcher.partition.stages import StageGraph
 from launcher.plan.cost.liveness import Liveness
 from launcher.trace import Loss
-from launcher.trace.jaxpr import Equation, Var, is_var, nbytes, needed
-from launcher.trace.primitive_kinds import FUSED, REDUCTIONS
+from launcher.trace.ir.jaxpr import Equation, Var, is_var, nbytes, needed
+from launcher.trace.ir.primitive_kinds import FUSED, REDUCTIONS
 from launcher.trace.step import TracedStep
 
 

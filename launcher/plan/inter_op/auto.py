@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.sharding.named_dims import NamedDims
 from launcher.partition.stages import group_layers, layer_flops
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.layer_costs import cost_table
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.submeshes import model_sizes, submesh_sizes

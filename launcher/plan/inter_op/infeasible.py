@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from launcher.hardware.cluster_shape import LOCAL, ClusterShape
 from launcher.partition.errors import PlanError
-from launcher.plan.cluster_shape import LOCAL, ClusterShape
 from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.estimate import make_estimate

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from launcher.base.remat_name import parse_remat
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.problem import Problem, Wanted
@@ -20,7 +21,6 @@ from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, count_again, splits
 from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.inter_op.submeshes import place_submeshes
-from launcher.remat_name import parse_remat
 from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4

@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.sharding.layout import MODEL, batch_axes, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, axes, parts
 from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stage_programs import StagePrograms, as_one, inside_of, trace_stage
 from launcher.partition.stages import StageGraph, cut_stages
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.collectives import (
     Collective,
     backward_work_seconds,
@@ -49,7 +49,7 @@ from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sh
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import Var, is_var, nbytes
+from launcher.trace.ir.jaxpr import Var, is_var, nbytes
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 

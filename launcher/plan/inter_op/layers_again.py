@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launcher.remat_name import parse_remat
+from launcher.base.remat_name import parse_remat
 
 FEWEST = "fewest"  # for the search to choose from, beside the words of `remat_name`
 Count = int | np.ndarray  # an array: a number each, along a leading axis

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links
 from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.divisors import spread_divisors

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from launcher.base.remat_name import parse_remat
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment
 from launcher.plan.build import PlanBuilder
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import TooLargeError, UnmeasuredError
-from launcher.plan.further import lead_of
+from launcher.plan.followers.further import lead_of
 from launcher.plan.inter_op.alternatives import next_best
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.climb import fewest_again, ungrouped
@@ -26,7 +27,6 @@ from launcher.plan.notes import refused_notes
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.words import describe_plan
-from launcher.remat_name import parse_remat
 from launcher.trace.errors import BatchError, JoinedError
 from launcher.trace.step import TracedStep
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.remat import recomputed
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stage_programs import inside_of, trace_stage
 from launcher.partition.stages import StageGraph
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.collectives import (
     Collective,
     dependence,
@@ -20,7 +20,7 @@ from launcher.plan.cost.collectives import (
 from launcher.plan.cost.stage_memory import left_bytes, stored_in, temporaries
 from launcher.schedule import Kind
 from launcher.trace import Loss
-from launcher.trace.jaxpr import Equation, Var, nbytes, sub_jaxprs
+from launcher.trace.ir.jaxpr import Equation, Var, nbytes, sub_jaxprs
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.task_programs import MOST_INSIDE
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Amount, activation_bytes, sharded_bytes
 from launcher.plan.inter_op.cost_table import PARAMETER_FIELDS, CostTable
 from launcher.plan.inter_op.layers_again import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launcher.plan.cluster_shape import ClusterShape
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.layers_again import FEWEST, layers_again
 from launcher.plan.inter_op.many_stage_costs import ManyStageCosts

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.plan.cluster_shape import ClusterShape
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import (
     Amount,
     Links,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from launcher.plan.cluster_shape import ClusterShape
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links, ring_links
 from launcher.plan.inter_op.divisors import divisors, spread_divisors
 

@@ -14,7 +14,7 @@ from launcher.partition.sharding.layout import MODEL, batch_axes
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import Var
+from launcher.trace.ir.jaxpr import Var
 
 
 def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) -> int | None:

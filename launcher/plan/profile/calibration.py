@@ -21,15 +21,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher import follow, measurements
-from launcher.gpu_memory import gpu_memory_variables
-from launcher.log import warn_once
+from launcher.base import follow, measurements
+from launcher.base.log import warn_once
+from launcher.hardware.cluster_shape import ClusterShape, is_nominal
+from launcher.hardware.gpu_memory import gpu_memory_variables
 from launcher.partition.errors import PlanError
-from launcher.plan.cluster_shape import ClusterShape, is_nominal
 from launcher.plan.profile import measure_devices
-from launcher.trace.cost import backward_share, flops, moved_bytes
-from launcher.trace.jaxpr import Equation, inline_calls, make_jaxpr
-from launcher.trace.primitive_kinds import PRODUCTS
+from launcher.trace.ir.cost import backward_share, flops, moved_bytes
+from launcher.trace.ir.jaxpr import Equation, inline_calls, make_jaxpr
+from launcher.trace.ir.primitive_kinds import PRODUCTS
 
 _TIME_OUT = 600.0  # seconds
 _QUICK_TIME_OUT = 120.0  # seconds; a GPU takes long to start

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.joint_graph import Name
 from launcher.partition.sharding.layout import MODEL
 from launcher.partition.sharding.named_dims import Sharding, Spec
@@ -24,12 +25,11 @@ from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stage_programs import StagePrograms, inside_of, trace_stage
 from launcher.partition.stages import StageGraph
 from launcher.partition.task_programs import TaskProgram
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import Jaxpr
-from launcher.trace.structure_text import structure_text
+from launcher.trace.ir.jaxpr import Jaxpr
+from launcher.trace.ir.structure_text import structure_text
 
 COPIES = "copies"
 

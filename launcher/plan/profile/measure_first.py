@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from launcher.files import make_private
+from launcher.base.files import make_private
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.errors import PlanError
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.profile.calibration import Calibration, calibration_file, kept, measure
 
 _AGAIN = "measured again"

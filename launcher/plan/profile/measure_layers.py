@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import follow, measurements
+from launcher.base import follow, measurements
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.stages import StageGraph, cut_stages
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.profile import measure_programs
 from launcher.plan.profile.layer_programs import LayerProgram, layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from launcher import measurements
-from launcher.plan.cluster_shape import ClusterShape
+from launcher.base import measurements
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.plan.plan import Plan
 
 _MOST = 100.0  # more is no property of the devices

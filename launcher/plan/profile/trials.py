@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher import measurements
+from launcher.base import measurements
 from launcher.plan.plan import Plan, Trial
 from launcher.plan.words import describe_plan
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import launcher
-from launcher.cache_folder import cache_folder
+from launcher.base.cache_folder import cache_folder
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray import room
 

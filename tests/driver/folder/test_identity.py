@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from launcher.checkpoint import Account
 from launcher.config.compose import from_dict, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.folder.identity import check_same_run
-from launcher.train.checkpoint import Account
-from recipes import fingerprint_dataset
+from launcher.recipes import fingerprint_dataset
 
 ROW = {"vocab_size": 256, "sequence_length": 4, "num_layers": 1, "num_heads": 2, "hidden_size": 8}
 

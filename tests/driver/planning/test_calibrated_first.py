@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import measurements
+from launcher.base import measurements
 from launcher.config.compose import load
 from launcher.driver.planning import cluster_from_config, prepare
 from launcher.driver.planning.calibrated_first import measures_first

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
+from launcher import checkpoint
 from launcher.__main__ import main
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.check import check
-from launcher.train import checkpoint
 from launcher.train.step import TrainState
 
 SMOKE = ("recipe=smoke", "dataset=synthetic")

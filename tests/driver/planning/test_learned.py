@@ -12,7 +12,7 @@ from launcher.driver.planning.learned import as_learned, learn, outcome
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.plan.profile.outcomes import corrected, kept_correction
-from launcher.report.accounting import PARTS, Accounting, StepPart
+from launcher.report.breakdown.accounting import PARTS, Accounting, StepPart
 
 WORDS = ("model=mlp", "dataset=synthetic", "parallel=manual", "parallel.num_stages=2")
 SHAPE = local_shape(2, 1, "cpu")

@@ -8,11 +8,11 @@ import tokenizers
 
 from launcher.config.compose import load
 from launcher.driver.planning.check import check
-from recipes.corpus.prepare import prepare_corpus
-from recipes.corpus.tokenizer_files import tokenizer_files
-from recipes.corpus.train_tokenizer import train_tokenizer
-from recipes.documents import preparation
-from recipes.llama_hf import config_of
+from launcher.recipes.data.corpus.prepare import prepare_corpus
+from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
+from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes.datasets.documents.dataset import preparation
+from launcher.recipes.models.llama.hf import config_of
 
 START = "model=llama", "model.size=hf:theirs", "train.init_from=hf:theirs"
 DOCUMENTS = "dataset=jsonl", "dataset.path=talks.jsonl"

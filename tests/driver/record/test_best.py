@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Train
 from launcher.driver.record.best import Best
 from launcher.driver.record.hooks import HookError, Hooks
 from launcher.driver.record.recorder import Followers, Recorder
-from launcher.train import checkpoint
+from launcher.recipes import InputError
 from launcher.train.step_result import StepResult
-from recipes import InputError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from trained_here import Training

@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from launcher.base.spans import Clock
+from launcher.checkpoint import Background
 from launcher.driver.planning.learned import as_learned
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.recorder import Recorder
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import local_shape
-from launcher.report.accounting import read_accounting
-from launcher.runtime import dispatch_table
-from launcher.spans import Clock
+from launcher.report.breakdown.accounting import read_accounting
+from launcher.runtime.execute import dispatch_table
 from launcher.train import worker as worker_module
-from launcher.train.checkpoint import Background
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from trained_here import Training

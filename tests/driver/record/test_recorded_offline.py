@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.base.spans import Clock, Span
 from launcher.config.compose import load
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.plan_files import write_plan
@@ -15,8 +16,7 @@ from launcher.driver.record.recorder import DivergedError
 from launcher.driver.record.run_log import RunLog
 from launcher.plan import local_shape
 from launcher.report.console import make_console
-from launcher.report.timeline import ProcessSpans, Timeline
-from launcher.spans import Clock, Span
+from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.train.program import build_program
 from launcher.train.step_result import StepResult
 

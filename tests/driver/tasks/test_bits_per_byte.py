@@ -7,7 +7,7 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.driver.tasks.evaluate import _derived
-from recipes import prepare_dataset
+from launcher.recipes import prepare_dataset
 
 
 def test_bits_per_byte_are_the_loss_over_the_bytes_of_a_target(tmp_path):

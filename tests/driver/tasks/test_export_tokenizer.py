@@ -1,4 +1,4 @@
-"""`launcher/driver/tasks/export_tokenizer.py`: the tokenizer of the data goes with the weights."""
+"""`launcher/inference/export_tokenizer.py`: the tokenizer of the data goes with the weights."""
 
 import json
 import logging
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load
-from launcher.driver.tasks.export_tokenizer import exported_tokenizer, warn_of_other_tokens
-from recipes.corpus.prepare import prepare_corpus
-from recipes.corpus.tokenizers import load_tokenizer
-from recipes.corpus.train_tokenizer import train_tokenizer
-from recipes.documents import preparation
+from launcher.inference.export_tokenizer import exported_tokenizer, warn_of_other_tokens
+from launcher.recipes.data.corpus.prepare import prepare_corpus
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer
+from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes.datasets.documents.dataset import preparation
 
 DOCUMENTS = "dataset=jsonl", "dataset.path=talks.jsonl", "dataset.tokenizer=own/tokenizer.json"
 

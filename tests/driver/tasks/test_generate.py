@@ -16,23 +16,23 @@ import pytest
 import yaml
 from rich.console import Console
 
+from launcher import checkpoint
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.tasks import generate
 from launcher.driver.tasks.evaluate import evaluate, means
 from launcher.driver.tasks.generate import decoded_after, generate_text
-from launcher.driver.tasks.model_workers import stored_plan
+from launcher.inference.answers import stored_plan
+from launcher.inference.model_layout import layout_of
+from launcher.inference.model_workers import EvaluationWorker
+from launcher.inference.placed_model import ModelPlaces
+from launcher.inference.text_model import TextModel
+from launcher.recipes import InputError, build_dataset, build_model
+from launcher.recipes.data.corpus.tokenizers import plain_bytes
+from launcher.recipes.models.gpt.model import GPT
+from launcher.recipes.models.losses import output_matrix
+from launcher.recipes.models.moe.model import MoE
 from launcher.report.console import make_console
-from launcher.train import checkpoint
-from launcher.train.model_layout import layout_of
-from launcher.train.model_workers import EvaluationWorker
-from launcher.train.placed_model import ModelPlaces
-from launcher.train.text_model import TextModel
-from recipes import InputError, build_dataset, build_model
-from recipes.corpus.tokenizers import plain_bytes
-from recipes.gpt import GPT
-from recipes.losses import output_matrix
-from recipes.moe import MoE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "train"))
 from checkpoint_peer import Trainee

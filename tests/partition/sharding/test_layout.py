@@ -20,7 +20,7 @@ from launcher.plan.methods import (
     Zero3Parallel,
 )
 from launcher.trace import trace_step
-from launcher.trace.jaxpr import is_var
+from launcher.trace.ir.jaxpr import is_var
 from launcher.trace.leaf_names import leaf_names
 
 WIDTH, ROWS = 8, 24

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, axes, parts, without
-from launcher.trace.jaxpr import inline_calls, make_jaxpr
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 
 def shape(*lengths):

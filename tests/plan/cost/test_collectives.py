@@ -18,7 +18,7 @@ from launcher.plan.cost.collectives import (
     is_active,
 )
 from launcher.plan.cost.formulas import all_reduce_seconds
-from launcher.trace.jaxpr import inline_calls, make_jaxpr
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 FORWARD, BACKWARD = operator.attrgetter("forward"), operator.attrgetter("backward")
 SIZES = {"data": 2, "model": 4}

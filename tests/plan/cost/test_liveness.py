@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.plan.cost.liveness import Liveness
-from launcher.trace.jaxpr import make_jaxpr, nbytes
+from launcher.trace.ir.jaxpr import make_jaxpr, nbytes
 
 ROWS, WIDTH = 8, 16
 ARRAY = ROWS * WIDTH * 4

@@ -21,10 +21,10 @@ from launcher.plan.inter_op.search import find_plans
 from launcher.plan.inter_op.select import best_plan
 from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.inter_op.variants import schedule_variants
+from launcher.recipes import build_model
+from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.trace import trace_step
 from launcher.trace.errors import BatchError
-from recipes import build_model
-from recipes.gpt_options import GPTOptions
 
 BATCH = 8
 # Devices of their own, links that do not matter: the schedule alone decides.

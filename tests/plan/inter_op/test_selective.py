@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.build import build_plan
-from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layers_again import every_number, layers_again, remat_word

@@ -14,12 +14,12 @@ from launcher.plan import local_shape
 from launcher.plan.cost.collectives import equation_load, flow, seconds
 from launcher.plan.intra_op.solver import along_data, model_classes
 from launcher.plan.methods import ShardParallel
+from launcher.recipes import build_model
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.mlp.options import MLPOptions
 from launcher.trace import trace_step
-from launcher.trace.jaxpr import inline_calls, make_jaxpr, nbytes
-from launcher.trace.primitive_kinds import PRODUCTS
-from recipes import build_model
-from recipes.gpt_options import GPTOptions
-from recipes.mlp_options import MLPOptions
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr, nbytes
+from launcher.trace.ir.primitive_kinds import PRODUCTS
 
 ROWS = 16
 # Waiting is cheap, or a model this small would rather be whole.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import measurements
+from launcher.base import measurements
 from launcher.plan import PlanError, local_shape
 from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.plan.profile import calibration

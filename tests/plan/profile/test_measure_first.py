@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from launcher import measurements
+from launcher.base import measurements
 from launcher.plan import local_shape
 from launcher.plan.profile import calibration, measure_first
 from launcher.plan.profile.calibration import calibrated, calibration_file

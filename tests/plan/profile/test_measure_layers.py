@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import compile_programs
+from launcher.runtime.emit.emit.emit import emit
 
 import launcher
-from launcher import measurements
+from launcher.base import measurements
 from launcher.config.parallel import Data
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.partition.stages import cut_stages
@@ -33,8 +34,7 @@ from launcher.plan.methods import (
 from launcher.plan.profile import measure_layers as profile
 from launcher.plan.profile.layer_programs import layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
-from launcher.runtime.emit import emit
-from launcher.runtime.placement import make_placement
+from launcher.runtime.programs.placement import make_placement
 from launcher.schedule import Kind
 from launcher.trace import TracedStep, trace_step
 

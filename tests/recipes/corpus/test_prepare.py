@@ -1,4 +1,4 @@
-"""`recipes/corpus/prepare.py`: what is written, going on, and bad documents by file and place."""
+"""`prepare.py`: what is written, going on, and bad documents by file and place."""
 
 import fcntl
 import json
@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipes import InputError
-from recipes.corpus import sources
-from recipes.corpus.files import Stream, find_corpus
-from recipes.corpus.prepare import Preparation, prepare_corpus, up_to_date
-from recipes.corpus.tokenizers import load_tokenizer
-from recipes.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus import sources
+from launcher.recipes.data.corpus.files import Stream, find_corpus
+from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus, up_to_date
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer
+from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
 
 TEXTS = [f"document {i} " * (1 + i % 5) for i in range(40)]
 
@@ -127,8 +127,8 @@ def test_a_killed_run_leaves_no_processes_and_goes_on(tmp_path):
         lines(folder / f"{index:02}.jsonl", TEXTS * 300)
     given = tuple(vars(work(folder, tmp_path / "out")).values())
     code = (
-        "import sys\nfrom recipes.corpus import sources\n"
-        "from recipes.corpus.prepare import Preparation, prepare_corpus\n"
+        "import sys\nfrom launcher.recipes.data.corpus import sources\n"
+        "from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus\n"
         "sources.pieces_of.__defaults__ = (10**5,)\n"
         "if __name__ == '__main__':\n"
         f"    prepare_corpus(Preparation(*{given!r}), 2)\n"
@@ -164,7 +164,7 @@ def test_ctrl_c_waits_for_nothing_that_is_half_done(tmp_path):
         lines(tmp_path / f"{index}.jsonl", TEXTS)
     given = tuple(vars(work(tmp_path, tmp_path / "out")).values())
     code = (
-        "import os, time\nfrom recipes.corpus import prepare, sources\n"
+        "import os, time\nfrom launcher.recipes.data.corpus import prepare, sources\n"
         "sources.pieces_of.__defaults__ = (1,)\n"
         "def _make(*_):\n"
         "    os.write(1, b'%d\\n' % os.getpid())  # in one piece, beside another's\n"

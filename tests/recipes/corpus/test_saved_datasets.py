@@ -1,14 +1,14 @@
-"""`recipes/corpus/saved_datasets.py`: which files of a dataset as `datasets` saves it are read."""
+"""`saved_datasets.py`: which files of a dataset as `datasets` saves it are read."""
 
 import json
 
 import pyarrow as pa
 import pytest
 
-from recipes import InputError
-from recipes.corpus.sources import find_sources
-from recipes.documents import prepare
-from recipes.documents_options import Documents
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.sources import find_sources
+from launcher.recipes.datasets.documents.dataset import prepare
+from launcher.recipes.datasets.documents.options import Documents
 
 
 def arrow(path, *texts):

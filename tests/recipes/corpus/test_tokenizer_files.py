@@ -1,14 +1,14 @@
-"""`recipes/corpus/tokenizer_files.py`: what is written beside weights means the same tokens."""
+"""`tokenizer_files.py`: what is written beside weights means the same tokens."""
 
 import json
 
 import pytest
 import tokenizers
 
-from recipes import InputError
-from recipes.corpus.chat import TEMPLATES
-from recipes.corpus.tokenizer_files import tokenizer_files
-from recipes.corpus.tokenizers import load_tokenizer
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.chat import TEMPLATES
+from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 
 TEXT = "Hello world, it's 12345 o'clock — naïve Ωμέγα\n\n  def f(x):\x00 return x"
 

@@ -1,4 +1,4 @@
-"""`recipes/corpus/tokenizers.py`, `train_tokenizer.py` and `chat.py`."""
+"""`recipes/data/corpus/tokenizers.py`, `train_tokenizer.py` and `chat.py`."""
 
 import base64
 import json
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tiktoken
 
-from recipes import InputError
-from recipes.corpus.chat import chat_encoder
-from recipes.corpus.files import Stream, find_corpus
-from recipes.corpus.prepare import Preparation, prepare_corpus
-from recipes.corpus.rows import RowMaker
-from recipes.corpus.tokenizers import load_tokenizer, tokenizer_fingerprint
-from recipes.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.chat import chat_encoder
+from launcher.recipes.data.corpus.files import Stream, find_corpus
+from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
+from launcher.recipes.data.corpus.rows import RowMaker
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer, tokenizer_fingerprint
+from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
 
 TEXT = "Hello world, it's 12345 o'clock — naïve Ωμέγα\n\n  def f(x):  return x"
 TALK = [
@@ -84,7 +84,7 @@ def test_tiktokens_patterns_are_its_own():
 
     from tiktoken_ext import openai_public
 
-    from recipes.corpus import tokenizers
+    from launcher.recipes.data.corpus import tokenizers
 
     assert tokenizers._CUTS["r50k"] == openai_public.r50k_pat_str
     assert tokenizers._CUTS["cl100k"] in inspect.getsource(openai_public.cl100k_base)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from launcher.base.spans import Clock, Span
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape, timeline
-from launcher.report.account import Known, account
-from launcher.report.goodput import Goodput
-from launcher.report.html.run_page import Reported, run_report
+from launcher.report.breakdown.account import Known, account
+from launcher.report.breakdown.goodput import Goodput
+from launcher.report.pages.run_page import Reported, run_report
+from launcher.report.pages.timeline import ProcessSpans
 from launcher.report.summary import Summary
-from launcher.report.timeline import ProcessSpans
-from launcher.spans import Clock, Span
 from launcher.train.program import build_program
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,136 @@
+"""Measurements kept on disk, one JSON file each, for other runs and for one that was interrupted.
+
+They are below `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. A file's name begins with
+the devices that were measured; for a CPU these are the processor's model and cores, since several
+machines may share a home. Each file names the versions that it was measured with. A file that is
+damaged, of other versions or of another machine is ignored, with a message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher.base.cache_folder import cache_folder, file_name, processor
+from launcher.base.files import DamagedError, make_private, read_json, write_whole
+from launcher.base.libraries import DISTRIBUTION
+from launcher.base.log import warn_once
+
+T = TypeVar("T")
+
+_PACKAGES = ("jax", "jaxlib", DISTRIBUTION)
+_FORMAT = "5"  # of what the figures mean; to be raised with it
+
+_log = logging.getLogger(__name__)
+
+
+def cache_file(folder: str, device_kind: str, num_devices: int, what: str = "") -> Path:
+    """Return the file of one measurement of devices."""
+    kind, end = file_name(device_kind), f"-{num_devices}{what}.json"
+    if device_kind == "cpu":
+        kind += f"-{file_name(processor())}"
+    return cache_folder() / folder / f"{kind}{end}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what a measurement depends on."""
+    found = {"format": _FORMAT}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # a checkout that is not installed
+            found[name] = "unknown"
+    return found
+
+
+def read_cached(
+    path: Path, made: Callable[[dict[str, Any]], T], then: str = "measured again"
+) -> T | None:
+    """Return what `made` makes of the measurement in a file, or None where there is none to use.
+
+    A process is warned once of each measurement that is ignored.
+
+    Args:
+        path: the file.
+        made: converts the file's contents; any error that it raises over them means that the file
+            is damaged.
+        then: what happens instead, for the warning.
+    """
+    try:
+        tree = read_json(path)
+    except FileNotFoundError:
+        _warn_of_other_machines(path)
+        return None
+    except OSError as error:
+        warn_once(_log, f"{path} cannot be read ({error}): ignored, {then}")
+        return None
+    except DamagedError:
+        tree = None
+    here = versions()
+    try:
+        found = tree["versions"]
+        if isinstance(found, dict) and found != here:
+            other = ", ".join(f"{k} {v}" for k, v in found.items() if here.get(k) != v)
+            other = other or "an earlier format"
+            warn_once(_log, f"{path} is of other versions ({other}): ignored, {then}")
+            return None
+        if found == here:
+            return made(tree)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        pass
+    warn_once(_log, f"{path} is damaged: ignored, {then}")
+    return None
+
+
+def _warn_of_other_machines(path: Path) -> None:
+    """Warn if other machines' processors have a file where this machine's has none."""
+    kind, own, end = path.name.partition(f"-{file_name(processor())}-")
+    if own:
+        for other in sorted(path.parent.glob(f"{kind}-*-{end}")):
+            if other.name.startswith(f"{kind}-{file_name(processor())}-"):
+                continue  # another measurement of this machine
+            machine = other.name.removeprefix(f"{kind}-").removesuffix(f"-{end}")
+            text = f"what was measured on another machine ({machine}) is ignored"
+            warn_once(_log, f"{path.parent}: {text}")
+
+
+def finite_number(value: Any, least: float = 0.0) -> float:
+    """Return a finite number of at least `least`.
+
+    Raises:
+        ValueError: the value is not such a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is not a number")
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"{value} is not finite and at least {least}")
+    return float(value)
+
+
+def positive(value: Any) -> float:
+    """Return a finite number above 0.
+
+    Raises:
+        ValueError: the value is not such a number.
+    """
+    return finite_number(value, sys.float_info.min)
+
+
+def write(path: Path, tree: dict[str, Any]) -> bool:
+    """Keep a measurement, whole or not at all, and return whether it is kept.
+
+    A full disk costs the cache, not the run, and is warned of.
+    """
+    try:
+        make_private(path.parent)  # compiled programs are kept beside it: `runtime.kept`
+        write_whole(path, json.dumps({"versions": versions(), **tree}, indent=1) + "\n")
+    except OSError as error:
+        _log.warning(f"{path} cannot be written ({error.strerror}): the measurement is not kept")
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""Picks the checkpoint to resume or to start from: the newest that is intact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.arrays.npz import read_headers
+from launcher.base.files import DamagedError
+from launcher.base.missing_path import missing_path
+from launcher.checkpoint.account import Account, read_account
+from launcher.checkpoint.integrity import damage
+from launcher.checkpoint.layout import CHECKSUMS, METADATA, steps_in
+from launcher.recipes.models.hugging_face import CONFIG
+
+
+@dataclass(frozen=True)
+class NewestIntact:
+    """The newest intact checkpoint of a folder, and the newer ones that are damaged.
+
+    Attributes:
+        step: its step, or None if no checkpoint is intact.
+        damaged: the newer steps, newest first, each with what is wrong with it.
+        account: the metadata of `step`, if a run's id was given.
+    """
+
+    step: int | None
+    damaged: tuple[tuple[int, str], ...] = ()
+    account: Account | None = None
+
+
+class InitError(Exception):
+    """There is nothing to start from at a path; the text is a few words."""
+
+
+def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> NewestIntact:
+    """Return the newest intact checkpoint in `folder`.
+
+    Args:
+        folder: a folder of checkpoints.
+        thorough: whether to read all files, see `damage`.
+        run_id: the run that must have saved it; a checkpoint of another run counts as damaged.
+    """
+    damaged: list[tuple[int, str]] = []
+    for step in reversed(steps_in(folder)):
+        problem, account = damage(folder / str(step), thorough), None
+        if problem is None and run_id is not None:
+            account, problem = _own(folder, step, run_id)
+        if problem is None:
+            return NewestIntact(step, tuple(damaged), account)
+        damaged.append((step, problem))
+    return NewestIntact(None, tuple(damaged))
+
+
+def _own(folder: Path, step: int, run_id: str) -> tuple[Account | None, str | None]:
+    """Return an intact checkpoint's metadata, and why it is not one of the run's, if so."""
+    try:
+        account = read_account(folder, step)
+    except OSError as error:
+        return None, f"{METADATA} cannot be read ({error.strerror})"
+    except DamagedError as error:
+        return None, str(error)
+    if account.run_id != run_id:
+        return account, f"{METADATA} is of run {account.run_id!r}; a folder was renamed or copied"
+    return account, None
+
+
+def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
+    """Return the checkpoint that a path names, and a line for each newer one that is damaged.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints or a run's folder, of which the newest intact
+            checkpoint is taken; or an `.npz` file or a folder of Hugging Face's, which is taken as
+            it is.
+        thorough: whether to read all files, see `damage`.
+
+    Raises:
+        InitError: there is none.
+    """
+    try:
+        return _resolved(path, thorough)
+    except OSError as error:
+        raise InitError(f"cannot be read ({error.strerror})") from None
+
+
+def _resolved(path: Path, thorough: bool) -> tuple[Path, tuple[str, ...]]:
+    if not path.exists():
+        raise InitError(missing_path(path))
+    if not path.is_dir():
+        try:
+            read_headers(path)
+        except DamagedError as error:
+            raise InitError(f"cannot be used: {error}") from None
+        return path, ()
+    if (path / CONFIG).exists():
+        return path, ()
+    if (path / CHECKSUMS).exists() or (path / METADATA).exists():
+        if problem := damage(path, thorough):
+            raise InitError(f"is damaged: {problem}")
+        return path, ()
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    choice = newest(folder, thorough)
+    lines = tuple(f"{folder / str(step)} is damaged: {what}" for step, what in choice.damaged)
+    if choice.step is not None:
+        return folder / str(choice.step), lines
+    if choice.damaged:
+        step, what = choice.damaged[0]
+        raise InitError(f"holds no intact checkpoint; in {step}, {what}")
+    raise InitError("holds no checkpoint")

@@ -1,0 +1,120 @@
+"""A model's arrays by flat names such as `params.layers_0.kernel`, from files and to one.
+
+Any program with NumPy reads the `.npz` file that is written. Types that NumPy lacks (bfloat16)
+stand there in the next wider one, which changes no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from launcher.arrays.npz import write_arrays
+from launcher.arrays.stacked_array import StackedArray, sharding_of
+from launcher.base.files import DamagedError
+from launcher.checkpoint.layers import Source, names_of, sources
+from launcher.checkpoint.names import flat_name
+from launcher.checkpoint.weights import Arrays, Weights
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
+
+
+def can_take(wanted: Any, stored: np.dtype) -> bool:
+    """Return whether an array of type `stored` may be converted to `wanted`, JAX's of a leaf."""
+    ranks = [
+        next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+        for dtype in (stored, wanted)
+    ]
+    return None not in ranks and ranks[0] <= ranks[1]  # type: ignore[operator]
+
+
+def read_flat(weights: Weights, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a model's parts from files, converted to the types of `like` and sharded as it says.
+
+    Of arrays without a part on this process's devices nothing is read, and the others are read one
+    after the other.
+
+    Args:
+        weights: the files.
+        like: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct` with
+            shardings.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
+    shapes = {flat_name(where): tuple(leaf.shape) for where, leaf in leaves}
+    here = {flat_name(where) for where, leaf in leaves if sharding_of(leaf).addressable_devices}
+    stored = {name: tuple(one.shape) for name, one in weights.headers().items()}
+    found = {name: at for name, at in sources(shapes, stored).items() if name in here}
+    needed = dict.fromkeys(name for source in found.values() for name in names_of(source))
+    with weights.opened(list(needed)) as read:
+        placed = [_placed(read, found.get(flat_name(where)), leaf) for where, leaf in leaves]
+    return dict(jax.tree.unflatten(tree, placed))
+
+
+def write_flat(path: Path, parts: Mapping[str, Any], private: bool) -> int:
+    """Write a model's parts, trees of NumPy arrays, to a file; whole or not at all.
+
+    Args:
+        path: the file.
+        parts: the model's parts (`TrainState.model`).
+        private: whether only this user may read it; otherwise the umask decides.
+
+    Returns:
+        The number of arrays.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+        DamagedError: two arrays would have one name.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for name, array in _named(parts):
+        if name in arrays:
+            raise DamagedError(f"two of its arrays would be named {name}")
+        arrays[name] = array
+    write_arrays(path, arrays, private)
+    return len(arrays)
+
+
+def _named(parts: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parts):
+        array = np.asarray(leaf)
+        if array.dtype.isbuiltin != 1:  # one of JAX's own types
+            floating = jnp.issubdtype(array.dtype, jnp.floating)
+            array = array.astype(np.float32 if floating else np.int8)
+        yield flat_name(path), array
+
+
+def value_of(read: Arrays, source: Source) -> np.ndarray:
+    """Return an array, of where it is stored."""
+    if isinstance(source, str):
+        return read(source)
+    if isinstance(source[1], int):
+        return read(str(source[0]))[source[1]]
+    return np.stack([read(name) for name in names_of(source)])
+
+
+def _placed(read: Arrays, source: Source | None, leaf: Any) -> Any:
+    if isinstance(leaf, StackedArray):
+        if source is None:
+            return StackedArray([_at(None, row) for row in leaf.rows])
+        if isinstance(source, tuple) and not isinstance(source[1], int):  # a layer at a time
+            rows: Iterable[np.ndarray] = (read(name) for name in names_of(source))
+        else:
+            rows = value_of(read, source)
+        return StackedArray([_at(*each) for each in zip(rows, leaf.rows, strict=True)])
+    return _at(None if source is None else value_of(read, source), leaf)
+
+
+def _at(value: np.ndarray | None, leaf: Any) -> jax.Array:
+    """Return an array where its shape `leaf` says, without parts if it has no value here."""
+    if value is None:
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, [], dtype=leaf.dtype
+        )
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: value[index].astype(leaf.dtype)
+    )

@@ -1,0 +1,316 @@
+"""The command line.
+
+It reads the arguments, has the settings composed and checked, and only then imports the code that
+does the work: help, `task=check` and every wrong setting are answered without JAX and Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from launcher.base.libraries import DISTRIBUTION
+from launcher.base.output import answer, complain
+from launcher.base.stop import Stop
+from launcher.config.errors import ConfigError, advice
+
+if TYPE_CHECKING:
+    from launcher.config.origin import Origin
+    from launcher.config.parallel import Parallel
+    from launcher.config.schema import Config
+
+_EXAMPLES = """\
+Settings are key=value, options are group=option; the last value given for a setting wins.
+
+examples:
+  launcher                                            train a small GPT on this machine
+  launcher model.num_layers=8 train.steps=500         change settings
+  launcher model=mlp dataset=synthetic                choose other options
+  launcher dataset=text dataset.path=/data/books      train on your own text
+  launcher cluster=emulated cluster.gpus=8 task=plan  make and print the plan, train nothing
+  launcher task=check recipe=smoke                    check the settings, do nothing else
+  launcher --cfg job model.size=125m                  print the resulting settings
+  launcher -m parallel.num_micro_batches=2,4          run both, then compare them
+  launcher -m 'run.seed=range(0,4)' sweep.jobs=2      run all of these, two at a time
+  launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
+  launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
+  launcher runs                                       list the runs here; launcher runs --help
+  launcher new my_project                             begin a project of your own
+"""
+
+_EXIT_CODES = """
+exit codes:
+  0    done
+  1    failed
+  2    a setting is wrong: nothing was trained
+  75   preempted, state saved: run the same command again
+  130  interrupted, state saved
+"""
+
+
+def run(argv: Sequence[str], stop: Stop) -> int:
+    """Run the command line `argv` and return its exit code.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it; `stop` has the exit code.
+    """
+    try:
+        if argv and argv[0] == "runs":
+            from launcher.cli.runs_command import main
+
+            with stop.interruptible():
+                return main(argv[1:])
+        if argv and argv[0] == "new":
+            from launcher.project import main as write_new
+
+            return write_new(argv[1:])
+        return _run(_parse(argv), stop)
+    except ConfigError as error:
+        return _refuse([str(error)])
+
+
+def _refuse(problems: Iterable[str]) -> int:
+    if os.environ.get("SLURM_NODEID", "0") == "0":  # only by one task of a job
+        for problem in problems:
+            complain(problem)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            f"The command line is wrong: {message}",
+            "Settings are written key=value, without dashes; --help shows the rest.",
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="launcher",
+        description="Plan, launch and train the model that the settings describe.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings and options")
+    flag = parser.add_argument
+    flag("-h", "--help", action="store_true", help="show this help and the options of each group")
+    flag("--version", action="store_true", help="show the version")
+    flag(
+        "-c",
+        "--cfg",
+        choices=["job", "hydra", "all"],
+        help="print the resulting settings (job), Hydra's own, or both, and stop",
+    )
+    flag("-p", "--package", metavar="SECTION", help="with --cfg: only this section")
+    flag("--resolve", action="store_true", help="with --cfg: with values from the environment")
+    flag("--sources", action="store_true", help="with --cfg job: also show where each was set")
+    infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    flag(
+        "-i",
+        "--info",
+        nargs="?",
+        const="all",
+        choices=infos,
+        help="print how settings are composed",
+    )
+    flag("--hydra-help", action="store_true", help="show Hydra's help")
+    flag(
+        "-sc",
+        "--shell-completion",
+        action="store_true",
+        help='tab completion for bash, zsh or fish: eval "$(launcher -sc install=bash)"',
+    )
+    flag("-m", "--multirun", action="store_true", help="run every combination of the values")
+    flag("--frozen", metavar="FILE", help="take all settings from a run's own config.yaml")
+    flag(
+        "-cd",
+        "--config-dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder of your own YAML files, searched first; may be repeated",
+    )
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    # Intermixed: overrides may stand before, between and after the flags.
+    return _parser().parse_intermixed_args(argv)
+
+
+def _run(arguments: argparse.Namespace, stop: Stop) -> int:
+    if arguments.help:
+        return answer(_help(arguments.config_dir))
+    if arguments.version:
+        return answer(f"launcher {_version()}")
+    # Imports are deferred here and below: Hydra's takes a tenth of a second, JAX's two.
+    if arguments.hydra_help or arguments.shell_completion or arguments.info:
+        return _for_hydra(arguments)
+    from launcher.base.versions import check_versions
+    from launcher.config.compose import load, load_frozen
+    from launcher.config.machines import SlurmCluster
+
+    check_versions()
+    if arguments.frozen and (arguments.multirun or arguments.config_dir):
+        raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
+    if (arguments.resolve or arguments.sources) and not arguments.cfg:
+        raise ConfigError("--resolve and --sources say how --cfg shows settings", "Add --cfg job.")
+    if arguments.package and not arguments.cfg:
+        raise ConfigError("--package selects a part of what --cfg shows", "Add --cfg job.")
+    if arguments.multirun and arguments.cfg:
+        raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
+    if arguments.multirun:
+        from launcher.submit.sweep import run_sweep
+
+        return run_sweep(arguments.overrides, arguments.config_dir, stop)
+
+    if arguments.cfg:
+        return _show(arguments)
+    if arguments.frozen:
+        config = load_frozen(Path(arguments.frozen), arguments.overrides)
+    else:
+        config = load(arguments.overrides, arguments.config_dir)
+    if config.task == "check":
+        return _check(config)
+    if config.task == "sweep_status":
+        from launcher.submit.job_sweep import sweep_status
+
+        return sweep_status(config.sweep, stop)
+    if isinstance(config.cluster, SlurmCluster) and config.task in ("train", "submit"):
+        return _on_slurm(config, stop)
+    from launcher.driver.run import run
+
+    return run(config, stop)
+
+
+def _check(config: Config) -> int:
+    from launcher.driver.planning.check import check
+
+    verdict = check(config, os.environ)
+    if verdict.problem:
+        complain(verdict.problem)
+        return verdict.code
+    return answer("\n".join([_checked(config), *verdict.lines]))
+
+
+def _on_slurm(config: Config, stop: Stop) -> int:
+    """Submit the run or, as a task of its job, do this task's part."""
+    from launcher.cluster.slurm.allocation import find_allocation, settled
+
+    allocation = find_allocation(os.environ)
+    if allocation is None or config.task == "submit":
+        from launcher.submit.job import submit
+
+        with stop.interruptible():
+            return submit(config, stop)
+    config = settled(config, allocation)
+    if allocation.index:
+        from launcher.driver.slurm_node import serve_node
+
+        return serve_node(config, allocation, stop)
+    from launcher.driver.slurm_task import run_allocated
+
+    return run_allocated(config, allocation, stop)
+
+
+def _help(config_dirs: Sequence[str]) -> str:
+    from launcher.config.folders import find_groups, search_folders
+
+    groups = find_groups(search_folders(config_dirs))
+    lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
+    parts = [_parser().format_help(), "groups and their options:", *lines, "", _EXAMPLES]
+    return "\n".join(parts) + _EXIT_CODES
+
+
+def _version() -> str:
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "(a checkout that is not installed)"
+
+
+def _for_hydra(arguments: argparse.Namespace) -> int:
+    """Answer a flag of Hydra's that shows settings or completes words."""
+    from launcher.config import hydra_flags
+
+    if arguments.multirun or arguments.cfg or arguments.frozen:
+        raise ConfigError("--info, --hydra-help and -sc stand alone", "Leave the other flags out.")
+    if arguments.hydra_help:
+        hydra_flags.print_hydra_help()
+    elif arguments.shell_completion:
+        hydra_flags.complete(arguments.overrides)
+    else:
+        hydra_flags.print_info(arguments.info, arguments.overrides, arguments.config_dir)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Print settings, or one section of them, as YAML."""
+    from launcher.config.compose import load_frozen, load_with_origin
+    from launcher.config.hydra_flags import print_hydras_settings
+    from launcher.config.sweeper import split_arguments
+
+    said, package, code = arguments.overrides, arguments.package, 0
+    is_hydras = arguments.cfg == "hydra" or (package or "").partition(".")[0] == "hydra"
+    if (arguments.frozen or arguments.sources) and arguments.cfg != "job":
+        raise ConfigError("--frozen and --sources are for --cfg job", "Use that.")
+    if not is_hydras:
+        origin = None
+        if arguments.frozen:
+            config = load_frozen(Path(arguments.frozen), said)
+        else:
+            ours = split_arguments(said)[0] if arguments.cfg == "all" else said
+            config, origin = load_with_origin(ours, arguments.config_dir)
+        code = answer(_settings(config, arguments, origin), end="")
+    if is_hydras or (arguments.cfg == "all" and package is None):
+        print_hydras_settings(said, arguments.config_dir, package, arguments.resolve)
+    return code
+
+
+def _settings(config: Config, arguments: argparse.Namespace, origin: Origin | None) -> str:
+    """Return the settings, or one section of them, as YAML."""
+    import yaml
+
+    from launcher.config.annotated import annotated
+    from launcher.config.compose import to_dict, to_written
+
+    package = arguments.package
+    tree = to_dict(config) if arguments.resolve else to_written(config)
+    for name in package.split(".") if package else ():
+        if not isinstance(tree, dict) or name not in tree:
+            remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
+            raise ConfigError(f"--package {package} is not a section", remedy)
+        tree = tree[name]
+    if arguments.sources and origin is not None and isinstance(tree, dict):
+        return annotated(tree, origin, package or "")
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def _checked(config: Config) -> str:
+    """Return the line that says which settings `task=check` found to be right."""
+    parallel, train, cluster = config.parallel, config.train, config.cluster
+    layers = config.model.layers or "unknown"
+    return (
+        f"The settings are fine: model={config.model.name} ({layers} layers), "
+        f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
+        f"{train.steps} steps of {train.global_batch_size} samples, "
+        f"parallel={parallel.method} ({', '.join(_told(parallel))}), "
+        f"cluster={cluster.title}."
+    )
+
+
+def _told(parallel: Parallel) -> Iterator[str]:
+    """Yield what the line says of the parallel method."""
+    from launcher.config.parallel import Pipelined, Planned, Replay
+
+    if isinstance(parallel, Replay):
+        yield parallel.plan
+    if isinstance(parallel, Pipelined):
+        yield parallel.schedule
+    if isinstance(parallel, Planned):
+        yield f"num_micro_batches={parallel.num_micro_batches or 'auto'}"

@@ -1,0 +1,1 @@
+"""Devices and clusters as data: datasheets, memory shares, shapes."""

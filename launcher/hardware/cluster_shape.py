@@ -1,0 +1,188 @@
+"""The cluster as the planner sees it: how many devices, how fast, how connected.
+
+Pure data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from launcher.hardware.datasheets import find_datasheet
+from launcher.hardware.gpu_memory import GPU_MEMORY_SHARE, usable_bytes
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """Hosts of equal devices.
+
+    Attributes:
+        device_kind: the kind of the devices, as JAX names it.
+        peak_flops: dense 16-bit FLOP/s of one device by its datasheet, or None where there is none
+            to compare a run with (MFU is then unknown).
+        flops: FLOP/s that one device is assumed to sustain in 16-bit matrix products, for
+            predictions.
+        flops_fp32: the same in 32-bit matrix products.
+        memory_bandwidth: bytes/s that one device is assumed to sustain.
+        memory_bytes: memory of one device that a plan may fill (`gpu_memory`), or None if it is
+            shared or not known.
+        intra_host: bytes/s one way, from device to device on a host.
+        inter_host: bytes/s one way, from host to host.
+        latency: seconds of one transfer, beside its bytes.
+        effective_parallelism: how many devices' worth of compute a machine sustains whose devices
+            share it: 1 if one device alone is as fast as all together, the number of devices if
+            none slows another. In between it is that number times the share of a task's time with
+            all at work that the task takes alone. The rates are those with all at work. None: each
+            device has its own resources.
+        product_parallelism: the same of matrix products alone, in which a device may use more cores
+            than in what is done element by element; None: they are not told apart.
+        dispatch_overhead: seconds that a program takes beside its work: its start, and the wait for
+            the last of its devices.
+        store_latency: seconds of an exchange through parameter servers, from put to get, beside its
+            bytes.
+        store_put: bytes/s at which a worker packs its parts and puts them into the store, with all
+            workers and servers at work, as those below.
+        store_add: bytes/s of parts that a server gets and adds.
+        store_get: bytes/s at which a worker gets sums and places them on its devices.
+        correction: how many times as long as at the devices' own rates a program took here before;
+            the rates above have it in (`plan.profile.outcomes`).
+    """
+
+    name: str
+    hosts: int
+    devices_per_host: int
+    device_kind: str
+    peak_flops: float | None
+    flops: float
+    flops_fp32: float
+    memory_bandwidth: float
+    memory_bytes: int | None
+    intra_host: float
+    inter_host: float
+    latency: float
+    effective_parallelism: float | None = None
+    product_parallelism: float | None = None
+    dispatch_overhead: float = 10e-6
+    store_latency: float = 1e-3
+    store_put: float = 1e9
+    store_add: float = 1e9
+    store_get: float = 1e9
+    correction: float = 1.0
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices on all hosts."""
+        return self.hosts * self.devices_per_host
+
+    @property
+    def runs_as_soon(self) -> bool:
+        """Whether the compiler orders a program for many threads: see `plan.cost.liveness`."""
+        return self.device_kind == "cpu"
+
+    @property
+    def shares_machine(self) -> bool:
+        """Whether its devices slow one another: see `schedule.shared_machine`."""
+        return self.effective_parallelism is not None and self.num_devices > 1
+
+    def host_of(self, device: int) -> int:
+        """Return the host of a device; devices are numbered host by host."""
+        return device // self.devices_per_host
+
+    def link_of_axis(self, devices: int, groups: int = 1) -> float:
+        """Return the bytes/s of a ring of neighbouring devices.
+
+        A ring that leaves its host runs over the host's own link, which `groups` such rings share.
+        """
+        within = devices <= self.devices_per_host
+        return self.intra_host if within else self.inter_host / groups
+
+    def work_seconds(
+        self, product_flops: float, product_flops_fp32: float, other_flops: float, moved: float
+    ) -> float:
+        """Return the seconds of work on one device.
+
+        Matrix products run at the sustained rates. Everything else is fused: it takes the time to
+        move its bytes once, or that of its operations if it is longer.
+        """
+        fused = moved / 4  # a chain of element-wise operations is one pass
+        other = max(other_flops / self.flops, fused / self.memory_bandwidth)
+        return self.product_seconds(product_flops, product_flops_fp32) + other
+
+    def product_seconds(self, flops: float, flops_fp32: float) -> float:
+        """Return the seconds of matrix products on one device."""
+        return flops / self.flops + flops_fp32 / self.flops_fp32
+
+
+# Of a GPU without a datasheet, what it is taken to sustain; its memory is not known.
+_OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
+LOCAL = "local"  # the name of GPUs that are here
+_ETHERNET = 12.5e9  # 100 Gbit/s
+_CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
+_CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
+# Nominal, of a device with a core of its own; those of 23 plans of a small GPT for four devices on
+# two cores came out 7 % off in the median (`tests/benchmarks/planner_honest.py`).
+_CPU_LINK = 4e9  # from device to device, inside a collective
+_CPU_LATENCY = 50e-6  # of a step of a collective, whose devices wait for one another
+_CPU_DISPATCH_OVERHEAD = 1e-3
+_CPU_PARALLELISM = 1.25  # on two cores, of which XLA lets each device use both
+
+
+def local_shape(
+    num_devices: int, num_hosts: int, device_kind: str, memory_share: float = GPU_MEMORY_SHARE
+) -> ClusterShape:
+    """Return the shape of this machine.
+
+    It has GPUs of `device_kind` (as JAX or nvidia-smi names them) or, for `"cpu"`, emulated devices
+    that share the machine's cores and memory. The rates of a GPU without a datasheet in
+    `conf/device/` are nominal (`is_nominal`).
+    """
+    if device_kind == "cpu":
+        return _emulated(num_devices, num_hosts)
+    rates: dict[str, Any] = {"peak_flops": None, "memory_bytes": None, **_OTHER_GPU}
+    sheet = find_datasheet(device_kind)
+    if sheet is not None:
+        rates = {
+            "peak_flops": sheet.peak_flops,
+            "flops": sheet.sustained * sheet.peak_flops,
+            "flops_fp32": sheet.sustained * sheet.peak_flops_fp32,
+            "memory_bandwidth": sheet.memory_bandwidth,
+            "memory_bytes": usable_bytes(sheet.memory_gib, memory_share),
+            "intra_host": sheet.link,
+        }
+    return ClusterShape(
+        name=LOCAL,
+        hosts=num_hosts,
+        devices_per_host=num_devices // num_hosts,
+        device_kind=device_kind,
+        inter_host=_ETHERNET,
+        latency=10e-6,
+        **rates,
+    )
+
+
+def is_nominal(shape: ClusterShape) -> bool:
+    """Return whether the devices of a shape by `local_shape` are GPUs of unknown rates."""
+    return shape.device_kind != "cpu" and shape.peak_flops is None
+
+
+def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
+    cores = len(psutil.Process().cpu_affinity() or [0])
+    share = min(1.0, cores / num_devices)
+    return ClusterShape(
+        name="emulated",
+        hosts=num_hosts,
+        devices_per_host=num_devices // num_hosts,
+        device_kind="cpu",
+        peak_flops=None,
+        flops=_CORE_FLOPS * share,
+        flops_fp32=_CORE_FLOPS * share,
+        memory_bandwidth=_CPU_BANDWIDTH * share,
+        memory_bytes=None,
+        intra_host=_CPU_LINK * share,
+        inter_host=_CPU_LINK * share / 4,
+        latency=_CPU_LATENCY / share,
+        effective_parallelism=_CPU_PARALLELISM * max(1.0, cores / 2),
+        dispatch_overhead=_CPU_DISPATCH_OVERHEAD / share,
+    )

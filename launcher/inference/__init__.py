@@ -1,0 +1,1 @@
+"""A finished model on the devices of its plan: reading, generation, evaluation, export."""

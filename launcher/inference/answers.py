@@ -1,0 +1,96 @@
+"""A run's finished model, used on the devices that its plan puts it on.
+
+A model on one device needs no other process. One that the plan shards, or whose stages lie apart,
+is read by workers, one a host, as a training is: no process holds the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launcher.checkpoint import FinishedModel
+from launcher.cluster.devices import DevicePool, find_devices
+from launcher.cluster.ray.private_ray import start
+from launcher.cluster.worker_group import WorkerGroup
+from launcher.config.compose import to_dict
+from launcher.config.machines import machines_of
+from launcher.config.schema import Config
+from launcher.inference.model_layout import ModelLayout, layout_of
+from launcher.inference.model_workers import EvaluationWorker, TextWorker
+from launcher.plan import Plan, PlanError
+from launcher.report.console import status
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def model_answers(
+    kind: type[TextWorker] | type[EvaluationWorker],
+    settings: Config,
+    source: Path,
+    plan: Plan | None,
+    ema: bool,
+    given: tuple[Any, ...],
+    console: Console,
+) -> Iterator[Iterator[Any]]:
+    """Yield what workers answer, until they have no more; they have read the model before.
+
+    Args:
+        kind: what they are.
+        settings: what they are given; with the run's model and adapters, and this task's cluster.
+        source: the checkpoint.
+        plan: the plan that has trained it, if it is known.
+        ema: whether to take the averages of the parameters.
+        given: what else `begin` takes.
+        console: where progress is shown.
+
+    Raises:
+        Mismatch: the checkpoint cannot be read.
+        InputError: the model or the data cannot be used.
+        ConfigError: the devices asked for are not here.
+        ClusterError: the workers could not be started.
+        WorkerError: a worker raised an exception.
+    """
+    pool = find_devices(settings.cluster)
+    model = FinishedModel(source, settings.optimizer.lora, ema)
+    layout = layout_of(plan, model.shapes, pool.num_devices)
+    begun = to_dict(settings), str(source.absolute()), layout, *given
+    reading = f"reading {source}"
+    if layout.num_devices == 1:
+        worker = kind()
+        with status(console, reading):
+            worker.begin(*begun)
+        yield iter(worker.more, None)
+        return
+    pool = _part_of(pool, layout)
+    _log.info(f"{reading} onto {layout.num_devices} devices, as its plan shards it")
+    with start(pool, None) as session:
+        timeout = machines_of(settings.cluster).step_timeout
+        with status(console, "starting Ray and the workers") as advance:
+            workers = session.spawn(kind, advance=advance)
+            group = WorkerGroup(workers, session.check, timeout, "cluster.step_timeout")
+            group.join(advance=advance)
+        with status(console, reading) as advance:
+            group.gather(group.submit("begin", *begun), starting=True, advance=advance)
+        yield iter(lambda: group.gather(group.submit("more"), starting=True)[0], None)
+
+
+def stored_plan(home: Path) -> Plan | None:
+    """Return the plan in a run's folder, or None if it is not there or of another version."""
+    try:
+        return Plan.from_dict(json.loads((home / "plan.json").read_text()))
+    except (OSError, ValueError, PlanError):
+        return None
+
+
+def _part_of(pool: DevicePool, layout: ModelLayout) -> DevicePool:
+    """Return the hosts that hold the first devices, those of the layout."""
+    return replace(pool, hosts=-(-layout.num_devices // pool.devices_per_host))

@@ -1,0 +1,103 @@
+"""The tokenizer that is written beside the weights of a run, for `transformers`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from launcher.config.schema import Config
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.meta import META, read_meta
+from launcher.recipes.data.corpus.tokenizer_files import TokenizerFiles, tokenizer_files
+from launcher.recipes.data.corpus.tokenizers import BYTES, tokenizer_fingerprint
+from launcher.recipes.datasets.documents.options import Documents
+from launcher.recipes.datasets.mixture.dataset import check_tokenizers
+from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.text.options import Bytes
+from launcher.recipes.datasets.tokens.options import Tokens
+from launcher.recipes.models.hugging_face import folder_of
+
+_NONE = TokenizerFiles({}, {})
+
+_log = logging.getLogger(__name__)
+
+
+class NamedTokenizer(NamedTuple):
+    """A tokenizer by what `dataset.tokenizer` would name it.
+
+    Attributes:
+        name: that.
+        chat_template: as `dataset.chat_template`.
+        ends_documents: of bytes, whether a token beyond them ends a document.
+    """
+
+    name: str
+    chat_template: str | None = None
+    ends_documents: bool = True
+
+
+def exported_tokenizer(settings: Config) -> TokenizerFiles:
+    """Return the files of a run's tokenizer; none, and a warning that says why, if it has gone."""
+    try:
+        named = run_tokenizer(settings)
+        return tokenizer_files(*named) if named else _NONE
+    except (InputError, OSError) as error:
+        _log.warning(f"no tokenizer is written with the weights: {error}")
+        return _NONE
+
+
+def run_tokenizer(settings: Config) -> NamedTokenizer | None:
+    """Return the tokenizer that made a run's tokens; None if there is none.
+
+    Of tokens that do not name theirs it is that of the model that the run started from.
+
+    Raises:
+        InputError: it has changed since, or is not there.
+        OSError: it cannot be read.
+    """
+    dataset = settings.dataset
+    if isinstance(dataset, Bytes):
+        return NamedTokenizer(BYTES, ends_documents=False)
+    if isinstance(dataset, Documents):
+        return _unchanged(Path(dataset.folder), dataset.tokenizer, dataset.chat_template)
+    folders: list[str] = []
+    if isinstance(dataset, Tokens):
+        folders = [dataset.path]
+    elif isinstance(dataset, Mixture):
+        check_tokenizers(dataset)
+        folders = [part["path"] for part in dataset.parts.values()]
+    for folder in (Path(path).expanduser() for path in folders):
+        if (folder / META).is_file():
+            return _unchanged(folder, None, None)
+    start = folder_of(settings.train.init_from or "")
+    has_one = start is not None and (start / "tokenizer.json").is_file()
+    return NamedTokenizer(str(start)) if has_one else None
+
+
+def warn_of_other_tokens(settings: Config, asked: Config) -> None:
+    """Log a warning if the data asked for were made by another tokenizer than the run's."""
+    try:
+        named = run_tokenizer(settings), run_tokenizer(asked)
+        prints = {tokenizer_fingerprint(one.name) for one in named if one is not None}
+    except (InputError, OSError):  # one that has gone cannot be compared
+        return
+    if len(prints) > 1:
+        theirs, ours = (one.name for one in named if one is not None)
+        _log.warning(
+            f"the run's tokens were made by {theirs}, and dataset={asked.dataset.name} has those "
+            f"of {ours}: unless both make the same tokens, the loss says nothing; "
+            f"prepare the data with dataset.tokenizer={theirs}"
+        )
+
+
+def _unchanged(folder: Path, name: str | None, template: str | None) -> NamedTokenizer:
+    """Return what made a folder of tokens; raises InputError if it is another now."""
+    folder = folder.expanduser()
+    if (folder / META).is_file():
+        made = read_meta(folder, str(folder))
+        name = name or made.tokenizer
+        if tokenizer_fingerprint(name) != made.tokenizer_fingerprint:
+            raise InputError(f"{name} has changed since {folder} was made")
+    assert name is not None
+    return NamedTokenizer(name, template)

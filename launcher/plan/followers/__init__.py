@@ -1,0 +1,1 @@
+"""Plans that follow another plan: evaluation, further losses, the update alone."""

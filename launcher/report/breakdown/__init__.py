@@ -1,0 +1,1 @@
+"""Breakdown of the time of a step and of a run, predicted beside measured."""

@@ -1,0 +1,1 @@
+"""Trackers that record a run, and their registry."""

@@ -1,0 +1,1 @@
+"""Lowering of a placed step to instruction lists. Pure."""

@@ -1,0 +1,86 @@
+"""The instruction list of a worker while it is written, with the programs that it runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from launcher.partition.buckets import Bucket
+from launcher.runtime.emit.emit.instructions import Run, Send, Work
+from launcher.runtime.emit.emit.slots import Slots
+from launcher.trace.ir.jaxpr import Var
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class Listing:
+    """One worker's instructions so far.
+
+    Every instruction of the step has its turn, whether it is listed here or not, so that what
+    several workers do together has the same turn in all their lists. Some turns may be nobody's.
+
+    Attributes:
+        slots: the slots of the worker's own arrays, and of the far ends of its transfers.
+        here: the meshes on which the worker has a device.
+        turns: the number of turns so far.
+        listed: the instructions.
+        programs: see `Emitted`; so for the next two.
+        summing: of those programs.
+        alike: of those programs.
+    """
+
+    slots: Slots
+    here: AbstractSet[int]
+    turns: int = 0
+    listed: list[Work] = field(default_factory=list)
+    programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    alike: dict[str, object] = field(default_factory=dict)
+
+    def take_turns(self, count: int = 1) -> int:
+        """Take turns for `count` instructions and return the first."""
+        self.turns += count
+        return self.turns - count
+
+    def run(
+        self, turn: int, mesh: int, program: str, inputs: Iterable[int], outputs: Iterable[int]
+    ) -> None:
+        """Add the run of a program around the pipeline on a mesh of this worker."""
+        self.listed.append(Run(mesh, program, tuple(inputs), tuple(outputs), turn=turn))
+
+    def send(
+        self,
+        turn: int,
+        src: int,
+        dst: int,
+        values: Sequence[_T],
+        slot: Callable[[_T, int], int],
+    ) -> None:
+        """Add a transfer of values, if this worker takes part in it.
+
+        Args:
+            turn: its turn.
+            src: the mesh that has them.
+            dst: the mesh that gets them.
+            values: the values.
+            slot: returns the slot of a value on a mesh.
+        """
+        if src in self.here or dst in self.here:
+            inputs = tuple(slot(value, src) for value in values)
+            outputs = tuple(slot(value, dst) for value in values)
+            self.listed.append(Send(src, dst, inputs, outputs, turn))
+
+    def sends(self, sends: Sequence[tuple[Var, int, int]]) -> None:
+        """Add transfers of values of the update program, one from each mesh to each other.
+
+        Args:
+            sends: `(value, from mesh, to mesh)`.
+        """
+        links: dict[tuple[int, int], list[Var]] = {}
+        for var, src, dst in sends:
+            links.setdefault((src, dst), []).append(var)
+        for (src, dst), values in links.items():
+            self.send(self.take_turns(), src, dst, values, self.slots.of_outer)

@@ -1,0 +1,213 @@
+"""The dispatch table that a call follows.
+
+It is this process's instruction list, with everything looked up that can be known before the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from launcher.base.spans import SpanRecorder
+from launcher.plan import PlanError
+from launcher.runtime.emit.emit.emitted import Emitted
+from launcher.runtime.emit.emit.instructions import Free, Instruction, Run, Send
+from launcher.runtime.emit.emit.order import digest, digests, prove
+from launcher.runtime.execute.throttle import Throttle
+from launcher.runtime.programs.placement import Placement
+from launcher.runtime.transport.transport.exchange import Servers
+from launcher.runtime.transport.transport.exchanging import Exchanging, exchange_pool
+from launcher.runtime.transport.transport.transfer import (
+    RemoteTransfer,
+    absent,
+    is_here,
+    local_transfer,
+    place_array,
+)
+from launcher.runtime.transport.transport.transport import Shipment, Transport
+
+
+class Entry(NamedTuple):
+    """An entry of the dispatch table: an instruction, and the function that carries it out.
+
+    Attributes:
+        instruction: the instruction that it carries out.
+        call: what to call; None if the entry only drops the arrays of its inputs.
+        inputs: the slots to read.
+        outputs: the slots to write.
+        keyed: whether `call` also takes the key of the step's call, which is its number if there
+            are parameter servers.
+    """
+
+    instruction: Instruction
+    call: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    keyed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Everything that a call of the step needs.
+
+    Attributes:
+        entries: what to do, in order.
+        num_keys: the number of transfer keys that one call takes, the same in all processes.
+        slots: the initial contents of the slots: the constants.
+        arguments: `(argument leaf, slot, sharding)` of those that the step reads or returns.
+        batches: `(argument leaf, slot, sharding, stacked along axis | None)`.
+        results: the slot of each result leaf; None if `fixed` holds it.
+        fixed: results that no call computes here.
+        shared: results whose array something else holds too, so that they have to be copied.
+    """
+
+    entries: tuple[Entry, ...]
+    num_keys: int
+    slots: list[Any]
+    arguments: tuple[tuple[int, int, NamedSharding], ...]
+    batches: tuple[tuple[int, int, NamedSharding, int | None], ...]
+    results: tuple[int | None, ...]
+    fixed: dict[int, jax.Array]
+    shared: tuple[int, ...]
+
+
+def build_table(
+    emitted: Emitted,
+    placement: Placement,
+    compiled: Mapping[str, Any],
+    donated: tuple[bool, ...],
+    transport: Transport | None,
+    servers: Servers | None,
+    spans: SpanRecorder,
+) -> Table:
+    """Build the dispatch table of this process.
+
+    Args:
+        emitted: this process's instructions and programs.
+        placement: where its slots live.
+        compiled: the compiled programs of this process, by name.
+        donated: for each argument leaf, whether a call may consume it.
+        transport: what moves arrays between processes, if there are several.
+        servers: the parameter servers that sum over workers, if they do.
+        spans: takes what runs beside the devices, while it records.
+
+    Raises:
+        PlanError: the stages belong to several processes and there is no transport between them.
+    """
+    outlives = {slot for slot, _, _ in emitted.results}
+    outlives |= {slot for i, slot in emitted.arguments if not donated[i]}
+    entries, shipments = _entries(emitted, placement, compiled, outlives, transport, servers, spans)
+    _prove(entries, emitted, placement)
+    if transport is not None:
+        told, owners = {n: x.description for n, x in shipments.items()}, placement.owners
+        together = digests(emitted.instructions, owners, emitted.slots, told)
+        order = digest(emitted.turns, owners)
+        transport.open(list(shipments.values()), order, together)
+    slots: list[Any] = [None] * len(emitted.slots)
+    for value, slot in emitted.constants:
+        if is_here(placement.sharding(slot)):
+            slots[slot] = place_array(value, placement.sharding(slot))
+    fixed = _fixed(emitted, placement)
+    if transport is not None:
+        transport.barrier("open")  # nothing is left that can fail
+    sharding = placement.sharding
+    return Table(
+        entries=entries,
+        num_keys=emitted.turns,
+        slots=slots,
+        arguments=tuple((i, s, sharding(s)) for i, s in emitted.arguments if i in emitted.used),
+        batches=tuple((i, slot, sharding(slot), axis) for i, slot, axis in emitted.batches),
+        results=tuple(
+            None if i in fixed else slot for i, (slot, _, _) in enumerate(emitted.results)
+        ),
+        fixed=fixed,
+        shared=_shared(emitted, placement, donated),
+    )
+
+
+def _entries(
+    emitted: Emitted,
+    placement: Placement,
+    compiled: Mapping[str, Any],
+    outlives: Set[int | None],
+    transport: Transport | None,
+    servers: Servers | None,
+    spans: SpanRecorder,
+) -> tuple[tuple[Entry, ...], dict[int, Shipment]]:
+    """Return the entries, and what goes to other processes and comes from them, by turn."""
+    throttle = Throttle()
+    programs = {
+        x.program: throttle.wrap(compiled[x.program], placement.meshes[x.mesh].local_devices)
+        for x in emitted.instructions
+        if isinstance(x, Run)
+    }
+    entries, shipments = [], {}
+    pool = exchange_pool()  # without threads until there is an exchange
+    for x in emitted.instructions:
+        call: Any
+        if isinstance(x, Run):
+            entries.append(Entry(x, programs[x.program], x.inputs, x.outputs, False))
+        elif isinstance(x, Send):
+            avals = [placement.slots[slot].aval for slot in x.inputs]
+            src = [placement.sharding(slot) for slot in x.inputs]
+            dst = [placement.sharding(slot) for slot in x.outputs]
+            if placement.is_local(x):
+                call = local_transfer(avals, src, dst)
+            elif transport is None:
+                raise PlanError("stages of different processes need a transport to exchange arrays")
+            else:
+                lasting = [slot in outlives for slot in x.inputs]
+                call = RemoteTransfer(avals, src, dst, transport, x.turn, lasting)
+                shipments[x.turn] = call.exchange
+            entries.append(Entry(x, call, x.inputs, x.outputs, x.turn in shipments))
+        elif isinstance(x, Free):
+            entries.append(Entry(x, None, x.slots, (), False))
+        else:
+            assert servers is not None  # `compile_step` has checked it
+            call = Exchanging(x, placement, servers, pool, spans)
+            entries.append(Entry(x, call, x.inputs, x.outputs, True))
+    return tuple(entries), shipments
+
+
+def _prove(entries: Sequence[Entry], emitted: Emitted, placement: Placement) -> None:
+    """Prove, from the entries as they were built, that this process does not deadlock."""
+    done = [x for x, *_ in entries if not isinstance(x, Free)]
+    here = {mesh for mesh in range(len(placement.meshes)) if placement.runs_here(mesh)}
+    given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
+    given += [slot for _, slot, _ in emitted.batches]
+    prove(emitted.instructions, done, here, emitted.slots, given)
+
+
+def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
+    found = {}
+    for i, (slot, literal, mesh) in enumerate(emitted.results):
+        if slot is None:
+            sharding = placement.whole(mesh)
+            value = np.asarray(literal.val, literal.aval.dtype)
+            found[i] = (
+                place_array(value, sharding) if is_here(sharding) else absent(value, sharding)
+            )
+        elif not is_here(placement.sharding(slot)):
+            found[i] = absent(emitted.slots[slot].aval, placement.sharding(slot))
+    return found
+
+
+def _shared(emitted: Emitted, placement: Placement, donated: tuple[bool, ...]) -> tuple[int, ...]:
+    """Return the results whose array the table, the caller or another result holds too.
+
+    The caller may donate any result to the next call.
+    """
+    held = {slot for _, slot in emitted.constants}
+    held |= {slot for i, slot in emitted.arguments if not donated[i]}
+    shared = []
+    for i, (slot, _, mesh) in enumerate(emitted.results):
+        if placement.runs_here(mesh) and (slot is None or slot in held):
+            shared.append(i)
+        if slot is not None:
+            held.add(slot)
+    return tuple(shared)

@@ -1,0 +1,1 @@
+"""Observation of a step: recordings, device profiles, digests, compilation as text."""

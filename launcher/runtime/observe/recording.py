@@ -1,0 +1,313 @@
+"""The recording of one step: when each of its instructions ran, on every device and in every lane.
+
+The step runs as ever: it is sent off without waiting for any of its parts, so what overlaps goes on
+overlapping. It only begins when what this process sent before has ended, and the next step is sent
+when it has ended, so that no time of a neighbour is in it. Where the times are from:
+
+- Runs of programs: on CPU devices, or where its trace is asked for, JAX's profiler
+  (`device_profile`), from the first operation on a device to the last one, with the collectives
+  inside. Where gradients are summed inside a backward pass, the pass ends with its last operation
+  that waits for no sum, and each sum has a span of its own in another lane: from when the device
+  reaches it, so waiting for the other devices is in it. The tracer of a GPU may take minutes to
+  stop. Without it a run lasts from when it was sent off, and the one before it had ended, to when a
+  thread that waits for its results saw them.
+- Transfers: from when the arrays were made and the transfer was sent off, to when a thread that
+  waits for nothing else saw them arrive. Of a transfer between processes the sender knows the one
+  and the receiver the other; `report.timeline` joins them.
+- The calling thread, which sends the instructions off: this host's clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from launcher.base.spans import Span, SpanRecorder
+from launcher.runtime.emit.emit.instructions import Instruction, Run, Send
+from launcher.runtime.execute.dispatch_table import Entry
+from launcher.runtime.observe.device_profile import DeviceProfile, ProgramRun
+from launcher.runtime.programs.program_text import ProgramText, read_program
+
+_MOST_WATCHERS = 32  # transfers that are waited for at once
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A transfer that was sent off.
+
+    Attributes:
+        instruction: the transfer.
+        number: its number among those between the same meshes, the same in all processes.
+        start: when it was sent off.
+        reads: the places of the entries that made its arrays.
+        leaves: whether arrays leave from this process.
+        arrival: when they are there, if any arrive in this process.
+    """
+
+    instruction: Send
+    number: int
+    start: int
+    reads: list[int]
+    leaves: bool
+    arrival: Future[int | None] | None
+
+
+class StepRecording:
+    """The recording of one step: `run` it, `end` it, then `finish`, perhaps in another thread.
+
+    Args:
+        recorder: takes the spans; it may have some already, and other threads may add to it.
+        profiled: whether JAX's profiler is used.
+        keep: the folder that the profiler's trace is kept in, if it is.
+
+    Attributes:
+        newest: the instruction that was sent off last.
+    """
+
+    def __init__(
+        self, recorder: SpanRecorder, profiled: bool = True, keep: Path | None = None
+    ) -> None:
+        self._recorder = recorder
+        profiled = profiled and (keep is not None or jax.default_backend() == "cpu")
+        self._profile = DeviceProfile(keep) if profiled else None
+        self._ends: dict[int, tuple[int, Future[int | None]]] = {}  # by place: sent off, and there
+        self._watchers = ThreadPoolExecutor(_MOST_WATCHERS, thread_name_prefix="watcher")
+        self.newest: Instruction | None = None
+        self._runs: dict[int, Run] = {}
+        self._transfers: dict[int, _Sent] = {}
+        self._ended: int | None = None
+        self._made_by: dict[int, int] = {}  # by slot: the place of the entry that filled it
+        self._reader: dict[int, int] = {}  # by place: that of the first run that reads its arrays
+        self._count: Counter[tuple[int, int]] = Counter()
+
+    def run(self, entries: Sequence[Entry], slots: list[Any], key: int) -> None:
+        """Follow the entries of a dispatch table, as a call does."""
+        for place, entry in enumerate(entries):
+            if entry.call is None:
+                for i in entry.inputs:
+                    slots[i] = None
+                continue
+            arrays = [slots[i] for i in entry.inputs]
+            self.newest = entry.instruction
+            start, name = time.time_ns(), _name(entry)
+            with jax.profiler.TraceAnnotation(name):  # in the profiler's own trace
+                results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
+            for i, value in zip(entry.outputs, results, strict=True):
+                slots[i] = value
+            self._recorder.add("dispatch", name, start, time.time_ns())
+            if isinstance(entry.instruction, Run):
+                self._runs[place] = entry.instruction
+                if self._profile is None:
+                    self._ends[place] = start, self._watchers.submit(_arrival, list(results))
+                for i in entry.inputs:
+                    self._reader.setdefault(self._made_by.get(i, -1), place)
+            elif isinstance(entry.instruction, Send):
+                self._watch(place, entry, arrays, results, start)
+            self._made_by.update(dict.fromkeys(entry.outputs, place))
+
+    def _watch(
+        self, place: int, entry: Entry, arrays: Sequence[Any], results: Sequence[Any], start: int
+    ) -> None:
+        x = entry.instruction
+        assert isinstance(x, Send)
+        here = [array for array in results if array.addressable_shards]
+        self._transfers[place] = _Sent(
+            instruction=x,
+            number=self._count[x.src, x.dst],
+            start=start,
+            reads=[self._made_by[i] for i in entry.inputs if i in self._made_by],
+            leaves=any(array is not None and array.addressable_shards for array in arrays),
+            arrival=self._watchers.submit(_arrival, here) if here else None,
+        )
+        self._count[x.src, x.dst] += 1
+
+    def cancel(self) -> None:
+        """Give up after a failure; nothing goes on."""
+        self._recorder.take()
+        self._watchers.shutdown(wait=False)
+        if self._profile:
+            self._profile.stop()
+
+    def end(self) -> None:
+        """Note that the step has ended on this process's devices: later runs are not its own."""
+        self._ended = time.time_ns()
+
+    def finish(
+        self,
+        texts: Callable[[], Mapping[str, str]],
+        devices_of: Sequence[Sequence[int]],
+        first: int = 0,
+    ) -> list[Span]:
+        """Return the spans of runs and transfers, after `end`.
+
+        Args:
+            texts: returns the compiled programs as text, by name (`Executable.hlo_text`).
+            devices_of: of each mesh, the positions in `jax.devices()` of this process's devices.
+            first: the number that the plan gives the first of `jax.devices()`.
+        """
+        arrived = {n: x.arrival.result() for n, x in self._transfers.items() if x.arrival}
+        assert self._ended is not None
+        spans: list[Span] = []
+        profiled = self._profile.stop() if self._profile else []
+        profiled = [run for run in profiled if run.start < self._ended]
+        programs = {name: read_program(text) for name, text in texts().items()} if profiled else {}
+        modules = {name: program.module for name, program in programs.items()}
+        ends: dict[int, int] = {}
+        starts: dict[int, int] = {}
+        for place, run in matched(self._runs, modules, devices_of, profiled):
+            instruction = self._runs[place]
+            numbered = replace(run, device=first + run.device)
+            spans += run_spans(instruction, numbered, programs[instruction.program])
+            ends[place] = max(run.end, ends.get(place, 0))
+            starts[place] = max(run.start, starts.get(place, 0))
+        if self._profile is None:
+            spans += self._seen_from_here([[first + d for d in of] for of in devices_of], ends)
+        ends |= {place: end for place, end in arrived.items() if end}
+        for place, sent in self._transfers.items():
+            ready = max([sent.start, *(ends[k] for k in sent.reads if k in ends)])
+            there, read = arrived.get(place), starts.get(self._reader.get(place, -1))
+            if read and sent.arrival:
+                # A busy machine may wake the thread that waits late, or when they are used up.
+                there = min(there or read, read)
+            spans += _transfer_spans(sent, ready, there)
+        self._watchers.shutdown()
+        return spans
+
+    def _seen_from_here(
+        self, devices_of: Sequence[Sequence[int]], ends: dict[int, int]
+    ) -> list[Span]:
+        """Return the spans of runs without the profiler, and add their ends to `ends`.
+
+        Results that a later run has used up tell no end: such a run is part of the span of the next
+        one that does, which says how many it covers.
+        """
+        found, before = [], dict.fromkeys(range(len(devices_of)), 0)
+        covered = Counter[int]()
+        for place, (start, arrival) in sorted(self._ends.items()):
+            run, end = self._runs[place], arrival.result()
+            covered[run.mesh] += 1
+            if end is None:
+                before[run.mesh] = before[run.mesh] or start
+                continue
+            ends[place], begun = end, max(start, before[run.mesh])
+            kind, about = _kind(run)
+            about |= {"covers": covered.pop(run.mesh)}
+            for device in devices_of[run.mesh]:
+                lane = f"device {device}"
+                found.append(Span(lane, _run_name(run), min(begun, end), end, kind, about))
+            before[run.mesh] = end
+        return found
+
+
+def _arrival(arrays: list[jax.Array]) -> int | None:
+    """Wait for arrays and return when they were there; None if they are used up already."""
+    try:
+        jax.block_until_ready(arrays)
+    except RuntimeError:  # deleted: donated to a program that was sent off since
+        return None
+    return time.time_ns()
+
+
+def _name(entry: Entry) -> str:
+    x = entry.instruction
+    if isinstance(x, Run):
+        return _run_name(x)
+    return f"mesh {x.src} to mesh {x.dst}" if isinstance(x, Send) else type(x).__name__.lower()
+
+
+def _run_name(run: Run) -> str:
+    if (task := run.task) is None:
+        return run.program
+    _, _, piece = run.program.partition(".piece.")
+    what = f"stage {task.stage} {task.kind.value} {task.microbatch}"
+    return f"{what} piece {piece.partition('.')[0]}" if piece else what
+
+
+def matched(
+    runs: Mapping[int, Run],
+    modules: Mapping[str, str],
+    devices_of: Sequence[Sequence[int]],
+    profiled: Sequence[ProgramRun],
+) -> Iterator[tuple[int, ProgramRun]]:
+    """Yield each run that a profile shows with the place of the instruction that started it.
+
+    A device runs a program as often as the instructions say, and in their order.
+
+    Args:
+        runs: the instructions by their place, in order.
+        modules: the name of each program as a compiled one.
+        devices_of: the devices of each mesh.
+        profiled: what ran, in order.
+    """
+    started: dict[tuple[str, int], list[int]] = {}
+    for place, run in runs.items():
+        for device in devices_of[run.mesh]:
+            started.setdefault((modules.get(run.program, ""), device), []).append(place)
+    ran: dict[tuple[str, int], list[ProgramRun]] = {}
+    for found in profiled:
+        ran.setdefault((found.module, found.device), []).append(found)
+    for key, places in started.items():
+        yield from zip(places, ran.get(key, []), strict=False)
+
+
+def _kind(instruction: Run) -> tuple[str, dict[str, Any]]:
+    """Return the kind of a run's span, and what it is about."""
+    about: dict[str, Any] = {"mesh": instruction.mesh, "program": instruction.program}
+    if instruction.task is None:
+        return "update" if "update" in instruction.program else "other", about
+    about |= {"stage": instruction.task.stage, "microbatch": instruction.task.microbatch}
+    as_one = instruction.program.endswith("forward_backward")
+    return "forward_backward" if as_one else instruction.task.kind.value, about
+
+
+def run_spans(instruction: Run, run: ProgramRun, program: ProgramText) -> list[Span]:
+    """Return the spans of a program's run on a device: its own, and one for each collective.
+
+    Args:
+        instruction: the instruction that started it.
+        run: the run.
+        program: what the program's text says of its operations.
+    """
+    kind, about = _kind(instruction)
+    name, lane = _run_name(instruction), f"device {run.device}"
+    sums = {op for op, one in program.collectives.items() if one.bucket is not None}
+    own = [op for op in run.operations if op.name not in sums | program.after_sums]
+    own = own or run.operations
+    found = [Span(lane, name, min(op.start for op in own), max(op.end for op in own), kind, about)]
+    for op in run.operations:
+        if (one := program.collectives.get(op.name)) is None:
+            continue
+        of = {**about, "of": name, "collective": one.kind}
+        if one.bucket is None:
+            found.append(Span(f"{lane} collectives", one.kind, op.start, op.end, "collective", of))
+        else:
+            what = f"bucket {one.bucket}"
+            found.append(Span(f"{lane} gradient sums", what, op.start, op.end, "gradient sum", of))
+    return found
+
+
+def _transfer_spans(sent: _Sent, ready: int, arrived: int | None) -> list[Span]:
+    """Return a transfer's span, as far as this process knows it: `known` says how far.
+
+    Args:
+        sent: the transfer.
+        ready: when its arrays were made and it was sent off.
+        arrived: when they were there, if they arrived here and it is known.
+    """
+    x = sent.instruction
+    about = {"src_mesh": x.src, "dst_mesh": x.dst, "number": sent.number}
+    name = f"mesh {x.src} to mesh {x.dst}"
+    if arrived is None:
+        known, end = "start", ready
+        if not sent.leaves or sent.arrival is not None:
+            return []
+    else:
+        known, end = ("both" if sent.leaves else "end"), max(ready, arrived)
+    return [Span("transfers", name, ready, end, "transfer", {**about, "known": known})]

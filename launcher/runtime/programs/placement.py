@@ -1,0 +1,86 @@
+"""Placement of a step's slots: the plan's meshes on real devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from launcher.partition.sharding.layout import AXES, mesh_sizes
+from launcher.plan import Plan
+from launcher.runtime.emit.emit.instructions import Send, Slot
+from launcher.runtime.programs.collectives import partition_spec
+from launcher.runtime.transport.transport.transfer import is_here
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The meshes and shardings of a step.
+
+    Attributes:
+        meshes: the plan's meshes.
+        slots: what each slot holds.
+        shardings: the sharding of what each slot holds. Equal ones are the same object, since JAX
+            compares those of a program's arguments with each call.
+    """
+
+    meshes: tuple[Mesh, ...]
+    slots: tuple[Slot, ...]
+    shardings: tuple[NamedSharding, ...]
+
+    @property
+    def owners(self) -> list[set[int]]:
+        """For every mesh, the processes that own one of its devices."""
+        return [{d.process_index for d in mesh.devices.flat} for mesh in self.meshes]
+
+    def sharding(self, slot: int) -> NamedSharding:
+        """Return the sharding of what a slot holds."""
+        return self.shardings[slot]
+
+    def whole(self, mesh: int) -> NamedSharding:
+        """Return the sharding of a value that is replicated over a mesh."""
+        return NamedSharding(self.meshes[mesh], PartitionSpec())
+
+    def runs_here(self, mesh: int) -> bool:
+        """Return whether this process owns a device of a mesh."""
+        return is_here(self.whole(mesh))
+
+    def is_local(self, send: Send) -> bool:
+        """Return whether one process owns all devices of both sides."""
+        devices = [d for mesh in (send.src, send.dst) for d in self.meshes[mesh].devices.flat]
+        return len({d.process_index for d in devices}) == 1
+
+
+def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Slot]) -> Placement:
+    """Place a plan on devices.
+
+    Args:
+        plan: the plan.
+        devices: numbered as the plan numbers them, or a worker's own.
+        slots: what each slot holds.
+    """
+    assignments = [part.assignment for part in plan.parts]
+    own = {
+        submesh.devices: assignment.own_submesh(mesh)
+        for assignment in assignments
+        for mesh, submesh in enumerate(assignment.submeshes)
+    }
+    replicas = assignments[0].slicing.own_replicas
+    meshes = [
+        Mesh(
+            np.array([devices[d] for d in own[mesh].devices]).reshape(
+                tuple(mesh_sizes(own[mesh].logical_mesh, replicas).values())
+            ),
+            AXES,
+        )
+        for mesh in plan.all_meshes
+    ]
+    distinct = {
+        (slot.mesh, slot.spec): NamedSharding(meshes[slot.mesh], partition_spec(slot.spec))
+        for slot in slots
+    }
+    shardings = tuple(distinct[slot.mesh, slot.spec] for slot in slots)
+    return Placement(tuple(meshes), tuple(slots), shardings)

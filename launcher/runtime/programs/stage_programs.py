@@ -1,0 +1,250 @@
+"""The programs of one stage, one for each kind of task that its schedule has.
+
+A task program over one slice of the batch becomes a program over a microbatch: it takes its slice
+of each operand and adds its results and gradients to accumulators. Replicas are a
+`jax.vmap(spmd_axis_name=…)` axis of every activation, residual and accumulator, so that the only
+data-parallel collectives of a program are those that sum its buckets of gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from launcher.partition.buckets import Bucket, gradient_order, is_summed_in_every
+from launcher.partition.joint_graph import Name
+from launcher.partition.partitioned import PartitionedStep
+from launcher.partition.sharding.layout import DATA, Layout
+from launcher.partition.sharding.named_dims import Spec
+from launcher.partition.slicing import Slicing, accumulator_dtype
+from launcher.partition.task_programs import TaskProgram
+from launcher.partition.transposes import without_transposes
+from launcher.partition.update import Operand
+from launcher.runtime.programs.collectives import constrained, copied, sum_buckets
+from launcher.runtime.programs.partial_sums import emitted_locally
+from launcher.schedule import Kind
+from launcher.trace import Loss
+from launcher.trace.ir.jaxpr import Var
+
+_SUMS = ("result", "grad", "per_replica")
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """One program of a stage.
+
+    Accumulators are the last of the inputs and the first of the outputs, in one order, so that each
+    can keep its buffer. A result or gradient that is not an input is made afresh: that of the only
+    microbatch, or one part for each.
+
+    Attributes:
+        name: the program's name.
+        fun: `fun(microbatch's number, *inputs) -> outputs`, flat, in the order of the names.
+        inputs: the names of what it reads.
+        outputs: the names of what it makes.
+        residuals: the specs of the residuals that it makes, by their variables.
+        buckets: the gradients that it sums over the replicas.
+        once: the gradients that are summed once a step, by the last microbatch or after it.
+        last: the program of the last microbatch, if that is another one: it also sums the
+            gradients that are summed once a step, under its backward pass.
+    """
+
+    name: str
+    fun: Callable[..., tuple[Any, ...]]
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    residuals: Mapping[Var, Spec]
+    buckets: tuple[Bucket, ...] = ()
+    once: tuple[Bucket, ...] = ()
+    last: StageProgram | None = None
+
+    @property
+    def accumulators(self) -> tuple[Name, ...]:
+        """The inputs that the program adds to."""
+        return tuple(name for name in self.inputs if name.kind in _SUMS)
+
+    @property
+    def in_place(self) -> tuple[int, ...]:
+        """The places among the inputs of the accumulators that it returns."""
+        places = range(len(self.inputs))
+        return tuple(k for k in places if self.inputs[k] in self.outputs)
+
+
+def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, StageProgram]:
+    """Return the program that a stage runs for each kind of task.
+
+    A kind without a program has nothing to do.
+
+    Args:
+        cut: the step.
+        stage: the stage.
+        name: what the names of its programs begin with.
+    """
+    of, inside = cut.programs(stage)
+    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), cut.leaving)
+    together = Kind.FORWARD not in of.programs
+    found: dict[Kind, StageProgram] = {}
+    for kind, one_slice in of.programs.items():
+        word = kind.value if found or not together else f"forward_{kind.value}"
+        closed = emitted_locally(one_slice.closed, inside, cut.slicing.own_replicas)
+        buckets = cut.buckets(stage, gradient_order(one_slice))
+        one_slice = dataclasses.replace(one_slice, closed=closed)
+        left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
+        found[kind] = maker.programs(f"{name}.{word}", one_slice, left, *buckets)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Maker:
+    """A maker of programs over a microbatch from task programs over a slice.
+
+    `leaving`: see `PartitionedStep.leaving`.
+    """
+
+    loss: Loss
+    operands: Sequence[Operand]
+    slicing: Slicing
+    layout: Layout
+    leaving: Set[int]
+
+    def programs(
+        self,
+        name: str,
+        one_slice: TaskProgram,
+        residuals: Mapping[Var, Spec],
+        every: Sequence[Bucket],
+        once: Sequence[Bucket],
+    ) -> StageProgram:
+        """Return the program over all replicas' slices of a microbatch.
+
+        Args:
+            name: its name.
+            one_slice: what each replica computes.
+            residuals: see `StageProgram`.
+            every: the buckets that every microbatch sums.
+            once: the buckets that are summed once a step.
+        """
+        here = once if self.slicing.own_replicas > 1 else ()
+        now = [*every, *here] if self.slicing.micro_batches == 1 else every
+        made = self.program(name, one_slice, residuals, now)
+        made = dataclasses.replace(made, once=tuple(once))
+        if self.slicing.micro_batches == 1 or len(here) < 2:  # one waits for the whole program
+            return made
+        last = self.program(f"{name}.last", one_slice, residuals, [*every, *here])
+        return dataclasses.replace(made, last=last)
+
+    def program(
+        self,
+        name: str,
+        one_slice: TaskProgram,
+        residuals: Mapping[Var, Spec],
+        now: Sequence[Bucket],
+    ) -> StageProgram:
+        """Return the program of a microbatch that sums the buckets `now`.
+
+        Accumulators hold the gradient of each replica until it is summed, and then the sum in its
+        place; those of gradients that every microbatch sums hold sums.
+        """
+        made = one_slice.outputs
+        kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
+        held = [self.accumulator(n) for n in kept]
+        moves = {i for b in now for i in b.operands if not self.stays(b, i)}
+        left = [n if n.kind == "grad" and n.of in moves else self.accumulator(n) for n in made]
+        inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
+        outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
+
+        replicated, closed = self.slicing.own_replicas > 1, one_slice.closed
+        if replicated:
+            closed = without_transposes(closed)
+        computed = dataclasses.replace(one_slice, closed=closed).fun
+
+        def one(number: Any, *flat: Any) -> tuple[Any, ...]:
+            values = dict(zip(inputs, flat, strict=False))
+            parts = [self.part(n, values.get(n), number) for n in one_slice.inputs]
+            outs = zip(made, computed(*parts), strict=True)
+            return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
+
+        fun, reads = one, len(inputs) - len(held)
+        if replicated:
+            axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
+            replicas = self.slicing.own_replicas  # said: a stage may read nothing of the batch
+            fun = jax.vmap(one, in_axes=axes, axis_size=replicas, spmd_axis_name=DATA)
+
+        def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
+            read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]
+            values = dict(zip(made, fun(number, *read), strict=True))
+            sums = list(zip(kept, held, flat[reads:], strict=True))
+            for n, where, accumulated in sums:
+                if where.kind == "per_replica":
+                    values[n] = accumulated + values[n]
+            grads = {n.of: x for n, x in values.items() if n.kind == "grad"}
+            for i, x in sum_buckets(self.layout, now, grads).items():
+                in_place = Name("per_replica", i) in left
+                values[Name("grad", i)] = copied(self.layout, i, x) if in_place else x
+            for n, where, accumulated in sums:
+                if where.kind != "per_replica":
+                    values[n] = accumulated + values[n]
+            by_name = dict(zip(left, map(values.get, made), strict=True))
+            return tuple(by_name[n] for n in outputs)
+
+        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, tuple(now))
+
+    def accumulator(self, name: Name) -> Name:
+        """Return the name of an output where the microbatches before are added up.
+
+        It holds each replica's gradient, unless every microbatch sums it.
+        """
+        several = self.slicing.own_replicas > 1 and self.slicing.micro_batches > 1
+        if name.kind == "grad" and several and not is_summed_in_every(self.layout, name.of):
+            return Name("per_replica", name.of)
+        return name
+
+    def is_kept(self, name: Name) -> bool:
+        """Return whether an accumulator is read and added to, rather than made afresh."""
+        word = self.loss.reduce[name.of] if name.kind == "result" else "sum"
+        return self.slicing.micro_batches > 1 and word in ("mean", "sum")
+
+    def stays(self, bucket: Bucket, i: int) -> bool:
+        """Return whether a gradient's sum takes the place of each replica's gradient.
+
+        What is to leave the mesh or the step, or is cut along the replicas then, does not.
+        """
+        is_whole = bucket.collective == "all-reduce" and not self.layout.is_scattered(i)
+        return is_whole and i not in self.leaving
+
+    def gathered(self, name: Name, value: Any) -> Any:
+        """Gather a parameter that is kept sharded along `data`."""
+        if name.kind == "operand" and self.layout.is_gathered(name.of):
+            return constrained(self.layout, value, self.layout.operand(name.of))
+        return value
+
+    def widened(self, value: Any) -> Any:
+        """Convert a part of a result or gradient to the dtype in which it is accumulated."""
+        value = jnp.asarray(value)
+        wide = self.slicing.num_slices > 1
+        return value.astype(accumulator_dtype(value.dtype)) if wide else value
+
+    def replica_axis(self, name: Name) -> int | None:
+        """Return the axis of an input along which its replicas lie; None if they share it."""
+        if name.kind != "operand":
+            return 0
+        return 1 if self.operands[name.of].stacked else None
+
+    def part(self, name: Name, value: Any, number: Any) -> Any:
+        """Return an input of a task program as one slice sees it."""
+        if name.kind == "seed":
+            mean = self.loss.reduce[0] == "mean"
+            dtype = self.loss.outvars[0].aval.dtype
+            return jnp.asarray(1.0 / self.slicing.num_slices if mean else 1.0, dtype)
+        if name.kind != "operand" or self.slicing.num_slices == 1:
+            return value
+        if self.operands[name.of].stacked:
+            row = jax.lax.dynamic_index_in_dim(value, number, 0, keepdims=False)
+            axis = self.loss.slice_axes[name.of]
+            return jnp.moveaxis(row, 0, axis) if axis else row
+        return value

@@ -1,0 +1,1 @@
+"""Transfers of arrays between stages, processes and parameter servers."""

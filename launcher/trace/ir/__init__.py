@@ -1,0 +1,1 @@
+"""Readers of traced programs: jaxprs, factors, costs, kinds of primitives."""

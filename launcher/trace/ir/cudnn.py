@@ -1,0 +1,182 @@
+"""cuDNN's fused attention on machines without cuDNN: traced as it is, computed by XLA on CPUs.
+
+`jax.nn.dot_product_attention(implementation="cudnn")` asks for cuDNN's version while it is traced,
+and has no program for CPUs. A plan for GPUs is made on any machine, so here it is taken to be
+there: `described_cudnn` answers in its place, and what JAX binds is lowered for CPUs to what it
+means. With cuDNN nothing changes. The names are JAX's private ones; where a release of JAX has them
+no more, its own error stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+
+from launcher.trace.ir.jaxpr import Equation
+
+Place = tuple[int, int]  # (operand or result, its dimension)
+
+_VERSION = 91_300  # of a cuDNN that has all that JAX asks for
+_BIAS, _OFFSETS = 3, 6  # their places among the operands; the bias' gradient is the result 3
+_CAUSAL, _PADDED = (2, 3), (1, 3)  # JAX's numbers of masks
+
+
+@contextlib.contextmanager
+def described_cudnn() -> Iterator[None]:
+    """Let fused attention be traced where no cuDNN is found; also a decorator of a function."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        version: Callable[[], int] = fused.check_cudnn_version
+    except (AttributeError, ImportError):
+        yield
+        return
+    _lower_for_cpus()
+
+    def there_or_described() -> int:
+        try:
+            return version()
+        except RuntimeError:
+            return _VERSION
+
+    fused.check_cudnn_version = there_or_described
+    try:
+        yield
+    finally:
+        fused.check_cudnn_version = version
+
+
+@functools.cache
+def _lower_for_cpus() -> None:
+    """Give the primitives a meaning on CPUs, which JAX leaves out."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        forward = fused._dot_product_attention_fwd_p_wrapper
+        backward = fused._dot_product_attention_bwd_p_wrapper
+    except (AttributeError, ImportError):
+        return
+    for primitive, meaning in ((forward, _forward), (backward, _backward)):
+        rule = mlir.lower_fun(meaning, multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform="cpu")
+
+
+def _forward(*operands: jax.Array, is_training: bool, **params: Any) -> list[jax.Array]:
+    """Return the result and, in training, the logarithms of the softmax's sums, [B, N, T]."""
+    attend, read = _attention(params)
+    out, sums = attend(*read(operands[:4]), *operands[4:6])
+    out = jnp.swapaxes(out, 1, 2) if _heads_first(params) else out
+    return [out, jnp.swapaxes(sums, 1, 2).astype(jnp.float32)] if is_training else [out]
+
+
+def _backward(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Return the gradients of queries, keys, values and, if there is one, the bias."""
+    attend, read = _attention(params)
+    seed = operands[-1]
+
+    def out(*moving: jax.Array) -> jax.Array:
+        found, _ = attend(*read(moving), *operands[4:6])
+        return jnp.swapaxes(found, 1, 2) if _heads_first(params) else found
+
+    count = 4 if params["variadic_args"][1] else 3
+    rest = operands[count:4]
+    _, vjp = jax.vjp(lambda *moving: out(*moving, *rest), *operands[:count])
+    return list(vjp(seed))
+
+
+def _heads_first(params: dict[str, Any]) -> bool:
+    return bool(params["layout"])
+
+
+def _attention(
+    params: dict[str, Any],
+) -> tuple[Callable[..., Any], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
+    """Return XLA's attention of these parameters, and what brings operands into its layout."""
+    mask, window = _mask_number(params), params["sliding_window_length"]
+
+    def read(operands: Sequence[jax.Array]) -> list[jax.Array]:
+        *qkv, bias = operands
+        return [*(jnp.swapaxes(x, 1, 2) if _heads_first(params) else x for x in qkv), bias]
+
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, *lengths: jax.Array
+    ) -> Any:
+        padded = dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths, strict=True))
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            bias if params["variadic_args"][0] else None,
+            scale=params["scale"],
+            is_causal=mask in _CAUSAL,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="xla",
+            return_residual=True,
+            **(padded if mask in _PADDED else {}),
+        )
+
+    return attend, read
+
+
+def _mask_number(params: dict[str, Any]) -> int:
+    """Return JAX's number of the mask of fused attention."""
+    return int(getattr(params["mask_type"], "value", params["mask_type"]))
+
+
+def attention_sizes(eqn: Equation) -> tuple[tuple[int, int, int, int], int]:
+    """Return batch, queries, heads and a head's size of fused attention, and its keys."""
+    batch, a, b, size = eqn.invars[0].aval.shape
+    keys = eqn.invars[1].aval.shape
+    if _heads_first(eqn.params):
+        return (batch, b, a, size), keys[2]
+    return (batch, a, b, size), keys[1]
+
+
+def attention_places(eqn: Equation) -> Iterator[tuple[tuple[Place, ...], tuple[Place, ...]]]:
+    """Yield which dimensions of operands and results run together: of the examples, of the heads.
+
+    Heads run together with those of the keys that they share. What is not there is an array of
+    length 0. Examples of several texts each stay together: offsets count from the first.
+    """
+    is_packed = eqn.invars[_OFFSETS].aval.size > 0
+    for kind in ("heads",) if is_packed else ("examples", "heads"):
+        operands, results = (
+            tuple(
+                (i, at)
+                for i, v in enumerate(side)
+                if v.aval.size and (at := _dimension(kind, i, v.aval.ndim, eqn)) is not None
+            )
+            for side in (eqn.invars, eqn.outvars)
+        )
+        yield operands, results
+
+
+def _dimension(kind: str, index: int, rank: int, eqn: Equation) -> int | None:
+    """Return the dimension of the examples or heads in an operand or result."""
+    if kind == "examples":
+        return 0
+    if rank == 4:
+        return 1 if index == _BIAS or _heads_first(eqn.params) else 2
+    return 1 if rank == 3 else None
+
+
+def attended_pairs(params: dict[str, Any], queries: int, keys: int) -> float:
+    """Return how many pairs of a query and a key the fused kernel computes with, for each head.
+
+    Args:
+        params: of the primitive.
+        queries: their number.
+        keys: their number.
+    """
+    window = min(params["sliding_window_length"] or keys, keys)
+    if _mask_number(params) not in _CAUSAL and params["sliding_window_length"] is None:
+        return float(queries * keys)
+    if window < keys:
+        return queries * window - window * window / 2
+    return queries * keys / 2

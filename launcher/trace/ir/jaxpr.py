@@ -1,0 +1,381 @@
+"""The one reader of JAX's programs: `Jaxpr`, the same form whatever JAX's version.
+
+JAX changes the form of its jaxprs between minor versions: what is closed over constants, where a
+loop keeps its counts, which operations hide their program. `make_jaxpr` reads them into `Jaxpr`,
+and `jaxpr_as_fun` runs one; no other module imports `jax.extend` or knows JAX's own form. The other
+functions flatten calls, keep what is needed, and answer who depends on whom.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from launcher.trace.ir.primitive_kinds import CALLS, CALLS_WITH_RULES
+
+Primitive = jex.Primitive
+
+
+class Aval(Protocol):
+    """The type of an array: `jax.core.ShapedArray`, `jax.ShapeDtypeStruct`, or an array's own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def ndim(self) -> int: ...
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    # JAX's own annotations give a variable's type no shape and no dtype. These are classes rather
+    # than protocols, since a literal has all that a variable has.
+
+    class Var:
+        aval: Aval
+
+        def __init__(self, aval: Aval) -> None: ...
+
+    class DropVar(Var): ...
+
+    class Literal:
+        aval: Aval
+        val: Any
+
+    class Equation:
+        primitive: Primitive
+        invars: list[Var | Literal]
+        outvars: list[Var]
+        params: dict[str, Any]
+        effects: Set[Any]
+        source_info: Any
+
+        def replace(self, **changes: Any) -> Equation: ...
+
+else:
+    Var, DropVar, Literal, Equation = jex.Var, jex.DropVar, jex.Literal, jex.JaxprEqn
+
+Atom: TypeAlias = "Var | Literal"
+
+_RULES = "bwd", "jvp_jaxpr_fun", "transpose_thunk"  # parameters: rules of derivatives
+_HIDING = "call_hi_primitive"
+_UNNAMED = jex.DebugInfo("launcher", "<part>", None, None)  # programs that no single function wrote
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Jaxpr:
+    """A program; what JAX calls a jaxpr.
+
+    Attributes:
+        invars, eqns, outvars: its inputs, its equations in order, its results.
+        constvars, consts: the variables of the arrays that it captures, and these arrays.
+    """
+
+    invars: Sequence[Var]
+    eqns: Sequence[Equation]
+    outvars: Sequence[Atom]
+    constvars: Sequence[Var] = ()
+    consts: Sequence[Any] = ()
+
+    @property
+    def out_avals(self) -> list[Aval]:
+        """The types of the results."""
+        return [v.aval for v in self.outvars]
+
+    @functools.cached_property
+    def written(self) -> Any:
+        """The program as JAX's own jaxpr, closed over the captured arrays."""
+        effects = frozenset().union(*(eqn.effects for eqn in self.eqns))
+        parts = map(list, (self.constvars, self.invars, self.outvars, self.eqns))
+        new: Any = jex.Jaxpr  # whose annotations are not those above
+        return jex.ClosedJaxpr(new(*parts, effects, _UNNAMED), list(self.consts))
+
+    def __str__(self) -> str:
+        return str(self.written)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Return whether a parameter of an equation is a program."""
+    return isinstance(value, (Jaxpr, jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def read_jaxpr(value: Any) -> Jaxpr:
+    """Return a program of JAX's, such as a parameter of an equation, as a `Jaxpr`."""
+    if isinstance(value, Jaxpr):
+        return value
+    inner = getattr(value, "jaxpr", value)  # before JAX 0.11, a closed one holds an open one
+    consts = getattr(value, "consts", ())
+    return Jaxpr(inner.invars, inner.eqns, inner.outvars, inner.constvars, consts)
+
+
+def rewritten_as(old: Any, new: Jaxpr) -> Any:
+    """Return a rewritten program in the form of the parameter that it replaces.
+
+    It captures the same arrays.
+    """
+    if isinstance(old, Jaxpr):
+        return new
+    parts = {"invars": list(new.invars), "outvars": list(new.outvars), "eqns": list(new.eqns)}
+    if isinstance(old, jex.Jaxpr):  # since JAX 0.11 all are
+        return old.replace(**parts)
+    return old.replace(jaxpr=old.jaxpr.replace(**parts))
+
+
+def make_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
+    """Trace `fun(*args)`; `args` may be shapes."""
+    return make_jaxpr_and_shape(fun, *args)[0]
+
+
+def make_jaxpr_and_shape(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
+    """Trace `fun(*args)`; returns its program and the shapes of its result."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    jaxpr = read_jaxpr(closed)
+    return _shown(jaxpr) if _hides(jaxpr) else jaxpr, shape
+
+
+def jaxpr_as_fun(jaxpr: Jaxpr) -> Callable[..., Any]:
+    """Return the function that evaluates a program and returns a list."""
+    return cast(Callable[..., Any], jex.jaxpr_as_fun(jaxpr.written))
+
+
+def _hides(jaxpr: Jaxpr) -> bool:
+    """Return whether an operation in a program hides what it computes, and can say it.
+
+    Since JAX 0.12 `searchsorted`, `nonzero`, `ldexp` and what is made of them do.
+    """
+    return any(
+        "jvp" in vars(type(eqn.params["_prim"]))
+        if eqn.primitive.name == _HIDING
+        else any(map(_hides, sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _shown(jaxpr: Jaxpr) -> Jaxpr:
+    """Replace what hides its program by a call of it, which has the same derivative rule."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(shown, value))
+        return rewritten_as(value, _shown(read_jaxpr(value))) if is_jaxpr(value) else value
+
+    def instead(eqn: Equation) -> Equation:
+        if not _hides(Jaxpr((), [eqn], ())):
+            return eqn
+        if eqn.primitive.name != _HIDING:
+            return eqn.replace(params={key: shown(value) for key, value in eqn.params.items()})
+        hidden = eqn.params["_prim"]
+
+        def fun(*flat: Any) -> list[Any]:
+            return jax.tree.leaves(hidden.expand(*jax.tree.unflatten(hidden.in_tree, flat)))
+
+        if any(has_tangent(v.aval) for v in eqn.outvars):
+            fun = jax.custom_jvp(fun)
+            bind = functools.partial(eqn.primitive.bind, **eqn.params)
+            fun.defjvp(functools.partial(jax.jvp, bind))
+        return called_instead(eqn, fun, eqn.invars)
+
+    return dataclasses.replace(jaxpr, eqns=list(map(instead, jaxpr.eqns)))
+
+
+def called_instead(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
+    """Return an equation with the results of `eqn` that calls `fun(*operands)`."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    (call,) = make_jaxpr(jax.jit(fun), *avals).eqns
+    instead = {"primitive": call.primitive, "params": call.params, "effects": call.effects}
+    return eqn.replace(invars=list(operands), **instead)
+
+
+def hide_from_source_lines(file: str) -> None:
+    """Take an equation's source line from the caller of a file's functions, not from the file."""
+    source_info_util.register_exclusion(file)
+
+
+hide_from_source_lines(__file__)
+
+
+def is_var(atom: Atom) -> TypeIs[Var]:
+    """Return whether an atom is a named value; else it is a literal."""
+    return not isinstance(atom, Literal)
+
+
+def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the same program with each plain call (`jit`) replaced by its body, under fresh names.
+
+    An equation of a body is in the named scopes of its call. Where no line of the user's is known
+    for it, it gets that of its call.
+    """
+    equations: list[Equation] = []
+    constants: dict[Var, Any] = {}
+
+    def walk(jaxpr: Jaxpr, env: dict[Var, Atom], call: Equation | None) -> list[Atom]:
+        def read(atom: Atom) -> Atom:
+            return env[atom] if is_var(atom) else atom
+
+        for eqn in jaxpr.eqns:
+            if call is not None:
+                own, outer = eqn.source_info, call.source_info
+                own = own if source_line(eqn) else outer.replace(name_stack=own.name_stack)
+                stack = outer.name_stack + own.name_stack
+                eqn = eqn.replace(source_info=own.replace(name_stack=stack))
+            operands = [read(v) for v in eqn.invars]
+            results: list[Any]
+            called = eqn.params.get("jaxpr") if eqn.primitive.name in CALLS else None
+            if called is None:
+                results = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
+                equations.append(eqn.replace(invars=operands, outvars=results))
+            else:
+                body = read_jaxpr(called)
+                inner: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
+                for v, value in zip(body.constvars, body.consts, strict=True):
+                    inner[v] = name = Var(v.aval)
+                    constants[name] = value
+                results = walk(body, inner, eqn)
+            env.update(
+                (v, r)
+                for v, r in zip(eqn.outvars, results, strict=True)
+                if not isinstance(v, DropVar)
+            )
+        return [read(v) for v in jaxpr.outvars]
+
+    env: dict[Var, Atom] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    constants.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    outs = walk(jaxpr, env, None)
+    return Jaxpr(jaxpr.invars, equations, outs, list(constants), list(constants.values()))
+
+
+def lift_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the same program with its captured constants as leading inputs."""
+    return Jaxpr([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+
+
+def needed(equations: Sequence[Equation], outs: Iterable[Atom]) -> list[Equation]:
+    """Return the equations that `outs` depend on, in their order."""
+    wanted = {v for v in outs if is_var(v)}
+    kept: list[Equation] = []
+    for eqn in reversed(equations):
+        if any(v in wanted for v in eqn.outvars):
+            wanted.update(v for v in eqn.invars if is_var(v))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def dependents(equations: Iterable[Equation], sources: Iterable[Var]) -> set[Var]:
+    """Every variable that depends on one of `sources`, and the sources themselves."""
+    reached = set(sources)
+    for eqn in equations:
+        if any(is_var(v) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    return reached
+
+
+def free_vars(equations: Iterable[Equation], outs: Iterable[Atom] = ()) -> list[Var]:
+    """Return the variables that the equations and `outs` read and none defines, by first use."""
+    defined: set[Var] = set()
+    free: dict[Var, None] = {}
+    for eqn in equations:
+        free.update((v, None) for v in eqn.invars if is_var(v) and v not in defined)
+        defined.update(eqn.outvars)
+    free.update((v, None) for v in outs if is_var(v) and v not in defined)
+    return list(free)
+
+
+def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
+    """Return the programs inside an equation's parameters (loop bodies, branches, calls)."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if is_jaxpr(item):
+                yield read_jaxpr(item)
+
+
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """Return how many constants and how many carried values a scan has; what it scans follows."""
+    if "ft_in" in eqn.params:  # since JAX 0.11
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def while_counts(eqn: Equation) -> tuple[int, int]:
+    """Return how many constants a loop's test has, and how many its body; the state follows."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def called(eqn: Equation) -> Jaxpr | None:
+    """Return the function that a call calls; None for any other equation."""
+    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if is_jaxpr(found := eqn.params.get(key)):
+                return read_jaxpr(found)
+    return None
+
+
+def is_checkpoint(eqn: Equation) -> bool:
+    """Return whether an equation is a `jax.checkpoint` of the user's, or its backward pass."""
+    return "prevent_cse" in eqn.params
+
+
+def checkpoint_policy(eqn: Equation) -> Callable[..., Any]:
+    """Return what a `jax.checkpoint` keeps of its results, by its policy."""
+    policy: Callable[..., Any] | None = eqn.params["policy"]
+    return policy or jax.checkpoint_policies.nothing_saveable
+
+
+def runs_again(eqn: Equation) -> bool:
+    """Return whether a `jax.checkpoint` is a backward pass that must not share its forward pass."""
+    return bool(eqn.params["differentiated"] and eqn.params["prevent_cse"])
+
+
+def captured(equations: Iterable[Equation]) -> Iterator[Any]:
+    """Yield what equations hold that no text tells: arrays, and rules of derivatives.
+
+    Two equations with the same rule hold the same object; one that is called for each of two
+    equations may do another thing for each, such as scale gradients by a number of its own.
+    """
+    for eqn in equations:
+        yield from (eqn.params[name] for name in _RULES if name in eqn.params)
+        for jaxpr in sub_jaxprs(eqn):
+            yield from jaxpr.consts
+            yield from captured(jaxpr.eqns)
+
+
+def has_tangent(aval: Aval) -> bool:
+    """Return whether values of this type have derivatives: floating or complex numbers."""
+    return bool(jex.primal_dtype_to_tangent_dtype(aval.dtype) != jax.dtypes.float0)
+
+
+def source_line(eqn: Equation) -> str:
+    """Where the user wrote this equation: `file:line:column (function)`."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def nbytes(aval: Aval) -> int:
+    """Bytes of one value of this shape and dtype; a random key counts its words."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return int(aval.size) * 8
+    return int(aval.size) * int(aval.dtype.itemsize)
+
+
+def splice(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
+    """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    made = inline_calls(make_jaxpr(fun, *avals))
+    rename: dict[Any, Any] = dict(zip(made.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return rename.get(atom, atom) if is_var(atom) else atom
+
+    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in made.eqns]
+    return equations, [read(v) for v in made.outvars]

@@ -1,0 +1,1 @@
+"""Scans over stacked layers, opened into one layer an iteration."""

@@ -1,0 +1,272 @@
+"""The loss on one slice of the batch.
+
+The step is traced again on a slice. Comparing that trace with the one on the whole batch says which
+inputs of the loss are cut and where (`whole_batch.operand_axes`), and what its results are
+(`follow_placements`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+
+from launcher.trace.errors import BatchError
+from launcher.trace.ir.jaxpr import Atom, Equation, Jaxpr, Var, make_jaxpr, needed
+from launcher.trace.ir.primitive_kinds import SAME_ELEMENTS
+from launcher.trace.layers import ANY_LAYER, cut_layers
+from launcher.trace.slicing.follow_placements import (
+    Followed,
+    follow_placements,
+    matching,
+    place_equation,
+    same_structure,
+)
+from launcher.trace.slicing.pairs import Pair, Placed, differ
+from launcher.trace.slicing.placements import Placement, joined_among
+from launcher.trace.slicing.random_keys import is_typed, raw_generator
+from launcher.trace.slicing.reductions import check_same_results, reductions
+from launcher.trace.slicing.whole_batch import operand_axes, operand_placements, unlike_program
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """The forward pass on one of `num_slices` equal slices of the batch.
+
+    Attributes:
+        invars: one variable an operand of the loss equation, in its order.
+        outvars: the loss first (where something is differentiated), then the other results.
+        equations, layers: the program and the layer of each equation (`ANY_LAYER`: of none).
+        slice_axes: an operand's axis that is cut into slices, or None: every slice gets it whole.
+        keys: whether an operand is a random key, or an array of them: each slice gets it folded
+            with the slice's number (`random_keys.fold_slices`), as one row of a sliced operand.
+            raw_keys: the generator of those that are raw (`jax.random.PRNGKey`).
+        wrt: the operands that are differentiated. reduce: how each result is combined.
+        from_whole_batch: the equations of the loss whose results are computed on the whole batch,
+            each in words.
+    """
+
+    num_slices: int
+    invars: tuple[Var, ...]
+    outvars: tuple[Atom, ...]
+    equations: tuple[Equation, ...]
+    layers: tuple[int, ...]
+    num_layers: int
+    slice_axes: tuple[int | None, ...]
+    keys: tuple[bool, ...]
+    raw_keys: tuple[str | None, ...]
+    wrt: tuple[int, ...]
+    reduce: tuple[str, ...]
+    from_whole_batch: tuple[str, ...] = ()
+
+    @property
+    def meaning(self) -> str:
+        """The loss in words: how it is combined, and what of it is computed on the whole batch."""
+        words = {"mean": "mean over the examples", "sum": "sum over the examples"}
+        kind = (
+            words[self.reduce[0]] if self.wrt and self.num_slices > 1 else "the whole batch at once"
+        )
+        values = self.from_whole_batch
+        if not values:
+            return kind
+        return f"{kind}; computed on the whole batch: {', '.join(values)}"
+
+
+TwoTraces: TypeAlias = tuple[Equation, Equation, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Traces:
+    """The equation of the loss, as traced on the whole batch and on slices of it.
+
+    Attributes:
+        whole: on the whole batch. batch_size: its rows.
+        part: called with a number of slices; returns the equation on one of them.
+        from_whole_batch: the equations whose results are computed on the whole batch, in words.
+        reference: returns the equation on many rows and on fewer, but several, and how many times
+            fewer; None where it cannot be traced.
+    """
+
+    whole: Equation
+    batch_size: int
+    part: Callable[[int], Equation]
+    reference: Callable[[], TwoTraces | None]
+    from_whole_batch: tuple[str, ...] = ()
+
+    def rewritten(
+        self, whole: Equation, rewrite: Callable[[Equation], Equation], words: tuple[str, ...] = ()
+    ) -> Traces:
+        """Return the traces of the loss after it was rewritten.
+
+        Args:
+            whole: the equation on the whole batch.
+            rewrite: called with any other trace of the equation; returns what becomes of it.
+            words: see `from_whole_batch`.
+        """
+
+        def reference() -> TwoTraces | None:
+            pair = self.reference()
+            return pair and (rewrite(pair[0]), rewrite(pair[1]), pair[2])
+
+        return Traces(
+            whole,
+            self.batch_size,
+            lambda num_slices: rewrite(self.part(num_slices)),
+            functools.cache(reference),
+            self.from_whole_batch + words,
+        )
+
+
+def slice_loss(traces: Traces, num_slices: int) -> Loss:
+    """Return the loss on one of `num_slices` equal slices of the batch.
+
+    Raises:
+        BatchError: the batch does not divide, or slices cannot compute what the loss means.
+    """
+    _check_divides(traces.batch_size, num_slices)
+    eqn = traces.whole
+    axes: list[int | None] = [None] * len(eqn.invars)
+    jaxpr, words = eqn.params["jaxpr"], eqn.params["reduce"]
+    if num_slices > 1:
+        eqn = traces.part(num_slices)
+        check_same_results(traces.whole, eqn)
+        axes = operand_axes(traces.whole, eqn, num_slices)
+        if any(axes[i] is not None for i in eqn.params["wrt"]):
+            raise BatchError(
+                "the loss is differentiated with respect to the batch, of which a microbatch sees "
+                "only a part; take that gradient without microbatches and replicas"
+            )
+        found = _follow(traces, eqn, axes, num_slices)
+        words = reductions(traces.whole, eqn, found.outs, num_slices)
+        jaxpr = found.program(eqn.params["jaxpr"])
+    equations, layers, num_layers = cut_layers(jaxpr)
+    invars = list(jaxpr.invars)
+    raw: list[str | None] = [None] * len(invars)
+    keys = [False] * len(invars)
+    for i, v in enumerate(invars):
+        if num_slices > 1 and axes[i] is None:
+            raw[i] = raw_generator(v, equations)
+            keys[i] = is_typed(v.aval) or raw[i] is not None
+        if keys[i]:  # whoever needs it takes the key out of its row
+            invars[i], out_of_row = _row_of(v)
+            equations, layers, axes[i] = [out_of_row, *equations], [ANY_LAYER, *layers], 0
+    return Loss(
+        num_slices=num_slices,
+        invars=tuple(invars),
+        outvars=tuple(jaxpr.outvars),
+        equations=tuple(equations),
+        layers=tuple(layers),
+        num_layers=num_layers,
+        slice_axes=tuple(axes),
+        keys=tuple(keys),
+        raw_keys=tuple(raw),
+        wrt=eqn.params["wrt"],
+        reduce=words,
+        from_whole_batch=traces.from_whole_batch,
+    )
+
+
+def _follow(
+    traces: Traces, part: Equation, axes: Iterable[int | None], num_slices: int
+) -> Followed:
+    """Follow the placements through the loss.
+
+    A slice of one row may have another program than the whole batch (`matching`). There the
+    placements are those of the reference, and what is changed in it is changed in the equations
+    that match.
+    """
+    whole: Jaxpr = traces.whole.params["jaxpr"]
+    own: Jaxpr = part.params["jaxpr"]
+    reference = traces.reference() if traces.batch_size == num_slices else None
+    if reference is None:
+        if not same_structure(whole, own):
+            raise unlike_program(part)
+        return follow_placements(whole, own, operand_placements(axes), num_slices)
+    large, small, count = reference
+    more, fewer = large.params["jaxpr"], small.params["jaxpr"]
+    if not same_structure(more, fewer):
+        raise unlike_program(part)
+    same, equations = matching(whole, own), list(own.eqns)
+    replaced: dict[int, Sequence[Equation]] = {}
+    index = itertools.count()
+
+    def visit(pair: Pair, given: list[Placement], placed: Placed) -> Placed:
+        i = next(index)
+        if placed.changed:
+            if i not in same or len(equations[same[i]].invars) != len(pair.part.invars):
+                raise unlike_program(part)
+            own_pair = Pair(whole.eqns[i], equations[same[i]], num_slices)
+            again = place_equation(own_pair, given)
+            if list(again.placements) != list(placed.placements):
+                raise unlike_program(part)
+            replaced[same[i]] = again.equations
+        return placed
+
+    given = operand_placements(operand_axes(large, small, count))
+    found = follow_placements(more, fewer, given, count, visit)
+    if joined_among(found.outs) is None:
+        _check_one_row(traces, reference, part, same)
+    changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
+    outvars = [a if differ(a, b) else b for a, b in zip(whole.outvars, own.outvars, strict=True)]
+    return Followed(found.outs, changed, outvars, bool(replaced))
+
+
+def _check_one_row(
+    traces: Traces, reference: TwoTraces, part: Equation, same: Mapping[int, int]
+) -> None:
+    """Refuse a slice of one row that computes something else than larger ones do.
+
+    Only what moves elements may be another equation, and what matches has the elements of one row.
+    """
+    large, small, _ = reference
+    whole, own, more, fewer = (e.params["jaxpr"] for e in (traces.whole, part, large, small))
+    live = {id(e) for jaxpr in (whole, own) for e in needed(jaxpr.eqns, jaxpr.outvars)}
+    rest = [e for i, e in enumerate(whole.eqns) if i not in same]
+    matched = set(same.values())
+    rest += [e for j, e in enumerate(own.eqns) if j not in matched]
+    if any(id(e) in live and e.primitive.name not in SAME_ELEMENTS for e in rest):
+        raise unlike_program(part)
+    for i, j in same.items():
+        sizes = zip(*(e.outvars for e in (more.eqns[i], fewer.eqns[i])), strict=True)
+        grows = [a.aval.size != b.aval.size for a, b in sizes]
+        results = zip(whole.eqns[i].outvars, own.eqns[j].outvars, grows, strict=True)
+        if id(own.eqns[j]) in live and any(
+            b.aval.size * (traces.batch_size if grown else 1) != a.aval.size
+            for a, b, grown in results
+        ):
+            raise unlike_program(part)
+
+
+def _row_of(v: Var) -> tuple[Var, Equation]:
+    """A variable that holds one row, a value like `v`, and the equation that makes `v` of it."""
+    row = jax.ShapeDtypeStruct((1, *v.aval.shape), v.aval.dtype)
+    closed = make_jaxpr(lambda x: jax.lax.squeeze(x, [0]), row)
+    return closed.invars[0], closed.eqns[0].replace(outvars=[v])
+
+
+def _check_divides(batch_size: int, num_slices: int) -> None:
+    if num_slices < 1:
+        raise BatchError(
+            f"the batch is to be cut into {num_slices} slices (microbatches × data-parallel "
+            "replicas); the number of microbatches must be at least 1"
+        )
+    if batch_size % num_slices:
+        raise BatchError(
+            f"a batch of {batch_size} does not divide into {num_slices} equal slices "
+            "(microbatches × data-parallel replicas); change the batch size or either number"
+        )
+
+
+def resized(leaves: Iterable[Any], is_batch: Iterable[bool], rows: int) -> list[Any]:
+    """Return the shapes of a step's argument leaves for a batch of so many rows."""
+
+    def part(leaf: Any) -> Any:
+        shape = (rows, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+
+    pairs = zip(leaves, is_batch, strict=True)
+    return [part(leaf) if cut and leaf.shape else leaf for leaf, cut in pairs]

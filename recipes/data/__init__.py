@@ -1,0 +1,1 @@
+"""Batches, files and tokens that datasets share."""

@@ -1,0 +1,195 @@
+"""Documents in the files that people have: text, JSON lines, Parquet, Arrow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.sources import SourcePiece, arrow_module
+from launcher.recipes.data.corpus.values import checked_value
+
+_WHOLE = "the file"
+
+
+class FoundDocument(NamedTuple):
+    """One document, or why there is none.
+
+    Attributes:
+        value: text, or messages; None if it is bad.
+        place: where it is in the file, in words, such as "row 3"; of JSON lines its first byte.
+        why: what is wrong with it.
+        lost: how many documents there would be, if it is bad.
+    """
+
+    value: Any
+    place: str | int
+    why: str = ""
+    lost: int = 1
+
+    def problem(self, path: str) -> str:
+        """Return the file, the place in it and what is wrong there, in a line."""
+        # Lines are counted only here: those before a piece are read for it.
+        place = f"line {_line(path, self.place)}" if isinstance(self.place, int) else self.place
+        return f"{path}: {self.why}" if place == _WHOLE else f"{path}, {place}: {self.why}"
+
+    def refusal(self, path: str) -> InputError:
+        """Return the error that names it and says what to do."""
+        told = self.problem(path).rstrip(".")  # of what a library says
+        return InputError(f"{told}; fix it, or leave bad documents out with dataset.bad=skip")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are read.
+
+    Attributes:
+        format: text, jsonl, parquet or arrow.
+        field: the name of the text, or of the messages, in a row.
+    """
+
+    format: str
+    field: str
+
+    def documents(self, piece: SourcePiece) -> Iterator[FoundDocument]:
+        """Yield the documents of a piece, bad ones too.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return _READERS[self.format](piece, self.field)
+
+
+def _text(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
+    content = Path(piece.path).read_bytes()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        yield FoundDocument(None, f"byte {error.start:,}", "it is not UTF-8")
+        return
+    yield (FoundDocument(text, _WHOLE) if text else FoundDocument(None, _WHOLE, "it is empty"))
+
+
+def _jsonl(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
+    with open(piece.path, "rb") as file:
+        if piece.start == piece.stop:
+            yield FoundDocument(None, _WHOLE, "it is empty")
+        if piece.start:  # a line belongs to the piece in which it begins
+            file.seek(piece.start - 1)
+            file.readline()
+        while (start := file.tell()) < piece.stop:
+            line = file.readline()
+            if not line.strip():
+                continue
+            try:
+                yield FoundDocument(_row(json.loads(line), field), start)
+            except RecursionError:
+                yield FoundDocument(None, start, "it is nested too deeply")
+            except ValueError as error:
+                yield FoundDocument(None, start, str(error))
+
+
+def _lacks(kind: str, field: str, names: Iterable[str]) -> str:
+    told = ", ".join(names).encode(errors="backslashreplace").decode() or "none"
+    return f"it has no {kind} {field!r} (dataset.field), it has {told}"
+
+
+def _row(row: Any, field: str) -> Any:
+    if not isinstance(row, dict):
+        raise ValueError("it is not a table of fields")
+    if field not in row:
+        raise ValueError(_lacks("field", field, row))
+    return _value(row[field], field)
+
+
+def _value(value: Any, field: str) -> Any:
+    try:
+        return checked_value(value)
+    except ValueError as error:
+        raise ValueError(f"{field!r} {error}") from None
+
+
+def _line(path: str, offset: int) -> int:
+    with open(path, "rb") as file:
+        left, count = offset, 1
+        while left and (block := file.read(min(left, 2**20))):
+            count, left = count + block.count(b"\n"), left - len(block)
+    return count
+
+
+def _parquet(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
+    parquet = arrow_module("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(piece.path)
+    except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
+        yield FoundDocument(None, _WHOLE, _one_line(error))
+        return
+    count = file.num_row_groups
+    groups = range(piece.start, piece.stop if piece.stop >= 0 else count)
+    rows = [file.metadata.row_group(group).num_rows for group in range(count)]
+    if field not in file.schema_arrow.names:
+        why = _lacks("column", field, file.schema_arrow.names)
+        yield FoundDocument(None, _WHOLE, why, lost=sum(rows[groups.start : groups.stop]))
+        return
+    for group in groups:
+        row, stop = sum(rows[:group]), sum(rows[: group + 1])
+        try:
+            batches = file.iter_batches(1024, row_groups=[group], columns=[field])
+            for found in _rows((batch.column(0) for batch in batches), field, row):
+                yield found
+                row += 1
+        except (OSError, ValueError) as error:
+            place = f"row group {group}, rows {row:,} to {stop - 1:,}"
+            yield FoundDocument(None, place, _one_line(error), lost=stop - row)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _arrow_file(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
+    ipc, arrow = arrow_module("pyarrow.ipc"), arrow_module("pyarrow")
+    row = 0
+    try:
+        with arrow.memory_map(piece.path) as source:
+            try:
+                reader = ipc.open_stream(source)
+                batches = iter(reader)
+            except arrow.ArrowInvalid:
+                source.seek(0)
+                reader = ipc.open_file(source)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            names = reader.schema.names
+            if field not in names:
+                raise ValueError(_lacks("column", field, names))
+            index = names.index(field)
+            for found in _rows((batch.column(index) for batch in batches), field, 0):
+                yield found
+                row += 1
+    except (OSError, ValueError) as error:
+        place = f"all from row {row:,} on" if row else _WHOLE
+        yield FoundDocument(None, place, _one_line(error))
+
+
+def _rows(columns: Iterator[Any], field: str, row: int) -> Iterator[FoundDocument]:
+    for column in columns:
+        for cell in column:
+            place = f"row {row:,}"
+            try:
+                yield FoundDocument(_value(cell.as_py(), field), place)
+            except UnicodeDecodeError:
+                yield FoundDocument(None, place, f"{field!r} is not UTF-8")
+            except ValueError as error:
+                yield FoundDocument(None, place, str(error))
+            row += 1
+
+
+_READERS: dict[str, Callable[[SourcePiece, str], Iterator[FoundDocument]]] = {
+    "text": _text,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "arrow": _arrow_file,
+}

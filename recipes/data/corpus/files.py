@@ -1,0 +1,304 @@
+"""Token files: which there are, how long they are, and reading a range of them.
+
+A range is read by `pread`, so nothing is mapped: a corpus may be larger than memory, a file that
+is cut short gives an error and no signal, and pages are the kernel's to keep or drop.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher.base.missing_path import missing_path
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.meta import META, CorpusMeta, read_meta
+from launcher.recipes.data.corpus.sources import SUFFIXES
+
+ENDINGS = (".bin", ".npy")
+_OPEN_FILES = 64
+_REMEDY = "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One file of tokens.
+
+    Attributes:
+        path: where it is.
+        dtype: the type of a token.
+        offset: the byte at which tokens begin.
+        count: the number of tokens.
+        ends: where the number of the token behind each document is, int64; None: not known.
+        mask: a byte a token, 1 where it is to be learned, 0 where not; None: all are.
+        text: where the text of each document ends, in bytes of UTF-8, int64; None: not known.
+    """
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    count: int
+    ends: Path | None = None
+    mask: Path | None = None
+    text: Path | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token files, one behind the other, and what the folder says of them if it is a prepared one.
+
+    Attributes:
+        source: what the user named, as `dataset.path=…`.
+        files: the files, none of them empty.
+        meta: of a folder that `task=prepare_data` wrote.
+    """
+
+    source: str
+    files: tuple[TokenFile, ...]
+    meta: CorpusMeta | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of tokens."""
+        return sum(file.count for file in self.files)
+
+
+def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Corpus:
+    """Return the token files that `path` names, by name, from their sizes and headers alone.
+
+    Args:
+        path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
+            or a glob.
+        dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
+            they are of says, or uint16, as nanoGPT writes them.
+        key: the setting that names it.
+
+    Raises:
+        InputError: there are none, or one is not a token file.
+    """
+    source, root = f"{key}={path}", Path(path).expanduser()
+    if (root / META).is_file():
+        return _prepared(source, root)
+    if root.is_dir():
+        paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file())
+    elif glob.has_magic(path):
+        paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
+    else:
+        paths = [root] if root.is_file() else []
+    if not paths:
+        missing = "names no file" if glob.has_magic(path) else missing_path(root)
+        what = "holds no .bin or .npy file" if root.is_dir() else missing
+        raise InputError(f"{source} {what}; {_REMEDY}")
+    for file in paths:
+        if file.suffix not in ENDINGS:
+            raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
+    kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
+    files = [_plain(source, file, dtype, kind_in) for file in paths]
+    if not sum(file.count for file in files):
+        raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
+    return Corpus(source, tuple(file for file in files if file.count))
+
+
+def _remedy_for(file: Path) -> str:
+    """Return what to do with a file that holds no tokens."""
+    for format, endings in SUFFIXES.items():
+        if file.suffix in endings:
+            named = f"documents dataset.format={format}" if format == "text" else format
+            return (
+                f"make tokens of its documents with task=prepare_data dataset={named}, and name "
+                "the folder that this writes"
+            )
+    return _REMEDY
+
+
+def _prepared(source: str, root: Path) -> Corpus:
+    meta = read_meta(root, source)
+    files = []
+    for part in meta.parts:
+        file = root / f"{part.name}.bin"
+        size = file.stat().st_size if file.is_file() else -1
+        if size != part.tokens * meta.dtype.itemsize:
+            found = "is missing" if size < 0 else f"holds {size:,} bytes"
+            raise InputError(
+                f"{source}: {file} {found}, and {META} says {part.tokens:,} tokens of "
+                f"{meta.dtype}; run task=prepare_data again"
+            )
+        mask = root / f"{part.name}.mask" if meta.masked else None
+        text = root / f"{part.name}.bytes" if part.text_bytes is not None else None
+        ends = root / f"{part.name}.ends"
+        if part.tokens:
+            files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
+    if not files:
+        raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
+    return Corpus(source, tuple(files), meta)
+
+
+def _plain(
+    source: str, path: Path, dtype: str, kind_in: Callable[[Path], np.dtype[Any]]
+) -> TokenFile:
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{source}: you may not read {path}; change its permissions")
+    if path.suffix == ".npy":
+        return _npy(source, path, dtype)
+    if dtype == "auto":
+        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
+        kind = kind_in(path.parent) if is_part else np.dtype("<u2")
+    else:
+        kind = np.dtype(dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size % kind.itemsize:
+        raise InputError(
+            f"{source}: {path} holds {size:,} bytes, which is not a whole number of {kind.name} "
+            "tokens; it was cut short, or dataset.dtype is another"
+        )
+    return TokenFile(path, kind, 0, size // kind.itemsize)
+
+
+def _npy(source: str, path: Path, dtype: str) -> TokenFile:
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
+                version, np.lib.format.read_array_header_2_0
+            )
+            shape, _, kind = read(file)
+            offset = file.tell()
+    except ValueError as error:
+        raise InputError(f"{source}: {path} is not a .npy file ({error})") from None
+    if len(shape) != 1 or kind.kind not in "iu":
+        raise InputError(
+            f"{source}: {path} holds {kind} {list(shape)}; tokens are integers in one dimension"
+        )
+    if dtype not in ("auto", kind.name):
+        raise InputError(f"{source}: {path} holds {kind}, not dataset.dtype={dtype}; leave it out")
+    if path.stat().st_size < offset + shape[0] * kind.itemsize:
+        raise InputError(
+            f"{source}: {path} is cut short: {path.stat().st_size:,} bytes for {shape[0]:,} "
+            f"tokens of {kind}"
+        )
+    return TokenFile(path, kind, offset, shape[0])
+
+
+class _Opened:
+    """An open file, closed when nobody reads from it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The tokens of several files as one sequence, of which ranges are read.
+
+    Attributes:
+        files: the files.
+    """
+
+    files: Sequence[TokenFile]
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """The number of the first token of each file, and of the one behind the last, int64."""
+        return np.array([0, *itertools.accumulate(file.count for file in self.files)], np.int64)
+
+    @functools.cached_property
+    def _open(self) -> functools._lru_cache_wrapper[_Opened]:
+        return functools.lru_cache(_OPEN_FILES)(_Opened)
+
+    @functools.cached_property
+    def _mapped(self) -> functools._lru_cache_wrapper[np.ndarray]:
+        return functools.lru_cache(_OPEN_FILES)(lambda path: np.memmap(path, np.int64, "r"))
+
+    def place(self, position: int) -> tuple[TokenFile, int]:
+        """Return the file that holds a token, and the token's number in it."""
+        index = int(np.searchsorted(self.starts, position, "right")) - 1
+        return self.files[index], position - int(self.starts[index])
+
+    def tokens(self, start: int, count: int) -> np.ndarray:
+        """Return tokens, int64 [count]."""
+        pieces = [
+            self._read(file.path, file.dtype, file.offset, first, number)
+            for file, first, number, _ in self._ranges(start, count)
+        ]
+        return np.concatenate(pieces).astype(np.int64)
+
+    def learned(self, start: int, count: int) -> np.ndarray:
+        """Return which tokens are to be learned, bool [count]."""
+        pieces = [
+            np.ones(number, bool)
+            if file.mask is None
+            else self._read(file.mask, np.dtype(np.uint8), 0, first, number) != 0
+            for file, first, number, _ in self._ranges(start, count)
+        ]
+        return np.concatenate(pieces)
+
+    def text_bytes(self, start: int, count: int) -> float | None:
+        """Return how long the text of a range of tokens is as UTF-8; None where it is not known.
+
+        Of a document that lies partly in the range the share of its tokens counts.
+        """
+        total = 0.0
+        for file, first, number, _ in self._ranges(start, count):
+            if file.ends is None or file.text is None:
+                return None
+            ends, text = (np.fromfile(path, np.int64) for path in (file.ends, file.text))
+            if len(ends) != len(text):
+                raise InputError(f"{file.text} is cut short; run task=prepare_data again")
+            places = np.interp([first, first + number], [0, *ends], [0, *text])
+            total += float(places[1] - places[0])
+        return total
+
+    def begins(self, start: int, tokens: np.ndarray, end_token: int | None) -> np.ndarray:
+        """Return where documents begin in a range, bool as `tokens`; the first always does.
+
+        Args:
+            start: the range's first token.
+            tokens: the tokens there.
+            end_token: what ends a document in files that do not tell; None: nothing does.
+        """
+        found = np.zeros(len(tokens), bool)
+        found[0] = True
+        for file, first, number, at in self._ranges(start, len(tokens)):
+            if first == 0:
+                found[at] = True
+            if file.ends is not None:
+                ends = self._mapped(file.ends)
+                low, high = np.searchsorted(ends, [first, first + number])
+                inside = ends[low:high] - first
+                found[at + inside[inside < number]] = True
+            elif end_token is not None:
+                ended = np.flatnonzero(tokens[at : at + number - 1] == end_token)
+                found[at + ended + 1] = True
+        return found
+
+    def _ranges(self, start: int, count: int) -> Iterator[tuple[TokenFile, int, int, int]]:
+        """Yield each file that a range touches, with its first token, their number and place."""
+        index, at = int(np.searchsorted(self.starts, start, "right")) - 1, 0
+        while at < count:
+            file, first = self.files[index], start + at - int(self.starts[index])
+            number = min(count - at, file.count - first)
+            yield file, first, number, at
+            at, index = at + number, index + 1
+
+    def _read(
+        self, path: Path, dtype: np.dtype, offset: int, first: int, number: int
+    ) -> np.ndarray:
+        size = number * dtype.itemsize
+        opened = self._open(path)
+        content = os.pread(opened.descriptor, size, offset + first * dtype.itemsize)
+        if len(content) != size:
+            raise InputError(
+                f"{path} ends before token {first + number:,}: it was cut short while it was read"
+            )
+        return np.frombuffer(content, dtype)

@@ -1,0 +1,110 @@
+"""Rows of a corpus: T + 1 tokens each, one behind the other, sharing one token with the next."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.files import Stream
+from launcher.recipes.data.skipping import BadSampleError, Skipping
+
+if TYPE_CHECKING:
+    from launcher.recipes import Batch
+
+
+@dataclass(frozen=True)
+class RowMaker:
+    """Makes rows of a stream of tokens.
+
+    Row i holds the tokens from `first` + i T to that + T, as `tokens` and one later `targets`,
+    int32 [rows, T]. With `packed` it also has, each [rows, T]: `segments`, int32, the number of a
+    token's document in the row; `positions`, int32, its place in the document, from 0 where the
+    row begins; and `weights`, float32, 0 where the target belongs to another document. With
+    `masked` `weights` is also 0 where the target is not to be learned.
+
+    Attributes:
+        stream: the tokens.
+        length: T.
+        first: the first token.
+        vocab_size: tokens are smaller.
+        packed: whether attention is to keep within documents.
+        masked: whether some tokens are not to be learned.
+        end_token: what ends a document where the files do not tell.
+        skipping: has another row in the place of one with a token outside the vocabulary; None:
+            such a row is refused.
+    """
+
+    stream: Stream
+    length: int
+    first: int
+    vocab_size: int
+    packed: bool = False
+    masked: bool = False
+    end_token: int | None = None
+    skipping: Skipping | None = None
+
+    def __call__(self, which: np.ndarray) -> Batch:
+        """Return the rows of these numbers.
+
+        Raises:
+            InputError: a token is not in the model's vocabulary.
+        """
+        width = self.length + 1
+        read = self._row if self.skipping is None else functools.partial(self.skipping, self._row)
+        try:
+            starts, rows = zip(*(read(int(number)) for number in which), strict=True)
+        except BadSampleError as error:
+            raise InputError(
+                f"{error}; enlarge that, check dataset.dtype and the file, or leave such rows out "
+                "with dataset.bad=skip"
+            ) from None
+        tokens = np.stack(rows)
+        batch = {
+            "tokens": tokens[:, :-1].astype(np.int32),
+            "targets": tokens[:, 1:].astype(np.int32),
+        }
+        weights = np.ones((len(starts), self.length), bool)
+        if self.masked:
+            weights &= np.stack([self.stream.learned(start, width)[1:] for start in starts])
+        if self.packed:
+            begins = np.stack(
+                [
+                    self.stream.begins(start, row, self.end_token)
+                    for start, row in zip(starts, tokens, strict=True)
+                ]
+            )
+            places = np.arange(width)
+            positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            weights &= ~begins[:, 1:]
+            batch["segments"] = np.cumsum(begins, axis=1)[:, :-1].astype(np.int32)
+            batch["positions"] = positions[:, :-1].astype(np.int32)
+        if self.packed or self.masked:
+            batch["weights"] = weights.astype(np.float32)
+        return batch
+
+    def with_weights(self) -> RowMaker:
+        """Return the same, whose rows have weights even if all tokens are to be learned."""
+        return replace(self, masked=True)
+
+    def _row(self, number: int) -> tuple[int, np.ndarray]:
+        """Return a row's first token's number and its tokens; raises BadSampleError."""
+        start = self.first + number * self.length
+        tokens = self.stream.tokens(start, self.length + 1)
+        bad = (tokens < 0) | (tokens >= self.vocab_size)
+        if not bad.any():
+            return start, tokens
+        place = int(bad.argmax())
+        file, position = self.stream.place(start + place)
+        raise BadSampleError(
+            f"{file.path}: token {position:,} is {tokens[place]}, which is outside "
+            f"model.vocab_size={self.vocab_size}"
+        )
+
+
+def rows_between(first: int, stop: int, length: int) -> int:
+    """Return how many rows of `length` + 1 tokens, sharing one, the tokens from `first` on hold."""
+    return max(0, (stop - first - 1) // length)

@@ -1,0 +1,138 @@
+"""A tokenizer's files as `transformers` loads them, beside the weights of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.chat import TEMPLATES
+from launcher.recipes.data.corpus.tokenizers import BYTES, load_tokenizer
+
+_TEMPLATE = "chat_template.jinja"
+_SETTINGS = "tokenizer_config.json"
+# What a tokenizer's folder may hold; a model's own files beside them are left there.
+_KNOWN = (
+    *("tokenizer.json", _SETTINGS, "special_tokens_map.json", "added_tokens.json"),
+    *(_TEMPLATE, "vocab.json", "merges.txt", "tokenizer.model"),
+)
+_END = "<|endoftext|>"
+
+
+class TokenizerFiles(NamedTuple):
+    """A tokenizer to write beside a model.
+
+    Attributes:
+        files: the content of each file, by its name.
+        special: what `config.json` says of it: the numbers of special tokens, or None.
+        mask_token: what stands for tokens that are to be filled in; None: it has none.
+    """
+
+    files: dict[str, bytes]
+    special: dict[str, int | None]
+    mask_token: int | None = None
+
+
+def tokenizer_files(
+    name: str, chat_template: str | None = None, ends_documents: bool = True
+) -> TokenizerFiles:
+    """Return the files of the tokenizer that `dataset.tokenizer` names.
+
+    Args:
+        name: as `load_tokenizer` takes it.
+        chat_template: the one that was trained on, as `dataset.chat_template` names it; None: the
+            tokenizer's own.
+        ends_documents: of `bytes`, whether a token beyond the bytes ends a document.
+
+    Raises:
+        InputError: it is not there, cannot be read, or has no form there.
+    """
+    found = _bytes_files(ends_documents) if name == BYTES else _copied(name)
+    if chat_template is not None:
+        found.files[_TEMPLATE] = _template(chat_template).encode()
+    return found
+
+
+def _copied(name: str) -> TokenizerFiles:
+    loaded = load_tokenizer(name)
+    path = Path(name).expanduser()
+    if path.suffix == ".tiktoken":
+        raise InputError(f"{name} holds tiktoken's ranks, which transformers does not load")
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() or path.name == "tokenizer.json":
+        files = {file: (folder / file).read_bytes() for file in _KNOWN if (folder / file).is_file()}
+    else:
+        files = {"tokenizer.json": path.read_bytes()}
+    tree = json.loads(path.read_bytes() if path.is_file() else files["tokenizer.json"])
+    numbers = _numbers(tree)
+    if _SETTINGS not in files:
+        names = {number: token for token, number in numbers.items()}
+        roles = {"eos_token": loaded.end_token, "mask_token": loaded.mask_token}
+        files[_SETTINGS] = _settings({role: names[n] for role, n in roles.items() if n in names})
+    ids = {f"{role}_token_id": numbers.get(loaded.special.get(f"{role}_token", ""))
+           for role in ("bos", "pad")}  # fmt: skip
+    special = {**ids, "eos_token_id": loaded.end_token}
+    return TokenizerFiles(files, special, loaded.mask_token)
+
+
+def _numbers(tree: Any) -> dict[str, int]:
+    """Return the number of each token that a `tokenizer.json` holds beside its model's."""
+    return {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}
+
+
+def _bytes_files(ends_documents: bool) -> TokenizerFiles:
+    """Return a byte-level BPE without merges, whose tokens are numbered as the bytes are."""
+    added = []
+    if ends_documents:
+        plain = ("single_word", "lstrip", "rstrip", "normalized")
+        added = [{"id": 256, "content": _END, **dict.fromkeys(plain, False), "special": True}]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    level["use_regex"] = False
+    tree = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": _byte_letters(), "merges": []},
+    }
+    files = {
+        "tokenizer.json": json.dumps(tree, ensure_ascii=False, indent=1).encode(),
+        _SETTINGS: _settings({"eos_token": _END} if ends_documents else {}),
+    }
+    end = 256 if ends_documents else None
+    return TokenizerFiles(files, {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end})
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the number of each letter that stands for a byte in a byte-level BPE.
+
+    Printable bytes are their own letters; the others are those from U+0100 on (GPT-2's way).
+    """
+    own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in own)
+    letters = {byte: 0x100 + number for number, byte in enumerate(others)}
+    return {chr(letters.get(byte, byte)): byte for byte in range(256)}
+
+
+def _settings(special: dict[str, str]) -> bytes:
+    """Return `tokenizer_config.json` with special tokens by their roles."""
+    tree: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    return (json.dumps(tree, indent=2) + "\n").encode()
+
+
+def _template(name: str) -> str:
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        return Path(name).expanduser().read_text()
+    except OSError as error:
+        raise InputError(f"dataset.chat_template={name}: {error.strerror}") from None

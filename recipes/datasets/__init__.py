@@ -1,0 +1,1 @@
+"""Dataset families, a folder each."""

@@ -1,0 +1,218 @@
+"""The user's own arrays, from one `.npz` file: a row of each is a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from launcher.arrays.npz import Header, read_arrays, read_headers
+from launcher.base.files import DamagedError
+from launcher.base.missing_path import missing_path
+from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes.data.batches import batches, held_out
+from launcher.recipes.data.corpus.fingerprint import fingerprint_of
+from launcher.recipes.datasets.arrays.options import Arrays
+
+if TYPE_CHECKING:
+    from launcher.recipes import Batch
+
+_KINDS = "biufc"  # booleans and numbers, as NumPy names them
+_REMEDY = "write one with numpy.savez(path, x=x, y=y)"
+
+
+class _Wanted(NamedTuple):
+    """What a model takes of an array: the shape of a row, and the setting that says it."""
+
+    shape: tuple[int, ...]
+    integers: bool
+    setting: str
+
+
+class _Split(NamedTuple):
+    """Which arrays to take, and how many rows of each are for training and how many held out."""
+
+    names: tuple[str, ...]
+    train: int
+    validation: int
+
+
+def check(options: Arrays, model_options: Any, validation: bool) -> None:
+    """Refuse a file that cannot be used, by the names, shapes and types of its arrays.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        validation: whether the run evaluates.
+
+    Raises:
+        InputError: the file is not there or odd, or its arrays do not fit the model or one another.
+    """
+    split = _find(options, model_options)
+    if validation and not split.validation:
+        raise InputError(
+            f"dataset.validation_fraction={options.validation_fraction} of the {split.train} rows "
+            f"of dataset.path={options.path} holds none out to evaluate on; raise it, or set "
+            "train.eval_every=0"
+        )
+
+
+def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
+    """Return batches of the file's arrays, each [global_batch_size, …], in JAX's types.
+
+    The last rows are held out. Unless `options.shuffle`, batches are cut from the rows in their
+    order, one pass after another. The arrays are read into memory.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        global_batch_size: the samples of a batch.
+        seed: picks the order of the training data.
+    """
+    split = _find(options, model_options)
+    arrays = _converted(options, model_options, _read(options.path, split.names))
+
+    def rows_from(first: int) -> Callable[[np.ndarray], Batch]:
+        return lambda which: {name: array[first + which] for name, array in arrays.items()}
+
+    size, gather = global_batch_size, rows_from(0)
+    count, held = split.validation, rows_from(split.train)
+    if options.shuffle:
+        train = batches(split.train, size, seed, gather)
+        validation = held_out(count, size, held) if count else None
+    else:
+        train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % split.train, gather)
+        validation = Batches(lambda k: np.arange(k * size, min((k + 1) * size, count)), held, count)
+    return Dataset(
+        train=train,
+        validation=validation if count else None,
+        describe=_describe(options, split),
+    )
+
+
+def fingerprint(options: Arrays) -> str:
+    """Return a digest of the file, from samples of it."""
+    _headers(options.path)  # refuses what cannot be used
+    return fingerprint_of([Path(options.path).expanduser()])
+
+
+def _find(options: Arrays, model_options: Any) -> _Split:
+    """Choose the arrays by the file's headers, and split their rows."""
+    source, headers = f"dataset.path={options.path}", _headers(options.path)
+    wanted = {} if options.names else _wanted(model_options)
+    names = tuple(options.names or wanted or headers)
+    here = ", ".join(sorted(headers)) or "no array"
+    for name in names:
+        if name not in headers:
+            who = f"model.name={model_options.name} takes" if wanted else "dataset.names names"
+            raise InputError(
+                f"{source} has no array {name!r}, which {who}; it has {here}: save it under that "
+                "name, or say with dataset.names which to take"
+            )
+    _check_rows(source, {name: headers[name] for name in names})
+    for name, one in wanted.items():
+        _check_fit(f"{source}: {name!r}", headers[name], one)
+    rows = headers[names[0]].shape[0]
+    held_out = int(options.validation_fraction * rows)
+    return _Split(names, rows - held_out, held_out)
+
+
+def _headers(path: str) -> dict[str, Header]:
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise InputError(f"dataset.path={path} {missing_path(file)}; {_REMEDY}")
+    try:
+        headers = read_headers(file)
+    except DamagedError as error:
+        raise InputError(f"dataset.path={path} cannot be used: {error}; {_REMEDY}") from None
+    except PermissionError:
+        raise InputError(
+            f"dataset.path={path}: you may not read it; change its permissions or name another file"
+        ) from None
+    if not headers:
+        raise InputError(f"dataset.path={path} holds no array; {_REMEDY}")
+    return headers
+
+
+def _read(path: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    try:
+        return read_arrays(Path(path).expanduser(), names)
+    except DamagedError as error:
+        raise InputError(f"dataset.path={path} cannot be used: {error}; {_REMEDY}") from None
+
+
+def _wanted(model: Any) -> dict[str, _Wanted]:
+    """Return what a model takes, by the arrays' names; nothing if its settings do not tell."""
+    if hasattr(model, "vocab_size") and hasattr(model, "sequence_length"):
+        row = _Wanted((model.sequence_length,), True, "model.sequence_length")
+        return {"tokens": row, "targets": row}
+    if hasattr(model, "input_size") and hasattr(model, "output_size"):
+        return {
+            "x": _Wanted((model.input_size,), False, "model.input_size"),
+            "y": _Wanted((model.output_size,), False, "model.output_size"),
+        }
+    return {}
+
+
+def _check_rows(source: str, headers: dict[str, Header]) -> None:
+    """Check that all arrays hold numbers, and as many rows as one another."""
+    for name, header in headers.items():
+        if header.dtype.kind not in _KINDS:
+            raise InputError(f"{source}: {name!r} is of type {header.dtype}; it must hold numbers")
+        if not header.shape:
+            raise InputError(
+                f"{source}: {name!r} is one number; it must have a row for each sample"
+            )
+    lengths = {name: header.shape[0] for name, header in headers.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {rows}" for name, rows in lengths.items())
+        raise InputError(
+            f"{source}: its arrays have different numbers of rows ({told}); a row of each is a "
+            "sample: save as many, or say with dataset.names which to take"
+        )
+    if not max(lengths.values()):
+        raise InputError(f"{source}: its arrays have no rows; save at least one")
+
+
+def _check_fit(name: str, header: Header, wanted: _Wanted) -> None:
+    """Check that an array has the rows that the model takes."""
+    if header.shape[1:] != wanted.shape:
+        shape = ", ".join(str(size) for size in header.shape)
+        raise InputError(
+            f"{name} has the shape [{shape}], and the model takes [rows, {wanted.shape[0]}]; "
+            f"set {wanted.setting}, or save it in that shape"
+        )
+    if wanted.integers and header.dtype.kind not in "iu":
+        raise InputError(f"{name} is of type {header.dtype}; the model takes integers")
+
+
+def _converted(options: Arrays, model: Any, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return arrays in the types that JAX has them in, 64 bits as 32; refuse what does not fit."""
+    import jax  # here, not above: checking a dataset must not import it
+
+    converted = {}
+    for name, array in arrays.items():
+        where, dtype = f"dataset.path={options.path}: {name!r}", array.dtype
+        array = array.astype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
+        if dtype.kind in "iu" and not np.array_equal(array, arrays[name]):
+            raise InputError(f"{where} holds numbers that do not fit into {array.dtype}")
+        if not options.names and (wanted := _wanted(model).get(name)) and wanted.integers:
+            low, high = int(array.min()), int(array.max())
+            if low < 0 or high >= model.vocab_size:
+                raise InputError(
+                    f"{where} holds {low if low < 0 else high}, which is not a token of "
+                    f"model.vocab_size={model.vocab_size}"
+                )
+        converted[name] = array
+    return converted
+
+
+def _describe(options: Arrays, split: _Split) -> str:
+    held_out = f"the last {split.validation:,} held out for validation"
+    if not split.validation:
+        held_out = "none held out"
+    order = "" if options.shuffle else ", in their order"
+    rows = split.train + split.validation
+    return f"{options.path}: {rows:,} rows of {' and '.join(split.names)}{order}, {held_out}"

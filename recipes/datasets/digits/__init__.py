@@ -1,0 +1,1 @@
+"""Scikit-learn's digits: settings and data."""

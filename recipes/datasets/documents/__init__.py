@@ -1,0 +1,1 @@
+"""Documents, tokenised before training: settings and data."""

@@ -1,0 +1,1 @@
+"""Mixtures of corpora: settings and data."""

@@ -1,0 +1,213 @@
+"""A mixture of corpora: each row is of one of them, in the proportion of their weights."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes.data.batches import held_out
+from launcher.recipes.data.corpus.files import find_corpus
+from launcher.recipes.data.corpus.meta import CorpusMeta
+from launcher.recipes.data.corpus.rows import RowMaker, rows_between
+from launcher.recipes.data.corpus.tokenizers import Tokenizer
+from launcher.recipes.data.masking import Gather, as_the_model_takes
+from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.tokens import dataset as tokens
+from launcher.recipes.datasets.tokens.options import Tokens
+
+if TYPE_CHECKING:
+    from launcher.recipes import Batch
+
+
+class _MixedPart(NamedTuple):
+    """One corpus: its name and weight, its rows for training and held out, what makes them, a mask.
+
+    The mask is that of the tokenizer that made its tokens; None: it has none.
+    """
+
+    name: str
+    weight: float
+    train: int
+    held: int
+    makers: tuple[RowMaker, RowMaker]
+    mask_token: int | None
+
+
+def check(options: Mixture, model_options: Any, validation: bool) -> None:
+    """Refuse a mixture of which a part cannot be used; raises InputError.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        validation: whether the run evaluates.
+    """
+    check_tokenizers(options)
+    parts = list(_parts(options, model_options))
+    if validation and not any(part.held for part in parts):
+        raise InputError(
+            f"dataset.validation_fraction={options.validation_fraction} of dataset.parts holds out "
+            "no row to evaluate on; raise it, or set train.eval_every=0"
+        )
+
+
+def build(options: Mixture, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
+    """Return batches of all parts; held out is what each part holds out.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        global_batch_size: the samples of a batch.
+        seed: picks the order of the training data.
+    """
+    parts = list(_parts(options, model_options))
+    numbers = _Mixed(
+        tuple(part.train for part in parts),
+        tuple(part.weight for part in parts),
+        global_batch_size,
+        seed,
+    )
+    held = [part.held for part in parts]
+    masks = (part.mask_token for part in parts)  # of one tokenizer, where they tell of one
+    mask = next((mask for mask in masks if mask is not None), None)
+    train, gather = (
+        as_the_model_takes(model_options, _gather([part.makers[i] for part in parts], counts), mask)
+        for i, counts in enumerate(([part.train for part in parts], held))
+    )
+    total = sum(part.weight for part in parts)
+    shares = ", ".join(
+        f"{part.name} {part.weight / total:.0%} of {part.train:,} rows" for part in parts
+    )
+    end = f"{sum(held):,} rows held out for validation" if any(held) else "none held out"
+    return Dataset(
+        train=Batches(numbers, train, a_sample=0),
+        validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
+        describe=f"a mixture: {shares}; {end}",
+    )
+
+
+def fingerprint(options: Mixture) -> str:
+    """Return a digest of the tokens of all parts."""
+    return " ".join(tokens.fingerprint(_tokens(options, part)) for part in options.parts.values())
+
+
+def bytes_per_target(options: Mixture, model_options: Any, rows: int) -> float | None:
+    """Return the mean bytes of text of a held-out target; None where a part does not know them."""
+    total, left = 0.0, rows
+    for part in _parts(options, model_options):
+        own, one = min(left, part.held), _tokens(options, options.parts[part.name])
+        size = tokens.bytes_per_target(one, model_options, own) if own else 0.0
+        if size is None:
+            return None
+        total, left = total + own * size, left - own
+    return total / rows
+
+
+def tokenizer(options: Mixture) -> Tokenizer:
+    """Return the tokenizer of all parts; raises InputError where they have not the same."""
+    check_tokenizers(options)
+    found = [tokens.tokenizer(_tokens(options, part)) for part in options.parts.values()]
+    return found[0]
+
+
+def check_tokenizers(options: Mixture) -> None:
+    """Raise InputError if parts were made by different tokenizers, as far as they tell."""
+    first: tuple[str, CorpusMeta] | None = None
+    for name, part in options.parts.items():
+        key = f"dataset.parts.{name}.path"
+        meta = find_corpus(part["path"], options.dtype, key).meta
+        if meta is None:
+            continue
+        if first is not None and first[1].tokenizer_fingerprint != meta.tokenizer_fingerprint:
+            others, theirs = first
+            raise InputError(
+                f"dataset.parts.{others} was made by the tokenizer {theirs.tokenizer} "
+                f"({theirs.vocab_size:,} tokens) and dataset.parts.{name} by {meta.tokenizer} "
+                f"({meta.vocab_size:,} tokens), which is a different one; prepare both "
+                "with the same, with task=prepare_data"
+            )
+        first = first or (name, meta)
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """The sample numbers of batches of a mixture; called with k, it returns those of batch k.
+
+    Those of a part follow those of the parts before it. Each part is shuffled anew for each pass
+    over it, and passes over the parts end at different times.
+    """
+
+    counts: tuple[int, ...]
+    weights: tuple[float, ...]
+    batch_size: int
+    seed: int
+
+    def __call__(self, k: int) -> np.ndarray:
+        return cast(np.ndarray, self._batches[k])
+
+    @functools.cached_property
+    def _batches(self) -> Any:
+        import grain  # here: as in `launcher.recipes.data.batches`
+
+        starts = [0, *itertools.accumulate(self.counts)]
+        # Parts of one size must not have one order.
+        seeds = np.random.SeedSequence(self.seed).generate_state(len(self.counts))
+        passes = [
+            grain.MapDataset.range(start, stop).seed(int(seed)).shuffle().repeat()
+            for start, stop, seed in zip(starts, starts[1:], seeds, strict=False)
+        ]
+        return grain.MapDataset.mix(passes, list(self.weights)).batch(self.batch_size)
+
+
+def _parts(options: Mixture, model_options: Any) -> Iterator[_MixedPart]:
+    for name, part in options.parts.items():
+        one = _tokens(options, part)
+        try:
+            ranges = tokens.find_ranges(one, model_options)
+        except InputError as error:
+            text = str(error).replace("dataset.path=", f"dataset.parts.{name}.path=")
+            raise InputError(text) from None
+        length = model_options.sequence_length
+        yield _MixedPart(
+            name,
+            part.get("weight", 1),
+            rows_between(0, ranges.train_stop, length),
+            rows_between(ranges.validation_start, ranges.validation.count, length),
+            tokens.row_makers(one, model_options, ranges),
+            ranges.mask_token,
+        )
+
+
+def _tokens(options: Mixture, part: dict[str, Any]) -> Tokens:
+    return Tokens(
+        path=part["path"],
+        dtype=options.dtype,
+        packing=options.packing,
+        end_token=options.end_token,
+        bad=options.bad,
+        validation_fraction=options.validation_fraction,
+    )
+
+
+def _gather(makers: Sequence[RowMaker], counts: Sequence[int]) -> Gather:
+    """Return what makes rows of all parts, in the order of their numbers."""
+    starts = np.array([0, *itertools.accumulate(counts)], np.int64)
+    masked = any(maker.masked for maker in makers)
+    makers = [maker.with_weights() if masked else maker for maker in makers]
+
+    def gather(which: np.ndarray) -> Batch:
+        part = np.searchsorted(starts, which, "right") - 1
+        rows: Batch = {}
+        for index in np.unique(part):
+            own = np.flatnonzero(part == index)
+            for name, array in makers[index](which[own] - starts[index]).items():
+                whole = rows.setdefault(name, np.zeros((len(which), *array.shape[1:]), array.dtype))
+                whole[own] = array
+        return rows
+
+    return gather

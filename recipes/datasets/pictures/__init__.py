@@ -1,0 +1,1 @@
+"""Pictures on disk: settings and data."""

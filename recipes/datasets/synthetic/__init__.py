@@ -1,0 +1,1 @@
+"""Made-up data: settings and data."""

@@ -1,0 +1,1 @@
+"""Text as bytes: settings and data."""

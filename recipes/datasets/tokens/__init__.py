@@ -1,0 +1,1 @@
+"""Token files: settings and data."""

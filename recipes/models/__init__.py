@@ -1,0 +1,1 @@
+"""Model families, a folder each, and the parts that they share."""

@@ -1,0 +1,1 @@
+"""BERT: settings, model and Hugging Face names."""

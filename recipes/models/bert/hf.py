@@ -1,0 +1,126 @@
+"""BERT's arrays and settings as `transformers` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.base.files import DamagedError
+from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.hugging_face import Tensor, expect
+
+MODEL_TYPES = ("bert",)
+CHOICES = ("mask_token",)
+
+_KINDS = 2  # of sentences; a model here is told of one kind only
+_FIXED = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": _KINDS,
+    "tie_word_embeddings": True,
+}
+# Of published files: heads that this model lacks, and its own arrays written twice.
+_UNREAD = ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.decoder.")
+_UNREAD_ENDS = (".position_ids",)
+
+
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model by its `config.json`.
+
+    Raises:
+        DamagedError: it has what the family cannot express.
+        KeyError: it lacks what is needed.
+    """
+    expect(config, _FIXED | {"position_embedding_type": "absolute", "is_decoder": False})
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    if width % hidden:
+        raise DamagedError(f"intermediate_size={width} is not a multiple of hidden_size={hidden}")
+    # transformers keeps it with the tokenizer, and in config.json whatever else it finds there.
+    mask = config.get("mask_token_id")
+    return {
+        **({} if mask is None else {"mask_token": mask}),
+        "vocab_size": config["vocab_size"],
+        "sequence_length": config["max_position_embeddings"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "hidden_size": hidden,
+        "mlp_ratio": width // hidden,
+    }
+
+
+def config_of(options: BERTOptions) -> dict[str, Any]:
+    """Return the `config.json` of a model."""
+    return {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "vocab_size": options.vocab_size,
+        "max_position_embeddings": options.sequence_length,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": (options.mlp_ratio or 0) * (options.hidden_size or 0),
+        **_FIXED,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "mask_token_id": options.mask_token,
+    }
+
+
+def current_name(name: str) -> str | None:
+    """Return the name that an array of older files has today; None if it is not read."""
+    if name.startswith(_UNREAD) or name.endswith(_UNREAD_ENDS):
+        return None
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+        "LayerNorm.beta", "LayerNorm.bias"
+    )
+
+
+def tensors(options: BERTOptions) -> Iterator[Tensor]:
+    """Yield each array."""
+    hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
+    length = options.sequence_length or 0
+    place, head = "bert.embeddings", "cls.predictions"
+    yield Tensor(
+        f"{place}.word_embeddings.weight", "word_embeddings.embedding", (vocabulary, hidden)
+    )
+    yield Tensor(f"{place}.position_embeddings.weight", "position_embeddings", (length, hidden))
+    yield Tensor(f"{place}.token_type_embeddings.weight", "kind_embeddings", (_KINDS, hidden))
+    yield from _norm(f"{place}.LayerNorm", "embedding_layernorm", hidden)
+    for i in range(options.num_layers or 0):
+        for one in _block(options, hidden):
+            theirs, ours = f"bert.encoder.layer.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
+            yield one._replace(theirs=theirs, ours=ours)
+    yield from _dense(f"{head}.transform.dense", "head_dense", hidden, hidden)
+    yield from _norm(f"{head}.transform.LayerNorm", "head_layernorm", hidden)
+    yield Tensor(f"{head}.bias", "head_bias", (vocabulary,))
+
+
+def _block(options: BERTOptions, hidden: int) -> Iterator[Tensor]:
+    """Yield the arrays of a block, by their names in it; queries, keys and values are one here."""
+    heads, width = options.num_heads or 1, (options.mlp_ratio or 0) * hidden
+    size = hidden // heads
+    for number, name in enumerate(("query", "key", "value")):
+        theirs, ours = f"attention.self.{name}", "linear_qkv"
+        split = (heads, size, hidden)
+        yield Tensor(
+            f"{theirs}.weight", f"{ours}.kernel", split, (2, 0, 1), joined=(2, 1),
+            part=(1, number, 3),
+        )  # fmt: skip
+        yield Tensor(f"{theirs}.bias", f"{ours}.bias", split[:2], joined=(2,), part=(0, number, 3))
+    theirs, ours, split = "attention.output.dense", "linear_proj", (hidden, heads, size)
+    yield Tensor(f"{theirs}.weight", f"{ours}.kernel", split, (1, 2, 0), joined=(1, 2))
+    yield Tensor(f"{theirs}.bias", f"{ours}.bias", (hidden,))
+    yield from _norm("attention.output.LayerNorm", "attention_layernorm", hidden)
+    yield from _dense("intermediate.dense", "linear_fc1", hidden, width)
+    yield from _dense("output.dense", "linear_fc2", width, hidden)
+    yield from _norm("output.LayerNorm", "mlp_layernorm", hidden)
+
+
+def _dense(theirs: str, ours: str, inputs: int, outputs: int) -> Iterator[Tensor]:
+    yield Tensor(f"{theirs}.weight", f"{ours}.kernel", (outputs, inputs), (1, 0))
+    yield Tensor(f"{theirs}.bias", f"{ours}.bias", (outputs,))
+
+
+def _norm(theirs: str, ours: str, hidden: int) -> Iterator[Tensor]:
+    yield Tensor(f"{theirs}.weight", f"{ours}.scale", (hidden,))
+    yield Tensor(f"{theirs}.bias", f"{ours}.bias", (hidden,))

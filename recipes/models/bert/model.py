@@ -1,0 +1,103 @@
+"""BERT on one device: an encoder that fills in masked tokens.
+
+(Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers".) Of its two losses
+it has the masked one, as RoBERTa has it; all sentences are of one kind. Parameters, norms, softmax
+and loss are float32; `dtype` is the type of activations and matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from launcher.recipes import Model
+from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock, gelu
+from launcher.recipes.models.losses import mean_of, output_matrix, scores_in_chunks
+
+_EPSILON = 1e-12
+
+
+class BERT(nn.Module):
+    """An encoder of tokens; each block is one pipeline layer."""
+
+    options: BERTOptions
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, with_logits: bool = True) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+        Args:
+            tokens: the tokens.
+            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
+        """
+        options, normal = self.options, nn.initializers.normal(INIT_SCALE)
+        hidden, vocab_size = cast(int, options.hidden_size), cast(int, options.vocab_size)
+        words = nn.Embed(
+            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
+        )
+        shape = cast(int, options.sequence_length), hidden
+        positions = self.param("position_embeddings", normal, shape)
+        kinds = self.param("kind_embeddings", normal, (2, hidden))  # all tokens are of the first
+
+        def norm(name: str) -> nn.LayerNorm:
+            return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
+
+        x = words(tokens) + (positions[: tokens.shape[1]] + kinds[0]).astype(self.dtype)
+        x = norm("embedding_layernorm")(x)
+        block = functools.partial(
+            EncoderBlock,
+            cast(int, options.num_heads),
+            cast(int, options.mlp_ratio) * hidden,
+            _EPSILON,
+            False,
+            options.attention,
+            self.dtype,
+        )
+        count, scans = cast(int, options.num_layers), options.scan_layers
+        x = blocks_in_a_row(self, block, count, x, scanned=scans)
+        x = nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="head_dense")(x)
+        x = norm("head_layernorm")(gelu(x))
+        if not with_logits:
+            return x
+        bias = self.param("head_bias", nn.initializers.zeros, (vocab_size,))
+        return words.attend(x) + bias.astype(self.dtype)
+
+
+def build(options: BERTOptions, precision: str) -> Model:
+    """Return a BERT; its loss is the mean cross-entropy of the tokens that are masked.
+
+    A batch holds `tokens`, `targets`, int32 [batch, sequence_length], and `weights`, float32 of the
+    same shape: 1 where a token counts. The mean is over all that count in the batch.
+
+    Args:
+        options: the dimensions, all of them set.
+        precision: "fp32" or "bf16".
+    """
+    bert = BERT(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
+
+    def init(key: jax.Array) -> Any:
+        return bert.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(
+        params: Any, batch: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        hidden = bert.apply({"params": params}, batch["tokens"], with_logits=False)
+        scores = scores_in_chunks(
+            cast(jax.Array, hidden),
+            output_matrix(params),
+            batch["targets"],
+            bert.dtype,
+            options.loss_chunks,
+            evaluates=key is None,
+            bias=params["head_bias"],
+        )
+        return mean_of(scores, batch)
+
+    return Model(init, loss)

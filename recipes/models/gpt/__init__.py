@@ -1,0 +1,1 @@
+"""GPT: settings, model, decoder and Hugging Face names."""

@@ -1,0 +1,96 @@
+"""GPT-2's arrays and settings as `transformers` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.base.files import DamagedError
+from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.hugging_face import Tensor, expect
+
+MODEL_TYPES = ("gpt2",)
+
+_FIXED = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+
+
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model by its `config.json`.
+
+    Raises:
+        DamagedError: it has what the family cannot express.
+        KeyError: it lacks what is needed.
+    """
+    expect(config, _FIXED | {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True})
+    hidden = config["n_embd"]
+    width = config.get("n_inner") or 4 * hidden
+    if width % hidden:
+        raise DamagedError(f"n_inner={width} is not a multiple of n_embd={hidden}")
+    return {
+        "vocab_size": config["vocab_size"],
+        "sequence_length": config["n_positions"],
+        "num_layers": config["n_layer"],
+        "num_heads": config["n_head"],
+        "hidden_size": hidden,
+        "mlp_ratio": width // hidden,
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def config_of(options: GPTOptions) -> dict[str, Any]:
+    """Return the `config.json` of a model."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": options.vocab_size,
+        "n_positions": options.sequence_length,
+        "n_layer": options.num_layers,
+        "n_head": options.num_heads,
+        "n_embd": options.hidden_size,
+        "n_inner": (options.mlp_ratio or 0) * (options.hidden_size or 0),
+        **_FIXED,
+        "resid_pdrop": options.dropout,
+        "attn_pdrop": options.dropout,
+        "embd_pdrop": options.dropout,
+        "tie_word_embeddings": options.tie_embeddings,
+    }
+
+
+def tensors(options: GPTOptions) -> Iterator[Tensor]:
+    """Yield each array."""
+    hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
+    length = options.sequence_length or 0
+    yield Tensor("transformer.wte.weight", "word_embeddings.embedding", (vocabulary, hidden))
+    yield Tensor("transformer.wpe.weight", "position_embeddings", (length, hidden))
+    for i in range(options.num_layers or 0):
+        for one in _block(options, hidden):
+            theirs, ours = f"transformer.h.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
+            yield one._replace(theirs=theirs, ours=ours)
+    yield from _norm("transformer.ln_f", "final_layernorm", hidden)
+    if not options.tie_embeddings:
+        yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
+
+
+def _block(options: GPTOptions, hidden: int) -> Iterator[Tensor]:
+    """Yield the arrays of a block, by their names in it; matrices are [inputs, outputs] there."""
+    heads = options.num_heads or 1
+    size, width = hidden // heads, (options.mlp_ratio or 0) * hidden
+    qkv, mixed = "self_attention.linear_qkv", "self_attention.linear_proj"
+    yield from _norm("ln_1", "input_layernorm", hidden)
+    yield from _norm("ln_2", "pre_mlp_layernorm", hidden)
+    split = (hidden, 3, heads, size)
+    yield Tensor("attn.c_attn.weight", f"{qkv}.kernel", split, joined=(1, 3))
+    yield Tensor("attn.c_attn.bias", f"{qkv}.bias", split[1:], joined=(3,))
+    yield Tensor("attn.c_proj.weight", f"{mixed}.kernel", (heads, size, hidden), joined=(2, 1))
+    yield Tensor("attn.c_proj.bias", f"{mixed}.bias", (hidden,))
+    for theirs, ours, shape in (
+        ("mlp.c_fc", "mlp.linear_fc1", (hidden, width)),
+        ("mlp.c_proj", "mlp.linear_fc2", (width, hidden)),
+    ):
+        yield Tensor(f"{theirs}.weight", f"{ours}.kernel", shape)
+        yield Tensor(f"{theirs}.bias", f"{ours}.bias", shape[1:])
+
+
+def _norm(theirs: str, ours: str, hidden: int) -> Iterator[Tensor]:
+    yield Tensor(f"{theirs}.weight", f"{ours}.scale", (hidden,))
+    yield Tensor(f"{theirs}.bias", f"{ours}.bias", (hidden,))

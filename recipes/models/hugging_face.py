@@ -1,0 +1,209 @@
+"""Models as Hugging Face `transformers` keeps them: names and shapes of arrays, `config.json`.
+
+A family that has them has, in its folder, a module `hf` with
+
+- `MODEL_TYPES`: the `model_type`s of `config.json` that it reads;
+- `options_of(config)`: the settings of the section `model` that a `config.json` stands for;
+- `config_of(options)`: the `config.json` of settings;
+- `tensors(options)`: a `Tensor` for each array there.
+
+It may have
+
+- `CHOICES`: settings that `options_of` returns and a run may choose otherwise for the same weights;
+- `current_name(name)`: the name that an array of older files has today, or None if none is read.
+
+None of these modules imports JAX: settings are filled from `config.json`.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import launcher.recipes.models
+from launcher.base.files import DamagedError, read_json
+from launcher.base.missing_path import missing_path
+from launcher.config.errors import ConfigError
+
+CONFIG = "config.json"
+PREFIX = "hf:"  # of a path that is a folder of this kind
+
+
+class Tensor(NamedTuple):
+    """An array there and here.
+
+    Attributes:
+        theirs: its name there.
+        ours: its name in the model's parameters, such as `layers_0.mlp.linear_up.kernel`.
+        split: its shape there with the axes that it has here apart, such as heads.
+        order: of each axis here, which one of `split` it is.
+        offset: what is to be added here: norms that are stored as their difference from 1.
+        joined: the axes of `split` that are one axis there, as the number of axes that each of its
+            axes is made of; empty: each is one.
+        part: of an array here that is several there, such as the kernels of all experts: the axis
+            that they are stacked along, which one this is, and how many there are. `split` and
+            `order` are those of one.
+    """
+
+    theirs: str
+    ours: str
+    split: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    offset: float = 0.0
+    joined: tuple[int, ...] = ()
+    part: tuple[int, int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape there."""
+        found, at = [], 0
+        for count in self.joined or (1,) * len(self.split):
+            found.append(math.prod(self.split[at : at + count]))
+            at += count
+        return tuple(found)
+
+    @property
+    def shape_here(self) -> tuple[int, ...]:
+        """The shape of the array here, or of that which it is a part of."""
+        own = [self.split[axis] for axis in self._order]
+        if self.part is not None:
+            axis, _, count = self.part
+            own.insert(axis, count)
+        return tuple(own)
+
+    def to_ours(self, array: np.ndarray) -> np.ndarray:
+        """Return the array, or the part, as it is here, of what it is there."""
+        array = array.reshape(self.split).transpose(self._order)
+        return array + np.asarray(self.offset, array.dtype) if self.offset else array
+
+    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+        """Return the array as it is there, of the whole one that is here."""
+        if self.part is not None:
+            array = array.take(self.part[1], self.part[0])
+        array = array - np.asarray(self.offset, array.dtype) if self.offset else array
+        return np.ascontiguousarray(array.transpose(np.argsort(self._order)).reshape(self.shape))
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self.order or tuple(range(len(self.split)))
+
+
+def folder_of(named: str) -> Path | None:
+    """Return the folder that `hf:<folder>` names; None of other words."""
+    return Path(named.removeprefix(PREFIX)).expanduser() if named.startswith(PREFIX) else None
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return what `config.json` in a folder holds.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedError: it is none.
+    """
+    try:
+        found = read_json(folder / CONFIG)
+    except DamagedError as error:
+        raise DamagedError(f"{CONFIG}: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise DamagedError(f"{CONFIG} names no model_type")
+    return found
+
+
+def family_of(config: Mapping[str, Any]) -> ModuleType:
+    """Return the module that reads models of this `config.json`.
+
+    Raises:
+        DamagedError: there is none.
+    """
+    known: dict[str, ModuleType] = {}
+    for module in _modules():
+        known.update(dict.fromkeys(module.MODEL_TYPES, module))
+    kind = config["model_type"]
+    if kind not in known:
+        raise DamagedError(f"model_type is {kind!r}; these are known: {', '.join(sorted(known))}")
+    return known[kind]
+
+
+def family_name(module: ModuleType) -> str:
+    """Return the name of the family whose folder holds a module."""
+    return module.__name__.split(".")[-2]
+
+
+def family_named(name: str) -> ModuleType | None:
+    """Return the module of a family by the name that `model.name` says; None if it has none."""
+    return next((m for m in _modules() if family_name(m) == name), None)
+
+
+def dimensions_in(named: str, name: str) -> dict[str, Any]:
+    """Return the settings of the model in a folder, for `model.size=hf:<folder>`.
+
+    Args:
+        named: the words, `hf:<folder>`.
+        name: the family, `model.name`.
+
+    Raises:
+        ConfigError: there is no such model, or it is of another family.
+    """
+    folder = folder_of(named)
+    assert folder is not None
+    try:
+        config = read_config(folder)
+        family = family_of(config)
+        if family is not family_named(name):
+            other = family_name(family)
+            raise DamagedError(f"it is a model={other}, not a model={name}")
+        return options_in(family, config)
+    except OSError as error:
+        problem = f"{folder / CONFIG}: {error.strerror}"
+        if not folder.exists():
+            problem = f"{folder} {missing_path(folder)}"
+    except DamagedError as error:
+        problem = str(error)
+    raise ConfigError(
+        f"model.size={named} cannot be used: {problem}",
+        f"Name a folder with a {CONFIG} and *.safetensors, as transformers writes it.",
+        ["model.size"],
+    )
+
+
+def options_in(family: ModuleType, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a `config.json` stands for, by its family's module.
+
+    Raises:
+        DamagedError: it lacks something, or holds what the family cannot express.
+    """
+    try:
+        return dict(family.options_of(config))
+    except KeyError as error:
+        raise DamagedError(f"{CONFIG} lacks {error}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"{CONFIG} holds a value that is not a dimension ({error})") from None
+
+
+def expect(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse a `config.json` that says something else than these values, which are all there is.
+
+    Raises:
+        DamagedError: it does.
+    """
+    for name, value in values.items():
+        if config.get(name, value) != value:
+            raise DamagedError(f"{name}={config[name]} is not supported; {name}={value} is")
+
+
+def _modules() -> Iterator[ModuleType]:
+    for family in pkgutil.iter_modules(
+        launcher.recipes.models.__path__, "launcher.recipes.models."
+    ):
+        if family.ispkg and find_spec(f"{family.name}.hf"):
+            yield import_module(f"{family.name}.hf")

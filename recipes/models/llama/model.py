@@ -1,0 +1,244 @@
+"""Llama on one device: rotary positions, RMS norms, gated MLPs, grouped-query attention.
+
+(Touvron et al., 2023, "Llama 2"; Grattafiori et al., 2024, "The Llama 3 Herd of Models".) By its
+options it is also Qwen 2.5 and 3, Mistral, Gemma and the shapes of MPT. Parameters carry the names
+that Megatron-Core gives them and keep heads as an axis of their own. Parameters, norms, rotations,
+softmax and loss are float32; `dtype` is the type of activations and matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from launcher.recipes import Model
+from launcher.recipes.data.packing import Packed, packing_of, same_document
+from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.losses import next_token_loss
+
+INIT_SCALE = 0.02
+# Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
+# beyond all of it are stretched, and those between by something between.
+_LOW, _HIGH, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": nn.silu, "gelu": nn.gelu}
+
+
+def rotary_frequencies(head_size: int, base: float, factor: float = 1.0) -> np.ndarray:
+    """Return the angles by which a position turns each pair of a head, float32 [head_size / 2].
+
+    (Su et al., 2021, "RoFormer"; the stretching by `factor` is Llama 3.1's.)
+    """
+    frequencies = base ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
+    if factor != 1.0:
+        turns = _ORIGINAL_LENGTH * frequencies / (2 * math.pi)
+        share = np.clip((turns - _LOW) / (_HIGH - _LOW), 0.0, 1.0)
+        frequencies = (1 - share) * frequencies / factor + share * frequencies
+    return frequencies.astype(np.float32)
+
+
+def rotate(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.Array:
+    """Turn the pairs of each head by its position; a pair is an entry of each half.
+
+    Args:
+        x: float [batch, length, heads, head_size].
+        positions: int32 [length] or [batch, length].
+        frequencies: float32 [head_size / 2].
+    """
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = (f(angles)[..., None, :] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, whose heads may share keys and values."""
+
+    options: LlamaOptions
+    output_scale: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, packed: Packed = None) -> jax.Array:
+        """Map float [batch, length, hidden] to the same; a `packed` batch by its documents."""
+        options = self.options
+
+        def heads(count: int | None, name: str) -> jax.Array:
+            return nn.DenseGeneral(
+                (cast(int, count), cast(int, options.head_size)),
+                use_bias=bool(options.qkv_bias),
+                kernel_init=nn.initializers.normal(INIT_SCALE),
+                dtype=self.dtype,
+                name=name,
+            )(x)
+
+        query = heads(options.num_heads, "linear_q")
+        key = heads(options.num_kv_heads, "linear_k")
+        value = heads(options.num_kv_heads, "linear_v")
+        if options.head_norm:
+            norm = functools.partial(
+                nn.RMSNorm, epsilon=cast(float, options.norm_epsilon), dtype=self.dtype
+            )
+            query, key = norm(name="q_norm")(query), norm(name="k_norm")(key)
+        # Made here, in each block, so that no block waits for an array of another one.
+        positions = packed[1] if packed else jax.lax.iota(jnp.int32, x.shape[1])
+        frequencies = rotary_frequencies(
+            cast(int, options.head_size),
+            cast(float, options.rope_base),
+            cast(float, options.rope_factor),
+        )
+        mixed = jax.nn.dot_product_attention(
+            rotate(query, positions, frequencies),
+            rotate(key, positions, frequencies),
+            value,
+            mask=same_document(packed[0]) if packed else None,
+            is_causal=True,
+            local_window_size=(options.sliding_window - 1, 0) if options.sliding_window else None,
+            implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
+        )
+        return nn.DenseGeneral(
+            x.shape[-1],
+            axis=(-2, -1),
+            use_bias=False,
+            kernel_init=nn.initializers.normal(self.output_scale),
+            dtype=self.dtype,
+            name="linear_proj",
+        )(mixed)
+
+
+class FeedForward(nn.Module):
+    """An MLP, gated (Shazeer, 2020, "GLU Variants Improve Transformer") or not."""
+
+    options: LlamaOptions
+    output_scale: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map float [batch, length, hidden] to the same."""
+
+        def dense(size: int | None, name: str, scale: float = INIT_SCALE) -> nn.Dense:
+            return nn.Dense(
+                cast(int, size),
+                use_bias=False,
+                kernel_init=nn.initializers.normal(scale),
+                dtype=self.dtype,
+                name=name,
+            )
+
+        width = self.options.mlp_size
+        activation = ACTIVATIONS[cast(str, self.options.activation)]
+        if self.options.gated_mlp:
+            inner = activation(dense(width, "linear_gate")(x)) * dense(width, "linear_up")(x)
+        else:
+            inner = activation(dense(width, "linear_up")(x))
+        return dense(x.shape[-1], "linear_down", self.output_scale)(inner)
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    options: LlamaOptions
+    output_scale: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, packed: Packed = None) -> jax.Array:
+        """Map float [batch, length, hidden] to the same."""
+        epsilon = cast(float, self.options.norm_epsilon)
+
+        def norm(name: str) -> nn.RMSNorm:
+            return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
+
+        shared = (self.options, self.output_scale, self.dtype)
+        x = x + Attention(*shared, name="self_attention")(norm("input_layernorm")(x), packed)
+        return x + FeedForward(*shared, name="mlp")(norm("pre_mlp_layernorm")(x))
+
+
+class Llama(nn.Module):
+    """A language model.
+
+    Each block is one pipeline layer; the embedding belongs to the first, the final norm and the
+    output layer to the last.
+    """
+
+    options: LlamaOptions
+    dtype: Any
+
+    @nn.compact
+    def __call__(
+        self, tokens: jax.Array, packed: Packed = None, with_logits: bool = True
+    ) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+        Args:
+            tokens: the tokens.
+            packed: of rows that hold several documents, each token's document and its place there.
+            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
+        """
+        options = self.options
+        num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
+        normal = nn.initializers.normal(INIT_SCALE)
+        words = nn.Embed(
+            cast(int, options.vocab_size),
+            hidden,
+            embedding_init=normal,
+            dtype=self.dtype,
+            name="word_embeddings",
+        )
+        x = words(tokens)
+        if options.scale_embeddings:
+            x = x * jnp.asarray(hidden**0.5, self.dtype)
+
+        # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
+        block = functools.partial(Block, options, INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
+        x = blocks_in_a_row(self, block, num_layers, x, packed, scanned=options.scan_layers)
+
+        epsilon = cast(float, options.norm_epsilon)
+        x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
+        if not with_logits:
+            return x
+        if options.tie_embeddings:
+            return words.attend(x)
+        return nn.Dense(
+            cast(int, options.vocab_size),
+            use_bias=False,
+            kernel_init=normal,
+            dtype=self.dtype,
+            name="output_layer",
+        )(x)
+
+
+def build(options: LlamaOptions, precision: str) -> Model:
+    """Return a Llama whose loss is the mean cross-entropy of the next token.
+
+    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
+    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
+
+    Args:
+        options: the settings, all of them set.
+        precision: "fp32" or "bf16".
+    """
+    llama = Llama(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
+
+    def init(key: jax.Array) -> Any:
+        return llama.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(
+        params: Any, batch: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        hidden = llama.apply(
+            {"params": params}, batch["tokens"], packing_of(batch), with_logits=False
+        )
+        last, chunks = cast(jax.Array, hidden), options.loss_chunks
+        return next_token_loss(last, params, batch, llama.dtype, chunks, evaluates=key is None)
+
+    return Model(init, loss)

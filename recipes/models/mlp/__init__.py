@@ -1,0 +1,1 @@
+"""Stacks of dense layers: settings and model."""

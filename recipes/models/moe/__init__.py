@@ -1,0 +1,1 @@
+"""Mixtures of experts: settings, model, decoder and Hugging Face names."""

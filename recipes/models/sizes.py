@@ -1,0 +1,132 @@
+"""Sizes of a model family: a name stands for a row of settings, `hf:<folder>` for a model's there.
+
+It imports neither JAX nor Flax: settings are checked with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+from launcher.config.errors import ConfigError, advice
+from launcher.config.families import ModelOptions
+from launcher.config.fields import LARGEST
+from launcher.recipes.models.hugging_face import PREFIX, dimensions_in
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+class SizedOptions(ModelOptions):
+    """The settings of a family whose `size` names a row of `sizes`, which fills what is not set.
+
+    A subclass has the fields `size` and `sizes`, and each setting of a row as a field whose default
+    is None. Once a configuration is loaded all of them are set and `sizes` is empty.
+
+    Attributes:
+        dimensions: the whole numbers that a size, or the user, must give.
+        features: the settings that a size may give, each with its value where it does not.
+        optional: the features that may stay None.
+    """
+
+    size: str | None
+    sizes: dict[str, dict[str, Any]]
+    dimensions: ClassVar[tuple[str, ...]]
+    features: ClassVar[Mapping[str, Any]] = {}
+    optional: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Let a size stand for all that its row may hold."""
+        cls.shorthands = {"size": ("sizes", *cls.dimensions, *cls.features)}
+
+    @property
+    def layers(self) -> int:
+        """The number of pipeline layers: one more than the model's marks."""
+        found = getattr(self, "num_layers", None)
+        assert found is not None, "the size has not been filled in"
+        return int(found)
+
+    def filled(self) -> Self:
+        """Return the settings with every one of a row set; one that was set stays.
+
+        Raises:
+            ConfigError: a size that `sizes` lacks, a row with a name that is none of a row's, a
+                dimension that neither the user nor the size gives, a value of the wrong type.
+        """
+        settings = (*self.dimensions, *self.features)
+        needed = [name for name in settings if name not in self.optional]
+        is_full = all(getattr(self, name) is not None for name in needed)
+        row = {} if is_full and self._from_files() else self._row()
+        filled: dict[str, Any] = {}
+        for name in settings:
+            own = getattr(self, name)
+            filled[name] = row.get(name, self.features.get(name)) if own is None else own
+            if name in row and own is None:
+                self._check_value(name, row[name])
+        for name in self.dimensions:
+            if filled[name] is None:
+                raise ConfigError(
+                    f"model.{name} is not set",
+                    f"Choose a model.size, or give model.{name}=VALUE.",
+                )
+        return dataclasses.replace(self, sizes={}, **filled)  # type: ignore[type-var]
+
+    def _from_files(self) -> bool:
+        return (self.size or "").startswith(PREFIX)
+
+    def _row(self) -> Mapping[str, Any]:
+        """Return the settings that the size gives."""
+        if self.size is None:
+            return {}
+        if self._from_files():
+            return dimensions_in(self.size, self.name)
+        if not self.sizes:
+            return {}
+        if self.size not in self.sizes:
+            raise ConfigError(
+                f"There is no model.size={self.size}",
+                advice(self.size, list(self.sizes), "Sizes"),
+                ["model.size"],
+            )
+        row = self.sizes[self.size]
+        known = (*self.dimensions, *self.features)
+        for name in row:
+            if name not in known:
+                raise ConfigError(
+                    f"model.sizes.{self.size}.{name} is not a dimension",
+                    advice(name, known),
+                    [f"model.sizes.{self.size}.{name}"],
+                )
+        return row
+
+    def _check_value(self, name: str, value: Any) -> None:
+        """Refuse a value of a row that its setting could not have."""
+        [kind] = {*typing.get_args(typing.get_type_hints(type(self))[name])} - {type(None)}
+        key = "model.size" if self._from_files() else f"model.sizes.{self.size}.{name}"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)) and not (
+            kind is float and is_number
+        ):
+            raise ConfigError(f"{key} must be {_KINDS[kind]}, not {value!r}", keys=[key])
+        bounds = next(f.metadata for f in dataclasses.fields(self) if f.name == name)  # type: ignore[arg-type]
+        least = bounds.get("minimum")
+        most = bounds.get("maximum") or LARGEST
+        if least is not None and value < least:
+            raise ConfigError(f"model.{name} must be at least {least:g}, not {value}", keys=[key])
+        if is_number and value > most:
+            raise ConfigError(f"model.{name} must be at most {most}, not {value}", keys=[key])
+        if "choices" in bounds and value not in bounds["choices"]:
+            words = ", ".join(map(str, bounds["choices"]))
+            raise ConfigError(f"model.{name} must be one of {words}, not {value}", keys=[key])
+
+
+def uneven(options: ModelOptions, *pairs: tuple[str, str]) -> Iterator[ConfigError]:
+    """Yield an error for each pair of settings whose first is not a multiple of its second."""
+    for whole, part in pairs:
+        a, b = getattr(options, whole), getattr(options, part)
+        if a and b and a % b:
+            yield ConfigError(
+                f"model.{whole}={a} must be a multiple of model.{part}={b}",
+                keys=[f"model.{whole}", f"model.{part}"],
+            )

@@ -1,0 +1,1 @@
+"""A small network written with Flax NNX: settings and model."""

@@ -1,0 +1,1 @@
+"""U-Nets: settings and model."""

@@ -1,0 +1,1 @@
+"""Vision Transformers: settings and model."""

@@ -1,0 +1,91 @@
+"""A Vision Transformer on one device.
+
+(Dosovitskiy et al., 2021, "An Image is Worth 16x16 Words".) A class token, learned positions, norms
+before the branches. Parameters, norms, softmax and loss are float32; `dtype` is the type of
+activations and matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from launcher.recipes import Model
+from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock
+from launcher.recipes.models.images import classification
+from launcher.recipes.models.vit.options import ViTOptions
+
+_EPSILON = 1e-6
+
+
+class ViT(nn.Module):
+    """An encoder of patches; each block is one pipeline layer."""
+
+    options: ViTOptions
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Map float [batch, height, width, channels] to logits, `dtype` [batch, num_classes]."""
+        options, normal = self.options, nn.initializers.normal(INIT_SCALE)
+        hidden, patch = cast(int, options.hidden_size), cast(int, options.patch_size)
+        x = nn.Conv(
+            hidden, (patch, patch), (patch, patch), "VALID", dtype=self.dtype, name="patches"
+        )(images)
+        x = x.reshape(x.shape[0], -1, hidden)
+        first = self.param("class_token", nn.initializers.zeros, (1, 1, hidden))
+        x = jnp.concatenate(
+            [jnp.broadcast_to(first, (x.shape[0], 1, hidden)).astype(self.dtype), x], axis=1
+        )
+        positions = self.param("position_embeddings", normal, (1, x.shape[1], hidden))
+        x = x + positions.astype(self.dtype)
+        block = functools.partial(
+            EncoderBlock,
+            cast(int, options.num_heads),
+            options.mlp_ratio * hidden,
+            _EPSILON,
+            True,
+            options.attention,
+            self.dtype,
+        )
+        count, scans = cast(int, options.num_layers), options.scan_layers
+        x = blocks_in_a_row(self, block, count, x, scanned=scans)
+        x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x[:, 0])
+        return nn.Dense(
+            cast(int, options.num_classes),
+            kernel_init=normal,
+            dtype=self.dtype,
+            name="output_layer",
+        )(x)
+
+
+def build(options: ViTOptions, precision: str) -> Model:
+    """Return a ViT; its loss is the mean cross-entropy of the pictures' classes.
+
+    A batch holds `image`, float32 [batch, image_size, image_size, channels], and `label`, int32
+    [batch].
+
+    Args:
+        options: the settings, all of them set.
+        precision: "fp32" or "bf16".
+    """
+    vit = ViT(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
+    size = cast(int, options.image_size)
+
+    def init(key: jax.Array) -> Any:
+        return vit.init(key, jnp.zeros((1, size, size, cast(int, options.channels))))["params"]
+
+    def loss(
+        params: Any, batch: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        del key  # nothing is random
+        return classification(
+            cast(jax.Array, vit.apply({"params": params}, batch["image"])), batch["label"]
+        )
+
+    return Model(init, loss)

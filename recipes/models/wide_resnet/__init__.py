@@ -1,0 +1,1 @@
+"""Wide residual networks: settings and model."""
