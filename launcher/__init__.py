@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"launcher.{name}")
     if name in _HOMES:
-        from launcher.base.versions import check_versions
+        from launcher.api.versions import check_versions
 
         check_versions()
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -41,8 +41,7 @@ from launcher.hardware.gpu_memory import JAX_MEMORY_SHARE, memory_share
 from launcher.hardware.worker_info import WorkerInfo
 from launcher.plan import ClusterShape, Plan, local_shape
 from launcher.plan.methods import Method
-from launcher.runtime import Executable, Transport
-from launcher.runtime.programs import compile_step
+from launcher.runtime import Executable, Transport, compile_step
 from launcher.trace import TracedStep
 
 

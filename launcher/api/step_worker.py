@@ -37,11 +37,11 @@ from launcher.runtime import (
     Executable,
     StageTimes,
     Transport,
+    compile_step,
     fail_together,
     move,
     wait_for,
 )
-from launcher.runtime.programs import compile_step
 from launcher.trace import trace_step
 
 

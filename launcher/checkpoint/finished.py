@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from launcher.base.files import DamagedError
+from launcher.checkpoint.adapters import ADAPTERS, adapted_kernel, without_adapters
 from launcher.checkpoint.flat import value_of, write_flat
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.checkpoint.layers import names_of, sources
@@ -22,9 +23,8 @@ from launcher.checkpoint.read import (
     read_named,
     stored_tree_of,
 )
+from launcher.checkpoint.train_state import MODEL_PARTS
 from launcher.config.optimizers import Lora
-from launcher.train.lora import ADAPTERS, adapted_kernel, without_adapters
-from launcher.train.step import MODEL_PARTS
 
 
 class FinishedModel:

@@ -21,9 +21,9 @@ from launcher.checkpoint.layers import Source, names_of, sources
 from launcher.checkpoint.layout import ARRAYS
 from launcher.checkpoint.names import flat_name
 from launcher.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
+from launcher.checkpoint.train_state import MODEL_PARTS, TrainState
 from launcher.checkpoint.weights import find_weights
 from launcher.checkpoint.write import stored_parts
-from launcher.train.step import MODEL_PARTS, TrainState
 
 _MESSAGE_LIMIT = 200  # characters
 _MOST_NAMED = 5

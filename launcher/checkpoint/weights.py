@@ -14,8 +14,8 @@ import numpy as np
 
 from launcher.arrays.npz import Header, read_arrays, read_headers
 from launcher.checkpoint.hugging_face import HuggingFace
+from launcher.checkpoint.train_state import MODEL_PARTS
 from launcher.recipes.models.hugging_face import CONFIG
-from launcher.train.step import MODEL_PARTS
 
 Arrays = Callable[[str], np.ndarray]  # an array by its flat name
 

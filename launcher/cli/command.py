@@ -151,7 +151,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     # Imports are deferred here and below: Hydra's takes a tenth of a second, JAX's two.
     if arguments.hydra_help or arguments.shell_completion or arguments.info:
         return _for_hydra(arguments)
-    from launcher.base.versions import check_versions
+    from launcher.api.versions import check_versions
     from launcher.config.compose import load, load_frozen
     from launcher.config.machines import SlurmCluster
 

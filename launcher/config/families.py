@@ -2,8 +2,8 @@
 
 A family is a folder, `recipes/models/<family>/` or `recipes/datasets/<family>/`: its settings are
 a frozen dataclass in `options.py`, beside `model.py` or `dataset.py`, which builds what they
-a frozen dataclass in `options.py`, beside `model.py` or `dataset.py`, which builds what they
 describe. All of these classes are imported when settings are read, so no `options.py` imports JAX,
+Flax or Grain.
 """
 
 from __future__ import annotations

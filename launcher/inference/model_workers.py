@@ -16,11 +16,11 @@ from launcher.checkpoint import FinishedModel
 from launcher.cluster.process_group import Peer
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
+from launcher.inference.eval_step import make_eval_step
 from launcher.inference.model_layout import ModelLayout
 from launcher.inference.placed_model import ModelPlaces, put
 from launcher.inference.text_model import TextModel
 from launcher.recipes import Dataset, build_dataset, build_model
-from launcher.train.step import make_eval_step
 
 # Of each metric of some rows its mean and the weight of that; and the number of rows.
 Means = tuple[dict[str, tuple[float, float]], int]

@@ -8,13 +8,13 @@ W + alpha / rank * A B. The adapters are parameters of their own, `lora.<the ker
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from launcher.checkpoint.adapters import ADAPTERS, adapted_kernel, adapters_of, without_adapters
 from launcher.checkpoint.names import flat_name, map_named, matches
 from launcher.config.optimizers import Lora
 from launcher.recipes import InputError, Model
@@ -30,8 +30,6 @@ from launcher.trace.ir.jaxpr import (
     splice,
 )
 from launcher.train.matrices import matrix_axes
-
-ADAPTERS = "lora"  # the parameter beside the model's own, and the first word of their names
 
 
 def with_adapters(model: Model, options: Lora) -> Model:
@@ -59,31 +57,6 @@ def with_adapters(model: Model, options: Lora) -> Model:
         return _summed_at_first_use(model.loss, without_adapters(params), adapters, rest, options)
 
     return Model(init, loss, model.has_state)
-
-
-def without_adapters(params: Any) -> Any:
-    """Return the parameters of the model alone, as they are."""
-    if not isinstance(params, Mapping) or ADAPTERS not in params:
-        return params
-    return {name: part for name, part in params.items() if name != ADAPTERS}
-
-
-def adapters_of(params: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the adapters among parameters, by the names of their kernels."""
-    return {} if without_adapters(params) is params else dict(_pairs(params[ADAPTERS]))
-
-
-def adapted_kernel(kernel: Any, a: Any, b: Any, options: Lora) -> Any:
-    """Return a kernel with its adapter added, of NumPy's or of JAX's arrays.
-
-    Args:
-        kernel: float [stack..., rows..., columns...].
-        a: float [stack..., rows, rank].
-        b: float [stack..., rank, columns].
-        options: their rank and factor.
-    """
-    sums = a @ b * np.float32(options.alpha / options.rank)
-    return kernel + sums.reshape(kernel.shape).astype(kernel.dtype)
 
 
 def _summed_at_first_use(
@@ -146,12 +119,3 @@ def _adapters(params: Mapping[str, Any], options: Lora, key: jax.Array) -> dict[
             f"has {', '.join(name for name, _ in leaves[:4])}, …"
         )
     return new
-
-
-def _pairs(adapters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield each kernel's name and its adapter."""
-    if "a" in adapters and not isinstance(adapters["a"], Mapping):
-        yield prefix.removesuffix("."), (adapters["a"], adapters["b"])
-        return
-    for word, part in adapters.items():
-        yield from _pairs(part, f"{prefix}{word}.")

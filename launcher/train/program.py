@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from launcher.checkpoint.train_state import TrainState
 from launcher.config.schema import Config
+from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import Batches, InputError, build_dataset, build_model
 from launcher.trace import TracedStep, trace_step
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
 from launcher.train.rows import shapes_of
-from launcher.train.step import TrainState, init_state, make_eval_step, make_train_step
+from launcher.train.step import init_state, make_train_step
 
 if TYPE_CHECKING:
     from launcher.recipes import Dataset, Model

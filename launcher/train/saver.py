@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher import checkpoint
 from launcher.base.spans import SpanRecorder
-from launcher.train.step import TrainState
+from launcher.checkpoint.train_state import TrainState
 
 
 class Saver:

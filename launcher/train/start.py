@@ -11,8 +11,8 @@ import jax
 
 from launcher import checkpoint
 from launcher.arrays.stacked_array import sharding_of, with_rows, with_stacks
-from launcher.train.lora import ADAPTERS, without_adapters
-from launcher.train.step import TrainState
+from launcher.checkpoint.adapters import ADAPTERS, without_adapters
+from launcher.checkpoint.train_state import TrainState
 
 
 def stored_part(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The train step and the evaluation step: pure functions of the state and a batch.
+"""The train step: a pure function of the state and a batch.
 
 Plain JAX, written as for one device; the launcher makes a pipeline of it.
 """
@@ -6,59 +6,20 @@ Plain JAX, written as for one device; the launcher makes a pipeline of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import launcher
 from launcher.checkpoint.names import Picks, rejoined, split_named
-from launcher.train.checked_model import Metrics, checked_loss, init_model
+from launcher.checkpoint.train_state import TrainState
+from launcher.recipes.checked_model import Metrics, checked_loss, init_model
+from launcher.trace.primitives import value_and_grad
 from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch, Model
-
-MODEL_PARTS = ("params", "model_state")  # what of a state is the model's, and an evaluation reads
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """The state of training, with its random key.
-
-    Attributes:
-        step: the number of finished steps, int32 [].
-        params: the model's parameters.
-        opt_state: the optimizer's state.
-        key: `jax.random.key_data` of the run's random key, uint32. It holds the bits and not a
-            typed key, so that every leaf is a plain array to store and to move.
-        model_state: the model's state (`launcher.recipes.Model.has_state`); None if it has none.
-        ema: an exponential moving average of the parameters that learn, None in the place of the
-            others; None if none is kept.
-    """
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    key: jax.Array
-    model_state: Any = None
-    ema: Any = None
-
-    @property
-    def averaged(self) -> dict[str, Any]:
-        """`model`, with the average of the parameters where one is kept."""
-        if self.ema is None:
-            return self.model
-        return {**self.model, "params": rejoined(self.ema, self.params)}
-
-    @property
-    def model(self) -> dict[str, Any]:
-        """The parts that are the model's, by their names."""
-        parts = {name: getattr(self, name) for name in MODEL_PARTS}
-        return {name: part for name, part in parts.items() if part is not None}
 
 
 def init_state(
@@ -120,11 +81,12 @@ def make_train_step(
     def loss_of(learning: Any, fixed: Any, *rest: Any) -> Any:
         return model_loss(rejoined(learning, fixed) if learns else learning, *rest)
 
+    gradient = value_and_grad(loss_of, has_aux=True)
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         learning, fixed = split_named(state.params, learns) if learns else (state.params, None)
-        value_and_grad = launcher.value_and_grad(loss_of, has_aux=True)
-        out, grads = value_and_grad(learning, fixed, state.model_state, batch, key)
+        out, grads = gradient(learning, fixed, state.model_state, batch, key)
         loss, (extra, model_state) = out
         updates, opt_state = optimizer.update(grads, state.opt_state, learning)
         params = optax.apply_updates(learning, updates)
@@ -153,26 +115,3 @@ def make_train_step(
         return TrainState(state.step + 1, *parts), metrics
 
     return train_step
-
-
-def make_eval_step(model: Model) -> Callable[[Any, Batch], Metrics]:
-    """Return a function `(TrainState.model, batch) -> metrics`, without dropout.
-
-    `metrics` holds `loss` and what the model adds. If that is a `weight`, each of the others comes
-    with it as `[value, weight]`, so that both are where the one is. The model's state stays as it
-    is.
-    """
-
-    def evaluate(of_model: dict[str, Any], batch: Batch) -> Metrics:
-        params, model_state = of_model["params"], of_model.get("model_state")
-        loss, (extra, _) = checked_loss(model)(params, model_state, batch, None)
-        return {**extra, "loss": loss}
-
-    def weighted(of_model: dict[str, Any], batch: Batch) -> Metrics:
-        metrics = dict(launcher.microbatched(evaluate)(of_model, batch))
-        if "weight" not in metrics:
-            return metrics
-        weight = metrics.pop("weight")
-        return {name: jnp.stack([value, weight]) for name, value in metrics.items()}
-
-    return weighted

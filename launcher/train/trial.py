@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from launcher.plan import Plan
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.train.rows import own_rows
 
 if TYPE_CHECKING:

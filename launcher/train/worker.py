@@ -18,11 +18,11 @@ import numpy as np
 from launcher import checkpoint
 from launcher.arrays.stacked_array import spec_at
 from launcher.base.spans import SpanRecorder
+from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
-from launcher.inference.sampling import Sample, Sampler
 from launcher.plan import Plan
 from launcher.runtime import (
     Copies,
@@ -41,10 +41,10 @@ from launcher.train.measured_here import fetched_metrics
 from launcher.train.program import Program, build_program
 from launcher.train.recordings import Recordings, trace_folder
 from launcher.train.rows import own_rows
+from launcher.train.sampling import Sample, Sampler
 from launcher.train.saver import Saver
 from launcher.train.sent import Sent, finished, stalled_seconds
 from launcher.train.start import averaged_model, with_stored_model
-from launcher.train.step import TrainState
 from launcher.train.step_result import StepResult, with_stage_times
 from launcher.train.trial import TriedPlan
 

@@ -13,7 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from launcher import mark_pipeline_boundary
+from launcher.trace.primitives import mark_pipeline_boundary
 
 
 def blocks_in_a_row(

@@ -121,7 +121,7 @@ class Step(NamedTuple):
 
 def runner(case: Any, plan: Any) -> Callable[[int], Step]:
     """A function that runs so many steps and returns the means of one."""
-    from launcher.runtime.programs import compile_step
+    from launcher.runtime import compile_step
 
     step = compile_step(case.step, plan, jax.devices())
     held = [step.create(case.init, *case.arguments)]

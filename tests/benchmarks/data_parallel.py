@@ -211,7 +211,7 @@ def training(
 
     import launcher
     from launcher.plan import local_shape
-    from launcher.runtime.programs import compile_step
+    from launcher.runtime import compile_step
     from launcher.trace import trace_step
 
     optimizer = optax.adam(1e-3)

@@ -56,7 +56,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 
 def runner(program: Any, plan: Any) -> Callable[[int], float]:
     """A function that runs one step and returns its seconds."""
-    from launcher.runtime.programs import compile_step
+    from launcher.runtime import compile_step
 
     step = compile_step(program.train, plan, jax.devices())
     held = [step.create(program.init, program.seed)]

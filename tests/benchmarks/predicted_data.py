@@ -64,8 +64,7 @@ def play(index: int, address: str, widths: list[int], steps: int) -> None:
     from jax._src import distributed  # the key-value store: a benchmark needs no driver
 
     from launcher.plan import local_shape
-    from launcher.runtime import PullTransport
-    from launcher.runtime.programs import compile_step
+    from launcher.runtime import PullTransport, compile_step
 
     store, transport = distributed.global_state.client, PullTransport()
     store.key_value_set(f"address_{index}", transport.address)

@@ -30,8 +30,7 @@ from launcher.runtime.emit.emit.instructions import Run
 import launcher
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
-from launcher.runtime import Executable
-from launcher.runtime.programs import compile_step
+from launcher.runtime import Executable, compile_step
 from launcher.trace import trace_step
 
 KEY = jax.random.key(0)

@@ -169,8 +169,7 @@ def pipelines(args, model):
     import launcher
     from launcher.plan import local_shape
     from launcher.plan.methods import PipeshardParallel, UniformStageOption
-    from launcher.runtime import PermuteTransport, PullTransport
-    from launcher.runtime.programs import compile_step
+    from launcher.runtime import PermuteTransport, PullTransport, compile_step
     from launcher.trace import trace_step
 
     index = int(args.role)

@@ -47,9 +47,9 @@ from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record.run_log import predicted_cost
 from launcher.driver.tasks import evaluate, generate, prepare_data
 from launcher.driver.tasks.export import export
-from launcher.inference.sampling import Sample
 from launcher.plan import PlanError, local_shape
 from launcher.recipes import InputError, Model, build_dataset, build_model
+from launcher.recipes.checked_model import checked_loss, init_model
 from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.datasets.documents.dataset import preparation
@@ -61,9 +61,9 @@ from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
 from launcher.train import worker
-from launcher.train.checked_model import checked_loss, init_model
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
+from launcher.train.sampling import Sample
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
 

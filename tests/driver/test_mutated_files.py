@@ -17,6 +17,7 @@ from launcher.__main__ import main
 from launcher.base.output import complain
 from launcher.base.stop import Stop
 from launcher.checkpoint import write
+from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.attempts import begin, finish
@@ -37,7 +38,6 @@ from launcher.report.summary import Summary, write_summary
 from launcher.report.sweep import is_done, print_comparison
 from launcher.submit.job import note_job, read_job
 from launcher.train.program import build_program
-from launcher.train.step import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))
 from mutations import mutate, seal

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher import checkpoint
+from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.errors import HungError
 from launcher.config.compose import load
 from launcher.config.schema import Checkpoint
@@ -18,7 +19,6 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.saving import Saving
 from launcher.plan import local_shape
 from launcher.train.program import build_program
-from launcher.train.step import TrainState
 
 
 class Workers:

@@ -22,8 +22,7 @@ from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.runtime import PermuteTransport, PullTransport
-from launcher.runtime.programs import compile_step
+from launcher.runtime import PermuteTransport, PullTransport, compile_step
 from launcher.trace import trace_step
 from launcher.train.program import build_program
 

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from launcher import checkpoint
 from launcher.checkpoint import hugging_face
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
+from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load, to_written
 from launcher.config.errors import ConfigError
 from launcher.driver.planning.init_from import check_start, find_start
@@ -36,7 +37,6 @@ from launcher.recipes.models.losses import output_matrix
 from launcher.recipes.models.moe.model import MoE
 from launcher.recipes.models.moe.options import MoEOptions
 from launcher.testing import assert_allclose
-from launcher.train.step import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))

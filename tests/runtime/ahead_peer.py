@@ -19,8 +19,11 @@ from plans import from_words  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.plan import local_shape  # noqa: E402
-from launcher.runtime import PermuteTransport, PullTransport  # noqa: E402
-from launcher.runtime.programs import compile_step  # noqa: E402
+from launcher.runtime import (  # noqa: E402
+    PermuteTransport,
+    PullTransport,
+    compile_step,
+)
 from launcher.trace import trace_step  # noqa: E402
 
 

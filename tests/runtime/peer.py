@@ -32,8 +32,11 @@ from trainings import training  # noqa: E402
 
 from launcher.plan import local_shape  # noqa: E402
 from launcher.plan.methods import ManualStageOption, PipeshardParallel  # noqa: E402
-from launcher.runtime import PermuteTransport, PullTransport  # noqa: E402
-from launcher.runtime.programs import compile_step  # noqa: E402
+from launcher.runtime import (  # noqa: E402
+    PermuteTransport,
+    PullTransport,
+    compile_step,
+)
 from launcher.trace import trace_step  # noqa: E402
 
 COMPILING = sys.modules[compile_step.__module__]

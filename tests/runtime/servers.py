@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from launcher.plan import local_shape
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 
 SECONDS = 60  # after which a worker that waits fails
 

@@ -19,7 +19,7 @@ from launcher.plan.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 WIDTH, LAYERS, ROWS = 32, 4, 16

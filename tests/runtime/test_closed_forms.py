@@ -12,7 +12,7 @@ import pytest
 import launcher
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from launcher.trace.leaf_names import leaf_names
 

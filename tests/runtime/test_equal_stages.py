@@ -14,8 +14,7 @@ from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.recipes import build_model
 from launcher.recipes.models.mlp.options import MLPOptions
-from launcher.runtime import StepCompilation, Ways, wait_for_more
-from launcher.runtime.programs import compile_step
+from launcher.runtime import StepCompilation, Ways, compile_step, wait_for_more
 from launcher.trace import trace_step
 
 MODEL = build_model(MLPOptions(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")

@@ -14,7 +14,7 @@ from launcher.runtime.emit.emit.instructions import Free, Run, Send
 import launcher
 from launcher.plan import PlanError, local_shape, measured_bubble
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import trace_step
 

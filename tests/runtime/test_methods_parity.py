@@ -13,7 +13,7 @@ import pytest
 
 import launcher
 from launcher.plan import local_shape
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,7 +13,7 @@ from runtime.servers import InMemory, Store, on_workers, own_rows, planned, trai
 import launcher
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.plan.methods import DataParallel, Follow, ParameterServer
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 ROWS, WIDTH, LAYERS = 16, 8, 2

@@ -17,7 +17,7 @@ from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageO
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.recipes.models.mlp.options import MLPOptions
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 BATCH, STEPS = 16, 8

@@ -17,7 +17,7 @@ from launcher.partition.partitioned import partition
 from launcher.partition.pieces import MOST_LAYERS, in_pieces
 from launcher.plan import local_shape
 from launcher.plan.one_stage import DataParallel
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
 

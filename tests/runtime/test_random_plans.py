@@ -10,7 +10,7 @@ from launcher.runtime.emit.emit.emit import emit
 from launcher.runtime.emit.emit.instructions import Free, Run
 
 from launcher.plan import Plan, local_shape
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,7 +12,7 @@ import pytest
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import local_shape
 from launcher.plan.build import build_plan
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -27,8 +27,13 @@ from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.partition.sharding.reshard import crossing, route  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
-from launcher.runtime import PermuteTransport, ProcessMismatchError, PullTransport, move  # noqa: E402
-from launcher.runtime.programs import compile_step  # noqa: E402
+from launcher.runtime import (  # noqa: E402
+    PermuteTransport,
+    ProcessMismatchError,
+    PullTransport,
+    compile_step,
+    move,
+)
 from launcher.trace import trace_step  # noqa: E402
 
 

@@ -15,7 +15,7 @@ import launcher
 from launcher.partition.stages import layer_flops
 from launcher.plan import Plan, PlanError, local_shape, make_forward_plan
 from launcher.plan.methods import AutoLayerOption, PipeshardParallel, Replay
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import TraceError, trace_step
 from launcher.trace.auto_layers import _crossing, _own, apply_layer_ends, cluster_layers
 from launcher.trace.ir.cost import matmul_flops, program_flops

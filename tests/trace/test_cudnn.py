@@ -8,7 +8,7 @@ import pytest
 
 import launcher
 from launcher.plan import local_shape
-from launcher.runtime.programs import compile_step
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from launcher.trace.ir.cost import backward_share, flops
 from launcher.trace.ir.cudnn import described_cudnn

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from launcher.checkpoint.adapters import adapters_of, without_adapters
 from launcher.checkpoint.names import map_named
-from launcher.train.lora import adapters_of, without_adapters
 
 
 def merge(params, options):

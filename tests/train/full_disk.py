@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from launcher import checkpoint
 from launcher.base.files import write_whole
 from launcher.base.log import lines_to
+from launcher.checkpoint.train_state import TrainState
 from launcher.report.jsonl import JsonlTracker
-from launcher.train.step import TrainState
 
 DISK = Path(sys.argv[1])
 FOLDER = DISK / "checkpoints"

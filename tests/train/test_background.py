@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from launcher import checkpoint
 from launcher.checkpoint import background as background_module
 from launcher.checkpoint import shards
-from launcher.train.step import TrainState
+from launcher.checkpoint.train_state import TrainState
 
 
 def make_state(step):

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from launcher import checkpoint
 from launcher.checkpoint import orbax_compat, write
+from launcher.checkpoint.train_state import TrainState
 from launcher.config.optimizers import AdamW
 from launcher.train.optimizer import build_optimizer
-from launcher.train.step import TrainState
 
 
 def metadata(every_steps=0):

@@ -13,11 +13,11 @@ import pytest
 
 from launcher import checkpoint
 from launcher.checkpoint import integrity
+from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import check_start, find_start
-from launcher.train.step import TrainState
 
 FLIPS = 80
 

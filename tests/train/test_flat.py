@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from launcher import checkpoint
+from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import export
-from launcher.train.step import TrainState
 
 PARAMS = {
     "layers": [{"kernel": jnp.arange(24.0).reshape(4, 6) / 7}, {"kernel": jnp.ones((4, 1))}],

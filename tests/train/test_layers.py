@@ -10,8 +10,8 @@ from launcher import checkpoint
 from launcher.arrays.stacked_array import StackedArray
 from launcher.checkpoint.flat import write_flat
 from launcher.checkpoint.layers import sources
+from launcher.checkpoint.train_state import TrainState
 from launcher.testing import assert_allclose
-from launcher.train.step import TrainState
 
 LAYERS = 3
 WHOLE = {"kernel": jnp.arange(24.0).reshape(LAYERS, 4, 2), "bias": jnp.arange(6.0).reshape(3, 2)}

@@ -13,10 +13,11 @@ import pytest
 from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.optimizers import AdamW
+from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import InputError, Model, build_model
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
-from launcher.train.step import init_state, make_eval_step, make_train_step
+from launcher.train.step import init_state, make_train_step
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_peer import COMMON, Trainee

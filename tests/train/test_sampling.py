@@ -13,8 +13,8 @@ import pytest
 from launcher.arrays.stacked_array import StackedArray
 from launcher.config.compose import load
 from launcher.inference import sampling
-from launcher.inference.sampling import Sample, Sampler
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
+from launcher.train.sampling import Sample, Sampler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from adapted import merge

@@ -7,10 +7,11 @@ import optax
 import pytest
 
 from launcher.config.optimizers import AdamW
+from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import InputError, Model, build_model
 from launcher.recipes.models.mlp.options import MLPOptions
 from launcher.train.optimizer import build_optimizer
-from launcher.train.step import init_state, make_eval_step, make_train_step
+from launcher.train.step import init_state, make_train_step
 
 SEED = jax.random.key_data(jax.random.key(11))
 BATCH = {"x": jnp.arange(12.0).reshape(4, 3) / 10, "y": jnp.ones((4, 2))}

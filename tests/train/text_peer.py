@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import jax
 from checkpoint_peer import Trainee, joined
 
-from launcher.inference.sampling import Sampler
+from launcher.train.sampling import Sampler
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from launcher.driver.record.hooks import Hooks
     from launcher.driver.record.samples import Samples
     from launcher.driver.record.timelines import Timelines
-    from launcher.inference.sampling import Sample
+    from launcher.train.sampling import Sample
     from launcher.train.step_result import StepResult
 
 

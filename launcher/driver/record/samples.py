@@ -12,10 +12,10 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.record.special_steps import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
-from launcher.inference.sampling import Sample, problem_of
 from launcher.recipes import InputError, tokenizer_of
 from launcher.recipes.data.corpus.tokenizers import Tokenizer
 from launcher.recipes.models.decoding import build_decoder
+from launcher.train.sampling import Sample, problem_of
 
 FOLDER = "samples"  # in the run's folder
 LARGEST = 2**31  # bytes of parameters that are moved for a sample nobody asked for

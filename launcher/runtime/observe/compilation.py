@@ -53,7 +53,7 @@ def stages_of_compilation(
     if hlo:
         import jax
 
-        from launcher.runtime.programs import compile_step
+        from launcher.runtime import compile_step
 
         programs = compile_step(step, plan, jax.devices()).hlo_text()
         yield from ((f"hlo_of_{name}", text) for name, text in programs.items())

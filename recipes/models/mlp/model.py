@@ -8,9 +8,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from launcher import mark_pipeline_boundary
 from launcher.recipes import Model
 from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.trace.primitives import mark_pipeline_boundary
 
 
 class MLP(nn.Module):

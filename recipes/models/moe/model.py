@@ -18,12 +18,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from launcher import mark_pipeline_boundary
 from launcher.recipes import Model
 from launcher.recipes.data.packing import Packed, packing_of
 from launcher.recipes.models.llama.model import ACTIVATIONS, INIT_SCALE, Attention, FeedForward
 from launcher.recipes.models.losses import next_token_loss
 from launcher.recipes.models.moe.options import MoEOptions
+from launcher.trace.primitives import mark_pipeline_boundary
 
 
 def capacity(options: MoEOptions) -> int:

@@ -15,10 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from launcher import mark_pipeline_boundary, per_slice
 from launcher.recipes import Model
 from launcher.recipes.models.images import classification
 from launcher.recipes.models.resnet.options import BLOCKS, ResNetOptions
+from launcher.trace.primitives import mark_pipeline_boundary, per_slice
 
 _EPSILON = 1e-5
 _LARGE = 64  # pictures from here on are made smaller at once

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import launcher
 from launcher.recipes import Model
+from launcher.recipes.models.nnx import model as nnx_model
 from launcher.recipes.models.toy.options import ToyOptions
+from launcher.trace.primitives import mark_pipeline_boundary, per_slice
 
 
 class Layer(nnx.Module):
@@ -24,7 +25,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, inputs] to float [batch, hidden_size]."""
-        normed = cast(jax.Array, launcher.per_slice(self.norm)(self.dense(x)))
+        normed = cast(jax.Array, per_slice(self.norm)(self.dense(x)))
         return self.dropout(nnx.relu(normed))
 
 
@@ -40,7 +41,7 @@ class Toy(nnx.Module):
         """Map float [batch, input_size] to float [batch, output_size]."""
         for layer in self.layers:
             x = layer(x)
-            launcher.mark_pipeline_boundary()
+            mark_pipeline_boundary()
         return self.last(x)
 
 
@@ -58,4 +59,4 @@ def build(options: ToyOptions, precision: str) -> Model:
     def loss(net: Toy, batch: Any) -> jax.Array:
         return jnp.mean(jnp.square(net(batch["x"]).astype(jnp.float32) - batch["y"]))
 
-    return launcher.nnx.model(lambda rngs: Toy(options, dtype, rngs), loss)
+    return nnx_model(lambda rngs: Toy(options, dtype, rngs), loss)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher import mark_pipeline_boundary
 from launcher.recipes import Model
 from launcher.recipes.models.unet.options import GROUPS, UNetOptions
+from launcher.trace.primitives import mark_pipeline_boundary
 
 _FIRST, _LAST = 1e-4, 0.02  # variances of the noise that is added in a step, for 1,000 steps
 

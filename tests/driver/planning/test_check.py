@@ -11,9 +11,9 @@ import yaml
 
 from launcher import checkpoint
 from launcher.__main__ import main
+from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.check import check
-from launcher.train.step import TrainState
 
 SMOKE = ("recipe=smoke", "dataset=synthetic")
 

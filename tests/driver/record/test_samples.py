@@ -7,7 +7,7 @@ import pytest
 from launcher.config.compose import load
 from launcher.driver.record import samples
 from launcher.driver.record.samples import LARGEST, MOST_LINES, Samples, printable
-from launcher.inference.sampling import Sample
+from launcher.train.sampling import Sample
 
 
 class Told:

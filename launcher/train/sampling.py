@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from launcher.arrays.stacked_array import StackedArray
+from launcher.checkpoint.adapters import adapted_kernel, adapters_of, without_adapters
 from launcher.checkpoint.names import flat_name, map_named
 from launcher.config.schema import Config
 from launcher.inference.model_layout import layout_of
 from launcher.inference.placed_model import ModelPlaces, everywhere
 from launcher.inference.text_model import TextModel
 from launcher.plan import Plan
-from launcher.train.lora import adapted_kernel, adapters_of, without_adapters
 
 
 @dataclass(frozen=True)
