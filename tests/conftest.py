@@ -38,8 +38,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 PURE = (
-    *("config", "partition", "plan", "project", "recipes", "report", "schedule", "trace"),
-    "test_files.py",
+    *("arrays", "config", "hardware", "partition", "plan", "recipes", "report"),
+    *("schedule", "trace"),
 )
 ON_DEMAND = "slow", "stress", "slurm"  # run where `-m` names them
 STARTING = {

@@ -1,5 +1,1 @@
-"""Projects: a folder with a model, a dataset and settings to begin from."""
-
-from launcher.cli.new import main, write_project
-
-__all__ = ["main", "write_project"]
+"""Command line: `python -m launcher`, `launcher runs`, `launcher new`."""

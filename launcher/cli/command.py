@@ -65,7 +65,7 @@ def run(argv: Sequence[str], stop: Stop) -> int:
             with stop.interruptible():
                 return main(argv[1:])
         if argv and argv[0] == "new":
-            from launcher.project import main as write_new
+            from launcher.cli.new import main as write_new
 
             return write_new(argv[1:])
         return _run(_parse(argv), stop)

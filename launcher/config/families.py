@@ -9,9 +9,10 @@ Flax or Grain.
 from __future__ import annotations
 
 import functools
-import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Self, TypeVar
 
 from launcher.config.errors import ConfigError
@@ -112,11 +113,15 @@ def family_module(options: type[ModelOptions | DatasetOptions], name: str) -> st
     return f"{options.__module__.rpartition('.')[0]}.{name}"
 
 
+def modules_of_families(package: ModuleType, name: str) -> list[str]:
+    """Return the full names of the modules `name` in the folders of families, sorted."""
+    files = (file for home in package.__path__ for file in Path(home).glob(f"*/{name}.py"))
+    return sorted(f"{package.__name__}.{file.parent.name}.{name}" for file in files)
+
+
 @functools.cache
 def _import_options() -> None:
     """Import each family's module of settings, by its place: nothing else knows them."""
     for package in _PACKAGES:
-        found = import_module(package)
-        for family in pkgutil.iter_modules(found.__path__, f"{package}."):
-            if family.ispkg:
-                import_module(f"{family.name}.options")
+        for name in modules_of_families(import_module(package), "options"):
+            import_module(name)

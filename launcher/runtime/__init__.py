@@ -17,10 +17,10 @@ from launcher.runtime.observe.digests import Copies, Digester
 from launcher.runtime.observe.stage_times import StageTimes
 from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
 from launcher.runtime.programs.kept import keep_compiled, why_not_kept
-from launcher.runtime.transport.transport.exchange import ExchangeSpec, Servers
-from launcher.runtime.transport.transport.permute import PermuteTransport
-from launcher.runtime.transport.transport.transfer import move, wait_for
-from launcher.runtime.transport.transport.transport import (
+from launcher.runtime.transport.exchange import ExchangeSpec, Servers
+from launcher.runtime.transport.permute import PermuteTransport
+from launcher.runtime.transport.transfer import move, wait_for
+from launcher.runtime.transport.transport import (
     ProcessMismatchError,
     PullTransport,
     Transport,

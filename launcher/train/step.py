@@ -81,11 +81,10 @@ def make_train_step(
     def loss_of(learning: Any, fixed: Any, *rest: Any) -> Any:
         return model_loss(rejoined(learning, fixed) if learns else learning, *rest)
 
-    gradient = value_and_grad(loss_of, has_aux=True)
-
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         learning, fixed = split_named(state.params, learns) if learns else (state.params, None)
+        gradient = value_and_grad(loss_of, has_aux=True)
         out, grads = gradient(learning, fixed, state.model_state, batch, key)
         loss, (extra, model_state) = out
         updates, opt_state = optimizer.update(grads, state.opt_state, learning)

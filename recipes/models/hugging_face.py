@@ -18,10 +18,8 @@ None of these modules imports JAX: settings are filled from `config.json`.
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,6 +30,7 @@ import launcher.recipes.models
 from launcher.base.files import DamagedError, read_json
 from launcher.base.missing_path import missing_path
 from launcher.config.errors import ConfigError
+from launcher.config.families import modules_of_families
 
 CONFIG = "config.json"
 PREFIX = "hf:"  # of a path that is a folder of this kind
@@ -202,8 +201,5 @@ def expect(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _modules() -> Iterator[ModuleType]:
-    for family in pkgutil.iter_modules(
-        launcher.recipes.models.__path__, "launcher.recipes.models."
-    ):
-        if family.ispkg and find_spec(f"{family.name}.hf"):
-            yield import_module(f"{family.name}.hf")
+    for name in modules_of_families(launcher.recipes.models, "hf"):
+        yield import_module(name)

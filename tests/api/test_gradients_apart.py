@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.instructions import Send
 
 import launcher
 from launcher.plan import PlanError
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Send
 from launcher.testing import assert_allclose
 from launcher.trace import GradientError
 

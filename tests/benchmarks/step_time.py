@@ -25,12 +25,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 from contest import SIZES, TINY, Contest
-from launcher.runtime.emit.emit.instructions import Run
 
 import launcher
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import Executable, compile_step
+from launcher.runtime.emit.instructions import Run
 from launcher.trace import trace_step
 
 KEY = jax.random.key(0)

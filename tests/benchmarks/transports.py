@@ -97,7 +97,8 @@ def by(transport, size):
     """By a transport of ours."""
     import jax
     import numpy as np
-    from launcher.runtime.transport.transport.transport import Parcel
+
+    from launcher.runtime.transport.transport import Parcel
 
     ends = jax.devices()
     kind = (size // 4,), np.dtype("float32")

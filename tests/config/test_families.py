@@ -31,7 +31,7 @@ def test_a_copied_family_that_kept_its_name_is_refused(base: type, name: str) ->
 
     Copied.name = name
     known = (find_models if base is ModelOptions else find_datasets)()
-    with pytest.raises(TypeError, match=rf"recipes.{name}_options both name their family '{name}'"):
+    with pytest.raises(TypeError, match=rf"\.{name}\.options both name their family '{name}'"):
         register(Copied)
     assert known == (find_models if base is ModelOptions else find_datasets)()
 

@@ -16,15 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_folder_is_shipped() -> None:
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    code = {
-        file.parent.relative_to(ROOT)
-        for top in ("launcher", "recipes")
-        for file in (ROOT / top).rglob("*.py")
+    code = {file.parent.relative_to(ROOT) for file in (ROOT / "launcher").rglob("*.py")}
+    templates = {f.parent.relative_to(ROOT) for f in (ROOT / "launcher").rglob("*.jinja")}
+    linked = {
+        Path("launcher") / file.parent.relative_to(ROOT)
+        for pattern in ("conf/**/*.yaml", "recipes/**/*.py")
+        for file in ROOT.glob(pattern)
     }
-    conf = {
-        Path("launcher") / file.parent.relative_to(ROOT) for file in ROOT.glob("conf/**/*.yaml")
-    }
-    assert sorted(named) == sorted(".".join(folder.parts) for folder in code | conf)
+    assert sorted(named) == sorted(".".join(f.parts) for f in code | templates | linked)
 
 
 def test_the_first_page_names_the_pythons_that_the_distribution_does() -> None:
@@ -57,10 +56,10 @@ def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path: Path) 
 
     use = (
         "import sys, site; site.addsitedir(sys.argv[1]); sys.path.insert(0, '')\n"
-        "import launcher, recipes; from launcher.config.folders import CONF\n"
+        "import launcher, launcher.recipes; from launcher.config.folders import CONF\n"
         "print(launcher.__file__, launcher.recipes.__file__, CONF)"
     )
     alone = [sys.executable, "-I", "-S", "-c", use, str(site)]  # sees no other installation
     found = subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, text=True)
-    homes = ("launcher/__init__.py", "recipes/__init__.py", "conf")
+    homes = ("launcher/__init__.py", "launcher/recipes/__init__.py", "conf")
     assert found.stdout.split() == [str(checkout / home) for home in homes]

@@ -474,7 +474,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     net = (
         "import jax, jax.numpy as jnp\n"
-        "from recipes import Model\n"
+        "from launcher.recipes import Model\n"
         "def build(options, precision):\n"
         "    shape = (options.width, getattr(options, 'depth', 2))\n"
         "    def loss(params, batch, key): return jnp.mean(batch['x'] @ params) FACTOR, {}\n"
@@ -482,7 +482,7 @@ def here(tmp_path, monkeypatch):
     )
     data = (
         "import numpy as np\n"
-        "from recipes import Dataset\n"
+        "from launcher.recipes import Dataset\n"
         "def check(options, model_options, validation): pass\n"
         "def build(options, model_options, size, seed):\n"
         "    batch = {'x': np.full((size, options.width), FILL, np.float32)}\n"

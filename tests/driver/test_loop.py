@@ -141,7 +141,7 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(undisturbed
     assert first.losses() + second.losses() == undisturbed.losses()
 
 
-@pytest.mark.stress  # as tests/train/test_checkpoint_plans.py does
+@pytest.mark.stress  # as tests/checkpoint/test_checkpoint_plans.py does
 def test_a_run_goes_on_with_other_stages(undisturbed, tmp_path):
     first = Training(tmp_path, stop_after=2).run()
     words = ("cluster.gpus=4", "parallel.num_stages=4", "parallel.num_micro_batches=4")

@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
-from launcher.runtime.transport.transport.transport import PullTransport
 
 import launcher
 from launcher.checkpoint import Background
 from launcher.recipes import Model
+from launcher.runtime.transport.transport import PullTransport
 from launcher.train import worker
 
 AHEAD = 500_000_000  # ns

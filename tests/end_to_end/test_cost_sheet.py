@@ -20,9 +20,12 @@ from launcher.__main__ import main
 )
 NET_YAML, DATA_YAML = (block.text for block in read_page("recipes/README.md").of("yaml"))
 *_, CLUSTER_YAML = (block.text for block in read_page("conf/README.md").of("yaml"))
-MODEL = {"recipes/net.py": NET, "recipes/net_options.py": NET_OPTIONS}
+MODEL = {"recipes/models/net/model.py": NET, "recipes/models/net/options.py": NET_OPTIONS}
 MODEL |= {"conf/model/net.yaml": NET_YAML}
-DATASET = {"recipes/data.py": DATA, "recipes/data_options.py": DATA_OPTIONS}
+DATASET = {
+    "recipes/datasets/data/dataset.py": DATA,
+    "recipes/datasets/data/options.py": DATA_OPTIONS,
+}
 DATASET |= {"conf/dataset/data.yaml": DATA_YAML}
 NEW = "model=net", "dataset=data", "train.eval_every=0", "wandb.mode=disabled"
 IN_STAGES = "parallel=manual", "parallel.num_stages=2", "cluster=emulated", "cluster.gpus=2"
@@ -41,6 +44,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=unbuilt)
     for name, text in (MODEL | DATASET).items():
         assert not (copy / name).exists()
+        (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text(text)
     return copy
 

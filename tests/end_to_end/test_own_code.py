@@ -102,7 +102,7 @@ def test_data_without_validation_is_refused_before_anything_starts(
 ) -> None:
     (folder / "my_pkg" / "data.py").write_text(
         "import numpy as np\n"
-        "from recipes import Dataset\n"
+        "from launcher.recipes import Dataset\n"
         "def check(options, model_options, validation): pass\n"
         "def build(options, model_options, batch_size, seed):\n"
         "    x, y = np.ones((batch_size, 16), np.float32), np.ones((batch_size, 4), np.float32)\n"

@@ -130,7 +130,7 @@ def test_every_command_is_accepted(
 
 @pytest.mark.parametrize("command", DEBUG_COMMANDS)
 def test_every_debug_command_is_accepted(command: str, folder: Path) -> None:
-    """What they print, tests/test_debug.py looks at."""
+    """What they print, tests/cli/test_debug.py looks at."""
     words = debug.parse_arguments(shlex.split(command)).words
     if "=" in words[0]:
         load(words)

@@ -276,7 +276,7 @@ def test_without_restarts_a_worker_that_dies_ends_the_run(tmp_path: Path) -> Non
     assert summary(run)["exit_reason"].startswith("worker_0 died")
 
 
-@pytest.mark.stress  # tests/test_stop.py sends SIGHUP, too
+@pytest.mark.stress  # tests/base/test_stop.py sends SIGHUP, too
 def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "one"
     master, slave = pty.openpty()
@@ -316,7 +316,7 @@ def test_a_diverging_run_says_so_and_keeps_its_last_good_state(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_two_hosts_train_as_one_and_go_on_from_its_checkpoint(folder: Path) -> None:
-    """By both transports; the other way round: tests/train/test_checkpoint_plans.py."""
+    """By both transports; the other way round: tests/checkpoint/test_checkpoint_plans.py."""
 
     def train(hosts: int, run_id: str, *words: str) -> Path:
         asked = [f"cluster.hosts={hosts}", f"run.id={run_id}", "train.eval_every=2", *words]

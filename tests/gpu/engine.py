@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from launcher.runtime.transport.transport.transport import Parcel
 
 import launcher
 from launcher.config.compose import load
@@ -23,6 +22,7 @@ from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageO
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.runtime import PermuteTransport, PullTransport, compile_step
+from launcher.runtime.transport.transport import Parcel
 from launcher.trace import trace_step
 from launcher.train.program import build_program
 

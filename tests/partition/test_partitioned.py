@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from launcher.runtime.emit.emit.emit import emit
 from layered import layered_step
 
 from launcher.partition.assignment import Assignment, Submesh
@@ -12,6 +11,7 @@ from launcher.partition.partitioned import partition
 from launcher.plan import local_shape
 from launcher.plan.build import build_plan
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
+from launcher.runtime.emit.emit import emit
 from launcher.schedule import Kind
 from launcher.trace import BatchError
 

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import several
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.instructions import Send
 
 import launcher
 from launcher.plan import Plan, PlanError, local_shape, make_forward_plan
@@ -25,6 +23,8 @@ from launcher.plan.methods import (
     UniformStageOption,
     Zero3Parallel,
 )
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Send
 from launcher.trace import trace_step
 
 TWO_STAGES = PipeshardParallel(num_micro_batches=2, stage_option=UniformStageOption(2))

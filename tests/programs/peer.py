@@ -26,10 +26,7 @@ from programs.program import METHODS, STEPS, one_device, plain  # noqa: E402
 
 import launcher  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
-from launcher.runtime import (
-    PullTransport,
-    compile_step,
-)
+from launcher.runtime import PullTransport, compile_step  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 MOST_SECONDS = 60  # for each program; what takes longer hangs

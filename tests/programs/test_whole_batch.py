@@ -8,13 +8,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.instructions import Run
 from programs import test_losses
 from programs.pieces import batch, losses, of_loss
 from programs.program import DEVICES, METHODS, ROWS, check
 
 import launcher
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Run
 from launcher.trace import trace_step
 
 

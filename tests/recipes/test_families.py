@@ -16,7 +16,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-import launcher
 from launcher.config.compose import load
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
@@ -141,7 +140,7 @@ def on_one_device(name, slices):
     init, step = build_steps(config, build_model(config.model, "fp32"))
     over = functools.partial(cases._over_slices, slices)
     losses, states = [], [jax.jit(init)(program.seed)]
-    with mock.patch.object(launcher, "value_and_grad", over, create=True):
+    with mock.patch("launcher.train.step.value_and_grad", over):
         step = jax.jit(step)
         for k in range(STEPS):
             state, metrics = step(states[-1], program.dataset.train(k))
@@ -223,7 +222,7 @@ def in_two_processes(given, folder):
     ]
     text = json.dumps({"words": given, "model": [], "jobs": jobs})
     devices = 2 if "cluster.gpus=4" in given else 1
-    told = [json.loads(t) for t in together(HERE / "train/checkpoint_peer.py", 2, devices,
+    told = [json.loads(t) for t in together(HERE / "checkpoint_peer.py", 2, devices,
                                             given=text)]  # fmt: skip
     knows = next(each for each in told if None not in each[1])
     return knows[0], knows[1], knows[3]

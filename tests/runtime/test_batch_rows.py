@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from launcher.runtime.emit.emit.batch_rows import rows_here
 
 from launcher.partition.slicing import Slicing
+from launcher.runtime.emit.batch_rows import rows_here
 
 
 class Boxes:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.instructions import Free, Run, Send
 
 import launcher
 from launcher.plan import PlanError, local_shape, measured_bubble
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Free, Run, Send
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import trace_step
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from compiling import compile_programs
-from launcher.runtime.emit.emit.emit import emit
 
 import launcher
 from launcher.plan import local_shape
@@ -20,6 +19,7 @@ from launcher.plan.methods import (
     Zero3Parallel,
 )
 from launcher.recipes import build_model
+from launcher.runtime.emit.emit import emit
 from launcher.runtime.programs.peak_memory import peak_bytes
 from launcher.runtime.programs.placement import make_placement
 from launcher.trace import trace_step

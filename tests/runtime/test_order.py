@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 import several
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.instructions import Free, Run, Send, Slot
-from launcher.runtime.emit.emit.order import digest, digests, prove
-from launcher.runtime.transport.transport.transport import Parcel
 
 import launcher
 from launcher import runtime
 from launcher.base.spans import SpanRecorder
 from launcher.plan import PlanError, local_shape
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Free, Run, Send, Slot
+from launcher.runtime.emit.order import digest, digests, prove
 from launcher.runtime.execute import dispatch_table
 from launcher.runtime.programs.placement import make_placement
+from launcher.runtime.transport.transport import Parcel
 from launcher.schedule import training_schedules
 from launcher.trace import trace_step
 

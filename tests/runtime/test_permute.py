@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launcher.runtime.transport.transport.permute import rounds_of
-from launcher.runtime.transport.transport.transport import Parcel, ProcessMismatchError
 
 from launcher.runtime import PermuteTransport, fail_together
 from launcher.runtime.programs import compat
-from launcher.runtime.transport.transport import transport
+from launcher.runtime.transport import transport
+from launcher.runtime.transport.permute import rounds_of
+from launcher.runtime.transport.transport import Parcel, ProcessMismatchError
 from launcher.schedule import training_schedules
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.instructions import Run
 
 import launcher
 from launcher import PipeshardParallel, UniformStageOption
@@ -18,6 +16,8 @@ from launcher.partition.pieces import MOST_LAYERS, in_pieces
 from launcher.plan import local_shape
 from launcher.plan.one_stage import DataParallel
 from launcher.runtime import compile_step
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Run
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
 

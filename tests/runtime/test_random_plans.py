@@ -6,11 +6,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.instructions import Free, Run
 
 from launcher.plan import Plan, local_shape
 from launcher.runtime import compile_step
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Free, Run
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))

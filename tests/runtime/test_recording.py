@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from launcher.runtime.emit.emit.instructions import Run
 
 import launcher
 from launcher.report.pages.timeline import chrome_trace
+from launcher.runtime.emit.instructions import Run
 from launcher.runtime.observe.device_profile import STOPPING, DeviceProfile, Operation, ProgramRun
 from launcher.runtime.observe.recording import matched, run_spans
 from launcher.runtime.programs.program_text import read_program

@@ -20,8 +20,6 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
-from launcher.runtime.transport.transport.permute import _Program  # noqa: E402
-from launcher.runtime.transport.transport.transfer import boxes, is_here, place_array  # noqa: E402
 from plans import uniform  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
@@ -34,6 +32,8 @@ from launcher.runtime import (  # noqa: E402
     compile_step,
     move,
 )
+from launcher.runtime.transport.permute import _Program  # noqa: E402
+from launcher.runtime.transport.transfer import boxes, is_here, place_array  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 

@@ -21,7 +21,7 @@ X, W = jnp.linspace(-1.0, 1.0, 8).reshape(4, 2), jnp.ones((3, 2, 2))
 def test_no_other_module_knows_the_form_of_a_jaxpr():
     files = [*ROOT.rglob("*.py"), *(ROOT.parent / "recipes").rglob("*.py")]
     knowing = [path for path in files if re.search(FORMS, path.read_text())]
-    assert knowing == [ROOT / "trace" / "jaxpr.py"]
+    assert knowing == [ROOT / "trace" / "ir" / "jaxpr.py"]
 
 
 def scanned(x):

@@ -128,7 +128,7 @@ def test_two_processes_compute_what_one_device_does(way, method, tmp_path):
     words = [*GPT, *WAYS[way], *PLANS[method], "cluster.gpus=4", "cluster.hosts=2"]
     jobs = [["create_and_save", str(tmp_path)]]
     given = json.dumps({"words": words, "model": [], "jobs": jobs})
-    together(HERE / "checkpoint_peer.py", 2, 2, given=given)
+    together(HERE.parent / "checkpoint_peer.py", 2, 2, given=given)
     _, states = one_device(way)
     with ocp.CheckpointManager(tmp_path) as manager:
         saved = manager.restore(2, args=ocp.args.StandardRestore())

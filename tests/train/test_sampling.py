@@ -12,8 +12,8 @@ import pytest
 
 from launcher.arrays.stacked_array import StackedArray
 from launcher.config.compose import load
-from launcher.inference import sampling
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
+from launcher.train import sampling
 from launcher.train.sampling import Sample, Sampler
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from launcher.runtime.transport.transport.exchange import ExchangeSpec
+    from launcher.runtime.transport.exchange import ExchangeSpec
 
 
 class ServerError(RuntimeError):

@@ -16,8 +16,8 @@ from typing import Any
 from launcher.partition.buckets import Bucket
 from launcher.partition.sharding.named_dims import Spec, axes
 from launcher.plan import Plan
-from launcher.runtime.emit.emit.emitted import Emitted
-from launcher.runtime.emit.emit.instructions import Exchange, Instruction, Run, Send, Slot
+from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.instructions import Exchange, Instruction, Run, Send, Slot
 from launcher.trace.ir.jaxpr import Var, is_var
 from launcher.trace.step import TracedStep
 

@@ -18,13 +18,13 @@ from launcher.partition.pieces import Pieces, in_pieces
 from launcher.partition.update_pieces import split_segment
 from launcher.partition.update_placement import Segment
 from launcher.plan import Plan, timeline
-from launcher.runtime.emit.emit.chain import chained
-from launcher.runtime.emit.emit.emit_exchanges import exchange_instructions
-from launcher.runtime.emit.emit.emit_pipeline import PipelineEmitter
-from launcher.runtime.emit.emit.emitted import Emitted
-from launcher.runtime.emit.emit.instructions import Exchange, Free, with_donations, with_frees
-from launcher.runtime.emit.emit.listing import Listing
-from launcher.runtime.emit.emit.slots import Slots
+from launcher.runtime.emit.chain import chained
+from launcher.runtime.emit.emit_exchanges import exchange_instructions
+from launcher.runtime.emit.emit_pipeline import PipelineEmitter
+from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.instructions import Exchange, Free, with_donations, with_frees
+from launcher.runtime.emit.listing import Listing
+from launcher.runtime.emit.slots import Slots
 from launcher.runtime.programs.collectives import of_copies
 from launcher.trace.ir.jaxpr import Jaxpr, Var, captured, is_var, jaxpr_as_fun
 from launcher.trace.ir.structure_text import structure_text

@@ -9,10 +9,10 @@ from launcher.partition.errors import PlanError
 from launcher.partition.exchanges import Exchanged, exchanges
 from launcher.partition.partitioned import PartitionedStep
 from launcher.plan import ServerExchange
-from launcher.runtime.emit.emit.instructions import Exchange
-from launcher.runtime.emit.emit.slots import Slots
-from launcher.runtime.transport.transport.exchange import ExchangeSpec
-from launcher.runtime.transport.transport.transfer import plain_aval
+from launcher.runtime.emit.instructions import Exchange
+from launcher.runtime.emit.slots import Slots
+from launcher.runtime.transport.exchange import ExchangeSpec
+from launcher.runtime.transport.transfer import plain_aval
 
 
 def exchange_instructions(

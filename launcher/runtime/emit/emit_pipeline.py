@@ -13,8 +13,8 @@ from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.pieces import Pieces
 from launcher.partition.stages import StageGraph
-from launcher.runtime.emit.emit.instructions import Run
-from launcher.runtime.emit.emit.listing import Listing
+from launcher.runtime.emit.instructions import Run
+from launcher.runtime.emit.listing import Listing
 from launcher.runtime.programs.collectives import sum_buckets
 from launcher.runtime.programs.shared_programs import SharedPrograms
 from launcher.runtime.programs.stage_programs import StageProgram

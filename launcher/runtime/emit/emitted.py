@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.partition.buckets import Bucket
 from launcher.partition.slicing import Slicing
-from launcher.runtime.emit.emit.instructions import Instruction, Slot
+from launcher.runtime.emit.instructions import Instruction, Slot
 
 
 @dataclass(frozen=True, eq=False)

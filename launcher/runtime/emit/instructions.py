@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.partition.sharding.named_dims import Spec
-from launcher.runtime.transport.transport.exchange import ExchangeSpec
+from launcher.runtime.transport.exchange import ExchangeSpec
 from launcher.schedule import Task
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from launcher.partition.buckets import Bucket
-from launcher.runtime.emit.emit.instructions import Run, Send, Work
-from launcher.runtime.emit.emit.slots import Slots
+from launcher.runtime.emit.instructions import Run, Send, Work
+from launcher.runtime.emit.slots import Slots
 from launcher.trace.ir.jaxpr import Var
 
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from launcher.plan import PlanError
-from launcher.runtime.emit.emit.instructions import Free, Instruction, Run, Send, Slot, Work
+from launcher.runtime.emit.instructions import Free, Instruction, Run, Send, Slot, Work
 
 
 def prove(

@@ -13,7 +13,7 @@ from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.sharding.layout import DATA
 from launcher.partition.sharding.named_dims import Axis, Spec
 from launcher.partition.stages import StageGraph
-from launcher.runtime.emit.emit.instructions import Slot
+from launcher.runtime.emit.instructions import Slot
 from launcher.trace.ir.jaxpr import Var
 
 

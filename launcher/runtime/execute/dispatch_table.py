@@ -15,21 +15,21 @@ from jax.sharding import NamedSharding
 
 from launcher.base.spans import SpanRecorder
 from launcher.plan import PlanError
-from launcher.runtime.emit.emit.emitted import Emitted
-from launcher.runtime.emit.emit.instructions import Free, Instruction, Run, Send
-from launcher.runtime.emit.emit.order import digest, digests, prove
+from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.instructions import Free, Instruction, Run, Send
+from launcher.runtime.emit.order import digest, digests, prove
 from launcher.runtime.execute.throttle import Throttle
 from launcher.runtime.programs.placement import Placement
-from launcher.runtime.transport.transport.exchange import Servers
-from launcher.runtime.transport.transport.exchanging import Exchanging, exchange_pool
-from launcher.runtime.transport.transport.transfer import (
+from launcher.runtime.transport.exchange import Servers
+from launcher.runtime.transport.exchanging import Exchanging, exchange_pool
+from launcher.runtime.transport.transfer import (
     RemoteTransfer,
     absent,
     is_here,
     local_transfer,
     place_array,
 )
-from launcher.runtime.transport.transport.transport import Shipment, Transport
+from launcher.runtime.transport.transport import Shipment, Transport
 
 
 class Entry(NamedTuple):

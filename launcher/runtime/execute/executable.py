@@ -17,9 +17,9 @@ import numpy as np
 from launcher.arrays.stacked_array import StackedArray, StackedSharding
 from launcher.base.spans import Span, SpanRecorder
 from launcher.plan import Plan
-from launcher.runtime.emit.emit.batch_rows import rows_here
-from launcher.runtime.emit.emit.emitted import Emitted
-from launcher.runtime.emit.emit.instructions import Instruction, Run
+from launcher.runtime.emit.batch_rows import rows_here
+from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.instructions import Instruction, Run
 from launcher.runtime.execute.caller import Caller, with_copies
 from launcher.runtime.execute.dispatch_table import Entry, build_table
 from launcher.runtime.observe.recording import StepRecording
@@ -28,9 +28,9 @@ from launcher.runtime.programs.compat import is_nan_error, moves_are_guarded
 from launcher.runtime.programs.peak_memory import peak_bytes
 from launcher.runtime.programs.placement import Placement
 from launcher.runtime.programs.state import create_state
-from launcher.runtime.transport.transport.exchange import Servers
-from launcher.runtime.transport.transport.transfer import is_here, place_array
-from launcher.runtime.transport.transport.transport import Transport
+from launcher.runtime.transport.exchange import Servers
+from launcher.runtime.transport.transfer import is_here, place_array
+from launcher.runtime.transport.transport import Transport
 from launcher.trace.interface import Interface
 from launcher.trace.step import TracedStep
 

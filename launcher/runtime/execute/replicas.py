@@ -22,7 +22,7 @@ from launcher.runtime.observe.digests import (
     place_of,
     to_words,
 )
-from launcher.runtime.transport.transport.transfer import boxes, is_here
+from launcher.runtime.transport.transfer import boxes, is_here
 
 
 class ReplicaError(RuntimeError):

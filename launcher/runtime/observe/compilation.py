@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from launcher.partition.partitioned import PartitionedStep
     from launcher.partition.sharding.named_dims import Spec
     from launcher.plan import Plan
-    from launcher.runtime.emit.emit.emitted import Emitted
-    from launcher.runtime.emit.emit.instructions import Instruction
+    from launcher.runtime.emit.emitted import Emitted
+    from launcher.runtime.emit.instructions import Instruction
     from launcher.trace import Loss, TracedStep
 
 
@@ -34,7 +34,7 @@ def stages_of_compilation(
         PlanError: the plan is for another program, or there are too few devices.
     """
     from launcher.partition.partitioned import partition
-    from launcher.runtime.emit.emit.emit import emit
+    from launcher.runtime.emit.emit import emit
 
     step = step.planned_as(plan.fingerprint)
     for number, (part, of_part) in enumerate(zip(step.parts, plan.parts, strict=True)):
@@ -170,7 +170,7 @@ def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
         plan: the plan.
         worker: the number of the worker.
     """
-    from launcher.runtime.emit.emit.instructions import Free, Send
+    from launcher.runtime.emit.instructions import Free, Send
 
     each = int(plan.cluster["devices_per_host"])
     mine = {i for i, mesh in enumerate(plan.all_meshes) if worker in {d // each for d in mesh}}
@@ -187,7 +187,7 @@ def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
 
 
 def _instruction(x: Instruction) -> str:
-    from launcher.runtime.emit.emit.instructions import Exchange, Run, Send
+    from launcher.runtime.emit.instructions import Exchange, Run, Send
 
     def slots(numbers: Iterable[int]) -> str:
         return " ".join(map(str, numbers)) or "-"

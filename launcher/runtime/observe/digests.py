@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.arrays.stacked_array import with_rows
 from launcher.runtime.execute.throttle import Throttle
-from launcher.runtime.transport.transport.transfer import boxes, is_here
+from launcher.runtime.transport.transfer import boxes, is_here
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # the last two are MurmurHash3's
 _PARTS, _LARGE = 8, 2**16

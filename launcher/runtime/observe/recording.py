@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from launcher.base.spans import Span, SpanRecorder
-from launcher.runtime.emit.emit.instructions import Instruction, Run, Send
+from launcher.runtime.emit.instructions import Instruction, Run, Send
 from launcher.runtime.execute.dispatch_table import Entry
 from launcher.runtime.observe.device_profile import DeviceProfile, ProgramRun
 from launcher.runtime.programs.program_text import ProgramText, read_program

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from launcher.plan import Plan
-from launcher.runtime.emit.emit.instructions import Run
+from launcher.runtime.emit.instructions import Run
 from launcher.runtime.execute.dispatch_table import Entry
 from launcher.schedule import Task
 

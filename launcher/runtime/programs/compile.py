@@ -14,8 +14,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from launcher.partition.buckets import are_packed
-from launcher.runtime.emit.emit.emitted import Emitted
-from launcher.runtime.emit.emit.instructions import Run, Send
+from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.instructions import Run, Send
 from launcher.runtime.programs.compat import (
     compiled,
     loaded_for,

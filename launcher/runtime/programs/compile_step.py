@@ -12,13 +12,13 @@ import jax
 
 from launcher.base.spans import SpanRecorder
 from launcher.plan import Plan, PlanError
-from launcher.runtime.emit.emit.emit import emit
-from launcher.runtime.emit.emit.emitted import Emitted
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.execute.executable import Executable, Ways
 from launcher.runtime.programs.compile import Compilation
 from launcher.runtime.programs.placement import make_placement
-from launcher.runtime.transport.transport.exchange import Servers
-from launcher.runtime.transport.transport.transport import Transport
+from launcher.runtime.transport.exchange import Servers
+from launcher.runtime.transport.transport import Transport
 from launcher.trace.step import TracedStep
 
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.partition.sharding.layout import AXES, mesh_sizes
 from launcher.plan import Plan
-from launcher.runtime.emit.emit.instructions import Send, Slot
+from launcher.runtime.emit.instructions import Send, Slot
 from launcher.runtime.programs.collectives import partition_spec
-from launcher.runtime.transport.transport.transfer import is_here
+from launcher.runtime.transport.transfer import is_here
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from launcher.base.spans import SpanRecorder
-from launcher.runtime.emit.emit.instructions import Exchange
+from launcher.runtime.emit.instructions import Exchange
 from launcher.runtime.programs.placement import Placement
-from launcher.runtime.transport.transport.exchange import ExchangeSpec, Servers
-from launcher.runtime.transport.transport.transfer import plain_aval
+from launcher.runtime.transport.exchange import ExchangeSpec, Servers
+from launcher.runtime.transport.transfer import plain_aval
 
 _THREADS = 8  # what is under way at once; every worker begins with the same
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.execute.throttle import Throttle
-from launcher.runtime.transport.transport.transport import (
+from launcher.runtime.transport.transport import (
     NOTHING,
     CheckedBarrier,
     Parcel,

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from launcher.partition.sharding.reshard import Box, route
 from launcher.runtime.programs.compat import batched_copy
 from launcher.runtime.programs.tiles import cutter, joiner
-from launcher.runtime.transport.transport.transport import Parcel, Transport, fail_together
+from launcher.runtime.transport.transport import Parcel, Transport, fail_together
 
 
 def is_here(sharding: NamedSharding) -> bool:

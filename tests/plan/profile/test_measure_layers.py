@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import compile_programs
-from launcher.runtime.emit.emit.emit import emit
 
 import launcher
 from launcher.base import measurements
@@ -34,6 +33,7 @@ from launcher.plan.methods import (
 from launcher.plan.profile import measure_layers as profile
 from launcher.plan.profile.layer_programs import layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
+from launcher.runtime.emit.emit import emit
 from launcher.runtime.programs.placement import make_placement
 from launcher.schedule import Kind
 from launcher.trace import TracedStep, trace_step

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.base import versions
+from launcher.api import versions
 from launcher.config.errors import ConfigError
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize("found", ["0.10.0", "0.10.2", "0.11.2", "0.12.0.1"])
@@ -62,7 +62,7 @@ def test_both_doors_refuse_before_anything_starts(words, tmp_path):
     """An older JAX is simulated by its metadata, first on the path."""
     (tmp_path / "jax-0.9.2.dist-info").mkdir()
     (tmp_path / "jax-0.9.2.dist-info" / "METADATA").write_text("Name: jax\nVersion: 0.9.2\n")
-    path = f"{tmp_path}:{Path(__file__).parents[1]}"
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
     done = subprocess.run(
         [sys.executable, *words],
         env={"PYTHONPATH": path},

@@ -117,7 +117,9 @@ def test_a_state_goes_on_on_other_hosts_each_reading_its_own(folder, trainees, s
         where = str(folder / f"{host_plan}_started_from_zero3_on_8")
         jobs.append(["start_and_save", str(folder / "zero3_on_8" / "2"), where])
         given = json.dumps({"words": words, "jobs": jobs})
-        told = [json.loads(t) for t in together(HERE / "checkpoint_peer.py", 2, 2, given=given)]
+        told = [
+            json.loads(t) for t in together(HERE.parent / "checkpoint_peer.py", 2, 2, given=given)
+        ]
         saved[host_plan] = merged([peer[0] for peer in told])
         check_start(folder, "zero3_on_8", host_plan)
         for i, source in enumerate(sources, 1):

@@ -148,7 +148,7 @@ time.sleep(1000)
 
 
 def test_it_ends_with_the_process_that_started_it():
-    environ = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[3])}
+    environ = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
@@ -166,7 +166,7 @@ def test_it_ends_without_a_word_where_nobody_asks_any_more():
     asking, served = Pipe()
     asking.close()
     command = [sys.executable, "-c", background_module._PROGRAM, str(served.fileno()), "0"]
-    environ = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[3])}
+    environ = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
     done = subprocess.run(
         command, env=environ, pass_fds=[served.fileno()], capture_output=True, text=True
     )

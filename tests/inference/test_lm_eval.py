@@ -1,7 +1,7 @@
 """`launcher/inference/lm_eval.py`: what lm-eval is told is what the model computes.
 
 pip install lm-eval
-pytest -m stress tests/driver/test_lm_eval.py
+pytest -m stress tests/inference/test_lm_eval.py
 """
 
 import json

@@ -14,7 +14,7 @@ import pytest
 from launcher.base import measurements
 from launcher.base.libraries import _REQUIREMENTS, DISTRIBUTION, installing, lacking
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Named by pages, and not by pyproject.toml. Look at what the index has before you add a name.
 OTHERS = {"lm-eval", "pip", "torch", "transformers"}
