@@ -48,10 +48,9 @@ def hold(kind: str, case: str, fresh: dict[str, Any]) -> None:
         return
     assert case in kept["cases"], f"{case!r} is new: python tests/net/remake.py keeps it"
     old = kept["cases"][case]
-    changed = {
-        k: (old.get(k), fresh.get(k)) for k in {**old, **fresh} if old.get(k) != fresh.get(k)
-    }
-    assert changed == {}, f"kept and fresh, of {kind} {case!r}"
+    parts = [key for key in {**old, **fresh} if old.get(key) != fresh.get(key)]
+    told = [f"{key}: kept {old.get(key)}, fresh {fresh.get(key)}" for key in parts]
+    assert not told, "\n".join([f"{kind} of {case!r} became different", *told])
 
 
 def sha(text: str) -> str:
