@@ -4,9 +4,9 @@ A family is a folder, `models/<family>/` or `datasets/<family>/`. `options.py` d
 a frozen dataclass; it is imported to check them, so it imports neither JAX nor Grain. `model.py` or
 `dataset.py` builds what they describe: a model's has `build(options, precision) -> Model`, a
 dataset's has `check(options, model_options, validation)` and `build(options, model_options,
-global_batch_size, seed) -> Dataset`, `fingerprint(options) -> str` where its content may change, and
-`tokenizer(options) -> Tokenizer` where it is text; `bytes_per_target(options, model_options, rows)
--> float | None` where the text has a length; `is_prepared(options) -> bool` and
+global_batch_size, seed) -> Dataset`, `fingerprint(options) -> str` where its content may change,
+and `tokenizer(options) -> Tokenizer` where it is text; `bytes_per_target(options, model_options,
+rows) -> float | None` where the text has a length; `is_prepared(options) -> bool` and
 `prepare(options, processes, progress) -> str` where something is made of the data once. A module of
 the user's own is named by the setting `model.module` or `dataset.module` and has the same
 functions.

@@ -16,8 +16,8 @@ import launcher
 from launcher.__main__ import main as main
 from launcher.plan import local_shape
 from launcher.runtime import compile_step
-from launcher.runtime.emit import emit
-from launcher.runtime.instructions import Exchange, Free, Run, Send
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Exchange, Free, Run, Send
 from launcher.trace import trace_step
 
 boundary = launcher.mark_pipeline_boundary
