@@ -14,7 +14,7 @@ from launch import together
 from tiny import BATCHES, init, step
 
 from launcher.runtime.programs import compat
-from launcher.runtime.transport.transport import transfer
+from launcher.runtime.transport import transfer
 
 
 @pytest.fixture(scope="module")
