@@ -180,7 +180,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if config.task == "sweep_status":
         from launcher.submit.job_sweep import sweep_status
 
-        return sweep_status(config.sweep, stop)
+        return sweep_status(config.sweep)
     if isinstance(config.cluster, SlurmCluster) and config.task in ("train", "submit"):
         return _on_slurm(config, stop)
     from launcher.driver.run import run
