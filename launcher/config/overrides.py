@@ -15,10 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import OverrideParseException
 
-from launcher.config.bounded import is_too_deep
 from launcher.config.errors import ConfigError, shown
 from launcher.config.folders import PARTS
-from launcher.config.keys import text_keys
+from launcher.config.reader import text_keys
 
 COMMAND_LINE = "on the command line"
 _LONGEST = 1000  # characters of what a message repeats
@@ -74,8 +73,6 @@ def _refuse_useless(override: Override, text: str) -> None:
     elif override.package is not None:
         problem = f"{text} puts a group into another section than its own"
         remedy = f"Write {override.key_or_group}=OPTION."
-    elif not override.is_sweep_override() and is_too_deep(override.value()):
-        problem, remedy = f"{shown(text)} is nested too deeply", "Write a plainer value."
     elif _has_leading_zero(override):
         problem = f"{text} has a 0 in front of a number"
         remedy = "Write numbers with decimal digits; text goes in quotes."

@@ -1,7 +1,7 @@
-"""The settings of the run whose plan is replayed: its `config.yaml` lies beside its `plan.json`.
+"""Settings of a run whose plan is replayed, from the `config.yaml` beside its `plan.json`.
 
-A plan is for one program: `compose` takes what makes that program from its run, where nothing else
-is said, and `train.replay` says what differs where something is.
+A plan is for one program: `compose` takes the settings that make that program from its run unless
+they are set here, and `driver.planning.replay` reports those that differ.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base.files import DamagedError
-from launcher.config.bounded import tree_of
+from launcher.base.reading import read_yaml
+from launcher.config.environment import resolved
 from launcher.config.errors import shown
-from launcher.config.files import choices
-from launcher.config.interpolation import bounded, resolved
-from launcher.config.leftovers import Tree
 from launcher.config.machines import CLUSTERS, Emulated, Local
-from launcher.config.origin import Source
 from launcher.config.parallel import METHODS, Replay
 from launcher.config.schema import MODELS, Config
+from launcher.config.sources import Source, Tree, choices
 
 _SECTIONS = ("model", "dataset", "optimizer", "cluster")
 _TAKEN = (*_SECTIONS, "train")
@@ -42,14 +40,11 @@ def with_runs_settings(
     word of it. `tree` is not yet resolved.
     """
     parallel, plan = tree.get("parallel"), None
-    with bounded():
-        if tree.get("task") in ("evaluate", "generate"):
-            run_of = [
-                OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")
-            ]
-            plan = Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
-        elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
-            plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
+    if tree.get("task") in ("evaluate", "generate"):
+        run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
+        plan = Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
+    elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
+        plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
     if plan is None:
         return tree
     run = settings_beside(str(plan))
@@ -123,7 +118,7 @@ def settings_beside(plan: str) -> Tree:
     plan is for it.
     """
     try:
-        tree = tree_of(Path(plan).parent / "config.yaml")
+        tree = read_yaml(Path(plan).parent / "config.yaml")
     except (OSError, DamagedError, yaml.YAMLError):
         return {}
     ours = (*_TAKEN, "run", "parallel")  # and no other program's config.yaml

@@ -33,9 +33,8 @@ from launcher.cluster.slurm.commands import (
     sbatch,
 )
 from launcher.cluster.slurm.script import SCRIPT, Job, render
-from launcher.config.commands import commands_in
+from launcher.config.environment import commands_in, in_shell
 from launcher.config.errors import ConfigError
-from launcher.config.interpolation import in_shell
 from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config
 from launcher.driver.folder import folder

@@ -24,7 +24,8 @@ from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.machines import slurm_cluster, slurm_of
-from launcher.config.schema import Config, Sweep
+from launcher.config.schema import Config
+from launcher.config.tasks import Sweep
 from launcher.driver.folder.folder import delete_on_error
 from launcher.driver.folder.private_files import private_files
 from launcher.driver.run import guarded

@@ -7,7 +7,7 @@ import yaml
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.sweeper import Batch, Outcome, SweeperError, run_sweeper
+from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6")
 

@@ -17,7 +17,6 @@ from launcher.cluster.ray.demand import check_demand, demand_of
 from launcher.cluster.ray.reach import choose_pool, gpus_of, reach
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.allocation import find_allocation
-from launcher.config.check_parallel import check_parallel
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, RayCluster, SlurmCluster
 from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
@@ -146,7 +145,8 @@ def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
         cluster = replace(cluster, gpus=pool.num_devices)
     for note in config.dataset.notes(config.model):
         _log.info(note)
-    for error in check_parallel(replace(config, cluster=cluster)):
+    batch, layers = config.train.global_batch_size, config.model.layers
+    for error in config.parallel.check(cluster, batch, layers):
         raise error
     if isinstance(config.parallel, Replay):
         assert cluster.gpus is not None

@@ -1,86 +1,133 @@
-"""From a plain tree to the schema's dataclasses, strictly: no unknown name, no wrong type.
+"""Strict reader of settings: from a plain tree to the dataclasses of `schema`.
 
-`build` is generic over the dataclasses of `schema` and reads their annotations and metadata only.
+Unknown names, wrong types and values out of bounds are refused, with the nearest right name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 
+from launcher.base.reading import WORDS, Reader, join
 from launcher.config.errors import ConfigError, closest, listed, shown
 from launcher.config.fields import LARGEST, Variants, key_of, settings_of
-from launcher.config.keys import setting_keys
 from launcher.config.schema import Config
 
 T = TypeVar("T")
 
 _UNSET = "???"  # YAML's word for "the user must say"
-_LARGEST_FLOAT = 3e38  # of any number that is not whole: float32 ends a little above
+_LARGEST_FLOAT = 3e38  # float32 ends a little above
 _EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
-_MEANING = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "a table of names and values",
-}
+_MEANING = {**WORDS, dict: "a table of names and values"}
 
 
 def build(cls: type[T], tree: Any, key: str = "") -> T:
     """Make a `cls` from `tree`; what the tree leaves out takes the field's default.
 
-    In `parallel`, whose settings know `auto`, a setting of another method may stand where it says
-    nothing: where it is null, or `auto` if it knows that word. A sweep over methods needs that.
+    In `parallel`, whose settings know `auto`, a setting of another method is allowed if it is null,
+    or `auto` where that method knows the word. A sweep over methods needs that.
 
     Args:
         cls: a dataclass of `launcher.config.schema`.
-        tree: what was said: a mapping of field names to values, nested as the schema is.
+        tree: a mapping of field names to values, nested as the schema is.
         key: the dotted name of this section, for messages.
 
     Raises:
         ConfigError: an unknown name, a wrong type, a value out of bounds, a value not given.
     """
-    if not isinstance(tree, Mapping):
-        raise ConfigError(
-            f"{key or 'The whole'} must be a section of settings, not {shown(tree)}",
-            _section_remedy(cls, key),
-            [key],
-        )
-    hints = typing.get_type_hints(cls)
-    fields = {key_of(field): field for field in settings_of(cls)}
-    for name, value in tree.items():
-        if name not in fields and not _says_nothing(cls, key, name, value):
-            raise _unknown(cls, key, str(name), value)
-    values = {}
-    for name, field in fields.items():
+    return _SettingsReader().read(cls, tree, key)
+
+
+class _SettingsReader(Reader):
+    """Reads what a user wrote. Numbers may be text, as variables of the environment are."""
+
+    def __init__(self, lines: bool = False) -> None:
+        self._lines = lines  # whether text may have several lines
+
+    def fields(self, kind: Any) -> Mapping[str, dataclasses.Field[Any]]:
+        return {key_of(field): field for field in settings_of(kind)}
+
+    def is_given(
+        self, name: str, field: dataclasses.Field[Any], tree: Mapping[str, Any], where: str
+    ) -> bool:
         needed = field.default is field.default_factory is dataclasses.MISSING
         if tree[name] == _UNSET if name in tree else needed:
-            dotted = _join(key, name)
+            dotted = join(where, name)
             raise ConfigError(f"{dotted} is not set", f"Give {dotted}=VALUE.", [dotted])
-        if name in tree:
-            value = _field_value(field, hints[field.name], tree[name], _join(key, name))
-            values[field.name] = value
-    return cls(**values)
+        return name in tree
 
+    def field(self, field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
+        metadata = field.metadata
+        if "variants" in metadata:
+            return self.read(_variant(metadata["variants"], value, where), value, where)
+        if metadata.get("auto") and value in ("auto", None):
+            return field.default
+        if metadata.get("one_or_several") and isinstance(value, str | bool | int | float):
+            value = [value]
+        reader = _SettingsReader(lines=True) if metadata.get("lines") else self
+        converted = reader.value(hint, value, where)
+        _check_bounds(metadata, converted, where)
+        return converted
 
-def _field_value(field: dataclasses.Field[Any], hint: Any, value: Any, key: str) -> Any:
-    variants = field.metadata.get("variants")
-    if variants is not None:
-        return build(_variant(variants, value, key), value, key)
-    if field.metadata.get("auto") and value in ("auto", None):
-        return field.default
-    if field.metadata.get("one_or_several") and isinstance(value, str | bool | int | float):
-        value = [value]
-    converted = _convert(hint, value, key, bool(field.metadata.get("lines")))
-    _check_bounds(field.metadata, converted, key)
-    return converted
+    def name(self, name: Any, where: str) -> str:
+        if isinstance(name, str) and not name.isprintable():
+            _check_line(name, f"A name in {where}")
+        text: str = self.value(str, name, join(where, name))
+        return text
+
+    def anything(self, value: Any, where: str) -> Any:
+        """Return a value for a user's own module: anything that JSON can hold."""
+        if isinstance(value, Mapping):
+            return {
+                self.name(name, where): self.anything(one, f"{where}.{name}")
+                for name, one in value.items()
+            }
+        if isinstance(value, list):
+            return [self.anything(item, where) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where} must be a finite number, not {shown(value)}", keys=[where])
+        if value is None or isinstance(value, str | bool | int | float):
+            return value
+        raise ConfigError(
+            f"{where} must be text, a number, true, false, null, a list or a table, not "
+            f"{shown(value)}",
+            keys=[where],
+        )
+
+    def scalar(self, kind: Any, value: Any, where: str) -> Any:
+        if kind is int:
+            return _to_int(value)
+        if kind is float:
+            return _to_float(value)
+        if kind not in (bool, str) or not isinstance(value, kind):
+            raise ValueError
+        if kind is str:
+            _check_line(re.sub(r"[\n\t]", " ", value) if self._lines else value, where)
+        return value
+
+    def refuse_tree(self, kind: Any, tree: Any, where: str) -> NoReturn:
+        raise ConfigError(
+            f"{where or 'The whole'} must be a section of settings, not {shown(tree)}",
+            _section_remedy(kind, where),
+            [where],
+        )
+
+    def refuse_name(self, kind: Any, name: Any, value: Any, where: str) -> None:
+        if not _says_nothing(kind, where, name, value):
+            raise _unknown(kind, where, str(name), value)
+
+    def refuse_value(self, kinds: list[Any], value: Any, where: str) -> NoReturn:
+        if kinds[0] is str and isinstance(value, bool | int | float):
+            # YAML 1.1 reads an unquoted no as false, 1_000 as 1000 and 12:30:00 as 45000.
+            problem = f"{where} must be text, but the unquoted value is read as {shown(value)}"
+            raise ConfigError(problem, "Put it in quotes.", [where])
+        problem = f"{where} must be {_MEANING[kinds[0]]}, not {shown(value)}"
+        raise ConfigError(problem, keys=[where])
 
 
 def _variant(variants: Variants, tree: Any, key: str) -> type:
@@ -94,63 +141,6 @@ def _variant(variants: Variants, tree: Any, key: str) -> type:
         raise ConfigError(f"{named} is not set", remedy)
     problem = f"{named} must be one of {', '.join(kinds)}, not {shown(kind)}"
     raise ConfigError(problem, f"Choose one with {key}=OPTION.", [named])
-
-
-def _convert(hint: Any, value: Any, key: str, lines: bool = False) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        inner = [option for option in typing.get_args(hint) if option is not type(None)]
-        return None if value is None else _convert(inner[0], value, key, lines)
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, key)  # type: ignore[arg-type]
-    if hint is Any:
-        return _plain_data(value, key)
-    kind = typing.get_origin(hint) or hint
-    if kind is dict and isinstance(value, Mapping):
-        _, inner_hint = typing.get_args(hint)
-        return {
-            _name(name, key): _convert(inner_hint, value[name], f"{key}.{name}") for name in value
-        }
-    if kind is list and isinstance(value, Sequence) and not isinstance(value, str):
-        return [_convert(typing.get_args(hint)[0], item, key, lines) for item in value]
-    if kind in _SCALARS:
-        try:
-            converted = _SCALARS[kind](value)
-        except ValueError:
-            raise _wrong_type(kind, value, key) from None
-        if kind is str:
-            _check_line(re.sub(r"[\n\t]", " ", converted) if lines else converted, key)
-        return converted
-    raise _wrong_type(kind, value, key)
-
-
-def _name(name: Any, key: str) -> str:
-    """Return a name in the table `key`."""
-    if isinstance(name, str) and not name.isprintable():
-        _check_line(name, f"A name in {key}")
-    text: str = _convert(str, name, _join(key, str(name)))
-    return text
-
-
-def _plain_data(value: Any, key: str) -> Any:
-    """Return `value`, for a user's own module: whatever JSON can hold, as checkpoints keep it."""
-    if isinstance(value, Mapping):
-        return {_name(name, key): _plain_data(value[name], f"{key}.{name}") for name in value}
-    if isinstance(value, list):
-        return [_plain_data(item, key) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{key} must be a finite number, not {shown(value)}", keys=[key])
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    raise ConfigError(
-        f"{key} must be text, a number, true, false, null, a list or a table, not {shown(value)}",
-        keys=[key],
-    )
-
-
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ValueError
 
 
 def _to_int(value: Any) -> int:
@@ -175,28 +165,6 @@ def _to_float(value: Any) -> float:
         if math.isfinite(number):
             return number
     raise ValueError
-
-
-def _to_str(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise ValueError
-
-
-_SCALARS: Mapping[type, typing.Callable[[Any], Any]] = {
-    bool: _to_bool,
-    int: _to_int,
-    float: _to_float,
-    str: _to_str,
-}
-
-
-def _wrong_type(kind: type, value: Any, key: str) -> ConfigError:
-    if kind is str and isinstance(value, bool | int | float):
-        # YAML 1.1 reads an unquoted no as false, 1_000 as 1000 and 12:30:00 as 45000.
-        problem = f"{key} must be text, but the unquoted value is read as {shown(value)}"
-        return ConfigError(problem, "Put it in quotes.", [key])
-    return ConfigError(f"{key} must be {_MEANING[kind]}, not {shown(value)}", keys=[key])
 
 
 def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
@@ -255,7 +223,7 @@ def _plain(number: float) -> str:
 
 def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     """Return the error for a name that `cls` lacks, with where it belongs or the nearest name."""
-    key = _join(section, name)
+    key = join(section, name)
     variants = _variants(cls, section)
     siblings = variants.classes
     option = next((option for option, one in siblings.items() if one is cls), None)
@@ -264,7 +232,7 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     homes = _homes(siblings, name)
     while homes and isinstance(value, Mapping) and value:  # a section: by the first that is set
         inner, value = next(iter(value.items()))
-        key = _join(key, str(inner))
+        key = join(key, str(inner))
     problem = f"{key} is not a setting{f' of {choice}={option}' if option else ''}"
     if homes:
         clause = getattr(cls, "clause", "")
@@ -278,9 +246,9 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
     match = (
         next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
-        or (_join(section, here) if here else None)
+        or (join(section, here) if here else None)
         or (
-            f"{_join(section, beside)}, of {choice}={listed(_homes(siblings, beside))}"
+            f"{join(section, beside)}, of {choice}={listed(_homes(siblings, beside))}"
             if beside
             else None
         )
@@ -323,5 +291,40 @@ def _section_remedy(cls: type, section: str) -> str:
     return f"{section or 'The top level'} has: {names}."
 
 
-def _join(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name
+def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the annotation of every setting below `cls`, of all variants."""
+    hints = typing.get_type_hints(cls)
+    for field in settings_of(cls):
+        name = key_of(field)
+        key = join(section, name)
+        if "variants" in field.metadata:
+            for variant in field.metadata["variants"].classes.values():
+                yield from _leaves(variant, key)
+        elif dataclasses.is_dataclass(hints[field.name]):
+            yield from _leaves(hints[field.name], key)
+        else:
+            yield key, hints[field.name]
+
+
+@functools.cache
+def setting_keys() -> tuple[str, ...]:
+    """Return the dotted name of every setting, in order."""
+    return tuple(dict.fromkeys(key for key, _ in _leaves(Config)))
+
+
+@functools.cache
+def text_keys() -> frozenset[str]:
+    """Return the dotted names of the settings that hold text."""
+    return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))
+
+
+@functools.cache
+def collections() -> Mapping[str, type]:
+    """Return the dotted names of all sections and tables (dict), and of all lists."""
+    found: dict[str, type] = {}
+    for key, hint in _leaves(Config):
+        sections = key.split(".")[:-1]
+        found |= {".".join(sections[: n + 1]): dict for n in range(len(sections))}
+        if (kind := typing.get_origin(hint)) in (list, dict):
+            found[key] = kind
+    return found
