@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base.files import DamagedError
+from launcher.base.libraries import installing
 from launcher.base.reading import read_yaml
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
@@ -40,7 +41,6 @@ from launcher.config.hydra_compat import composed, searching
 from launcher.config.machines import SlurmCluster
 from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps
 from launcher.config.reader import build, setting_keys
-from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import SWITCHES, Config, check
 from launcher.config.sources import (
     ON_COMMAND_LINE,
@@ -51,7 +51,7 @@ from launcher.config.sources import (
     misshapen,
     refuse_useless,
     short,
-    unusable,
+    with_runs_settings,
     without_leftovers,
 )
 
@@ -177,7 +177,7 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
         in_file = not set(error.keys) & set(COMMAND_LINE_ONLY)
         raise error.said(f"in {short(path)}" if in_file else COMMAND_LINE) from None
     except OmegaConfBaseException as error:
-        raise _translated(error, overrides, (), ()).said(f"in {short(path)}") from None
+        raise translated(error, overrides, (), ()).said(f"in {short(path)}") from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
     except ConfigError as raised:
         error = raised
     except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too
-        error = _translated(raised, overrides, folders, sources)
+        error = translated(raised, overrides, folders, sources)
     raise error.said(Origin(sources, overrides, groups).of(error.keys)) from None
 
 
@@ -355,7 +355,7 @@ def _default(config: Config, key: str) -> Any:
 _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
 
 
-def _translated(
+def translated(
     error: BaseException,
     overrides: Sequence[Override],
     folders: Sequence[Path],
@@ -373,7 +373,7 @@ def _translated(
         mark = error.problem_mark
         return ConfigError(f"{short(Path(mark.name))}:{mark.line + 1} is not YAML: {error.problem}")
     if isinstance(error, HydraException) and not str(error) and error.__cause__ is not None:
-        return _translated(error.__cause__, overrides, folders, sources)
+        return translated(error.__cause__, overrides, folders, sources)
     if isinstance(error, OmegaConfBaseException):  # its first line says what, the others how typed
         key = error.full_key or ""
         if lost := re.search(r"Environment variable '(.+?)' not found", str(error)):
@@ -386,9 +386,6 @@ def _translated(
         return ConfigError(f"{key}: {what}" if key else what, keys=[key.partition("[")[0]])
     if lost := re.search(r"In '(.+)': Could not override '(.+?)'", str(error)):
         return _missing_group(lost[1], lost[2], folders)
-    chosen = [f"{o.key_or_group}/{o.value()}" for o in overrides if "." not in o.key_or_group]
-    if (found := unusable([PRIMARY, *chosen], folders)) is not None:
-        return found
     if isinstance(error, RecursionError):
         return ConfigError(
             "The files that were chosen are nested too deeply, or choose one another in a circle",
@@ -425,9 +422,15 @@ def _missing_option(
     options = list(error.options or ())
     if not options:
         return ConfigError(f"There is no {wanted}.yaml", where=where)
-    return ConfigError(
-        f"There is no {group}={option}", advice(option, options, f"Options of {group}"), where=where
-    )
+    return no_option(group, option, options, where)
+
+
+def no_option(group: str, option: str, options: Sequence[str], where: str) -> ConfigError:
+    """Return the error for an option that a group does not have, with the nearest one."""
+    remedy = advice(option, options, f"Options of {group}")
+    if (group, option) == ("hydra/sweeper", "optuna"):
+        remedy = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
+    return ConfigError(f"There is no {group}={option}", remedy, where=where)
 
 
 def _chooses(file: Path, group: str, option: str) -> bool:

@@ -23,11 +23,13 @@ from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from launcher.config.errors import ConfigError
+from launcher.config.sources import refuse_unusable
 
 __all__ = ["Callbacks", "Hydra", "composed", "get_args_parser", "searching"]
 
@@ -51,6 +53,10 @@ class _UserFolder(FileConfigSource):
                 "Name a file below the folder itself: /GROUP/FILE, without '..'.",
             )
         return super().is_config(config_path)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        refuse_unusable(Path(self.path, self._normalize_file_name(config_path)))
+        return super().load_config(config_path)
 
 
 class _UserFolders(SearchPathPlugin):

@@ -3,7 +3,8 @@
 Files of users are checked for what composing would ignore, and for code that nobody allowed. What a
 file sets of an option that it chose is dropped when another option is chosen: a recipe picks
 `parallel: manual` and its number of stages, which mean nothing with `parallel=data` on the command
-line. With `parallel.method=data` neither do those of `conf/parallel/auto.yaml`.
+line. With `parallel.method=data` neither do those of `conf/parallel/auto.yaml`. A replay takes from
+the run of its plan the settings that make its program, unless they are set here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from launcher.base.files import DamagedError
-from launcher.base.reading import yaml_node
+from launcher.base.reading import read_yaml, yaml_node
 from launcher.config.environment import COMMAND_LINE_ONLY, command_at, leaves, not_allowed
 from launcher.config.errors import ConfigError
+from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.overrides import COMMAND_LINE
+from launcher.config.parallel import METHODS, Replay
 from launcher.config.reader import collections, text_keys
-from launcher.config.schema import Config
+from launcher.config.schema import MODELS, Config
 
 Tree = dict[str, Any]
 
@@ -40,6 +43,11 @@ _NULL, _BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 # Text of the sweeper's section that names no class, function or file.
 _SWEEPER_TEXTS = (f"{SWEEPER}.direction", f"{SWEEPER}.study_name")
+
+# Settings that make a program: sections, and those of `train`.
+OF_PROGRAM = ("model", "dataset", "optimizer", "cluster")
+OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite")
+_HERE = (Local, Emulated)  # clusters that can be taken over: the others mean more than devices
 
 
 @dataclass(frozen=True)
@@ -144,8 +152,6 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
     Raises:
         ConfigError: a setting would be ignored, or not mean what it seems to.
     """
-    if problem := _problem(source.path):
-        raise _no_settings(source.path, problem)
     section = source.package.partition(".")[0]
     for key, node in _scalars(source.node, source.package):
         top = key.partition(".")[0]
@@ -186,38 +192,6 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
             )
 
 
-def unusable(chosen: Sequence[str], folders: Sequence[Path]) -> ConfigError | None:
-    """Return the first file that cannot hold settings at all, as an error.
-
-    Args:
-        chosen: the files that are looked at, by their names below `folders` (`recipe/mine`); those
-            that these choose in turn are, too.
-        folders: the folders of settings, in the order in which they are searched.
-    """
-    waiting, seen = list(chosen), set()
-    while waiting:
-        name = waiting.pop(0)
-        file = next((f for folder in folders if (f := folder / f"{name}.yaml").is_file()), None)
-        if file is None or file in seen:
-            continue
-        seen.add(file)
-        if problem := _problem(file):
-            return _no_settings(file, problem)
-        waiting += _chosen_by(yaml_node(file), name.rpartition("/")[0])
-    return None
-
-
-def _chosen_by(root: yaml.Node | None, group: str) -> Iterator[str]:
-    """Yield the files that the defaults list of a file in `group` names, without their folders."""
-    for key, node in _scalars(root, ""):
-        said, _, within = key.partition(".")
-        if said != "defaults":
-            continue
-        words = [within, node.value] if within else [node.value]
-        name = "/".join(re.sub(r"^(override|optional)\s+|@.*", "", word) for word in words)
-        yield name.lstrip("/") if name.startswith("/") or not group else f"{group}/{name}"
-
-
 def misshapen(sources: Sequence[Source]) -> ConfigError | None:
     """Return the first list where a table belongs, or the reverse, as an error.
 
@@ -250,8 +224,10 @@ def choices(content: Any) -> dict[str, str]:
     }
 
 
-def _no_settings(file: Path, problem: str) -> ConfigError:
-    return ConfigError(f"{short(file)} {problem}", "It must hold names and values.")
+def refuse_unusable(file: Path) -> None:
+    """Raise ConfigError for a file that cannot hold settings, before Hydra merges it."""
+    if problem := _problem(file):
+        raise ConfigError(f"{short(file)} {problem}", "It must hold names and values.")
 
 
 def _problem(file: Path) -> str:
@@ -261,8 +237,6 @@ def _problem(file: Path) -> str:
         return f"cannot be read: {error.strerror}"
     except DamagedError as error:
         return str(error).removeprefix("it ")
-    except yaml.YAMLError as error:
-        return f"is not YAML: {' '.join(str(error).split())}"
     if root is None:
         return ""
     if not isinstance(root, yaml.MappingNode):
@@ -454,6 +428,94 @@ def _merged(below: Any, above: Any) -> Any:
         return above
     both = {name: _merged(below[name], above[name]) for name in below.keys() & above.keys()}
     return {**below, **above, **both}
+
+
+def with_runs_settings(
+    tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
+) -> Tree:
+    """Return `tree` with what makes its program from the run that it is about.
+
+    That is the model, the data and more, as far as neither the command line nor a recipe says a
+    word of it. `tree` is not yet resolved.
+    """
+    parallel, plan = tree.get("parallel"), None
+    if tree.get("task") in ("evaluate", "generate"):
+        run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
+        plan = Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
+    elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
+        plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
+    if plan is None:
+        return tree
+    run = settings_beside(str(plan))
+    if not run:
+        return tree
+    said = {override.key_or_group for override in overrides}
+    for source in sources:
+        if not source.package and source.path.name != "config.yaml":  # which all others come after
+            content = OmegaConf.to_container(OmegaConf.load(source.path))
+            assert isinstance(content, dict)
+            said |= choices(content).keys() | {
+                key for name, value in content.items() for key, _ in leaves(str(name), value)
+            }
+    for shorthand, names in shorthands_of(tree.get("model")).items():
+        if f"model.{shorthand}" in said:
+            said |= {f"model.{name}" for name in names}
+    taken = {
+        name: tree.get(name)
+        if _names_kind(name, said)
+        else _laid_over(run[name], tree.get(name), said, name)
+        for name in OF_PROGRAM
+    }
+    if CLUSTERS.get(str(run["cluster"].get("kind"))) not in _HERE:
+        del taken["cluster"]
+    if isinstance(tree.get("train"), dict):
+        keys = [key for key in OF_TRAIN if key in run["train"] and f"train.{key}" not in said]
+        taken["train"] = {**tree["train"], **{key: run["train"][key] for key in keys}}
+    return {**tree, **taken}
+
+
+def _names_kind(section: str, said: Set[str]) -> bool:
+    """Return whether the kind of a section is said: then the rest of it is, too."""
+    (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
+    variants = field.metadata.get("variants")
+    return variants is not None and f"{section}.{variants.key}" in said
+
+
+def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:
+    """Return the settings of a model that stand for others, each with those others."""
+    kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
+    return kind.shorthands if kind else {}
+
+
+def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
+    """Return what the run says of `key`, and over it what is said of it here."""
+    if key in said:
+        return ours
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return theirs
+    laid = {}
+    for name in dict.fromkeys((*theirs, *ours)):
+        below = f"{key}.{name}"
+        if name in theirs and below not in said:
+            laid[name] = _laid_over(theirs[name], ours.get(name), said, below)
+        elif name in ours and any(word == below or word.startswith(f"{below}.") for word in said):
+            laid[name] = ours[name]
+    return laid
+
+
+def settings_beside(plan: str) -> Tree:
+    """Return the settings of the run that a plan is of.
+
+    None if there is no such file, or it cannot be read: then the program alone tells whether the
+    plan is for it.
+    """
+    try:
+        tree = read_yaml(Path(plan).parent / "config.yaml")
+    except (OSError, DamagedError, yaml.YAMLError):
+        return {}
+    ours = (*OF_PROGRAM, "train", "run", "parallel")  # and no other program's config.yaml
+    is_run = isinstance(tree, dict) and all(isinstance(tree.get(name), dict) for name in ours)
+    return tree if is_run else {}
 
 
 def is_of_sweeper(key: str, group: str) -> bool:

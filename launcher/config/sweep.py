@@ -32,16 +32,22 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.base.libraries import installing
-from launcher.config.compose import NO_OTHER_FOLDERS, PRIMARY, Asked, sources_of
-from launcher.config.errors import ConfigError, advice
+from launcher.config.compose import (
+    NO_OTHER_FOLDERS,
+    PRIMARY,
+    Asked,
+    no_option,
+    sources_of,
+    translated,
+)
+from launcher.config.errors import ConfigError
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.hydra_compat import Callbacks, searching
 from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, quoted
@@ -249,13 +255,15 @@ def _sweeper_settings(
         ConfigError: they are wrong.
     """
     said = [text.lstrip("+") for text in of_sweeper]
-    _refuse_missing(
-        {t.partition("=")[2].strip() for t in said if t.startswith(f"{SWEEPER_GROUP}=")}, loader
-    )
+    known = sorted(loader.get_group_options(SWEEPER_GROUP))
+    for text in said:
+        group, _, option = text.partition("=")
+        if group == SWEEPER_GROUP and option.strip() not in known:
+            raise no_option(group, option.strip(), known, COMMAND_LINE)
     fixed = [one for one in overrides if not one.is_sweep_override()]
     groups, own = find_groups(folders), find_groups(folders[-1:])
     words = [*(for_hydra(one, groups, own) for one in fixed), NO_OTHER_FOLDERS]
-    sources = _sources([*words, *of_sweeper], of_sweeper, fixed, folders, loader)
+    sources = _sources([*words, *of_sweeper], fixed, folders, loader)
     in_files = frozenset(_said_in(sources))
     ours = f"hydra.sweep.dir={quoted(str(scratch))}"
     try:
@@ -292,56 +300,30 @@ def _points_in_all(node: DictConfig) -> int | None:
     return None
 
 
-def _refuse_missing(options: set[str], loader: ConfigLoader, where: str = COMMAND_LINE) -> None:
-    """Raise ConfigError for a sweeper that is not installed."""
-    known = sorted(loader.get_group_options(SWEEPER_GROUP))
-    for option in options - set(known):
-        how = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
-        raise ConfigError(
-            f"There is no {SWEEPER_GROUP}={option}",
-            how if option == "optuna" else advice(option, known, "Installed are"),
-            where=where,
-        )
-
-
 def _sources(
     words: Sequence[str],
-    of_sweeper: Sequence[str],
     fixed: Sequence[Override],
     folders: Sequence[Path],
     loader: ConfigLoader,
 ) -> list[Source]:
-    """Return the users' files that take part.
-
-    Where something else is wrong, which is the points' to say, these are the sweeper's alone.
+    """Return the users' files that will be merged.
 
     Raises:
-        ConfigError: the sweeper that a file chooses is not there, or the file may run code.
+        ConfigError: a file that one of them chooses does not exist, or a file may run code.
     """
     if len(folders) == 1:
         return []
     try:
-        found = _users_files(PRIMARY, words, folders, loader)
-    except MissingConfigException as error:
-        group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        if group == SWEEPER_GROUP:
-            _refuse_missing({option}, loader, "in a file of settings")
-        found = _users_files(None, of_sweeper, folders, loader)
+        defaults = loader.compute_defaults_list(PRIMARY, list(words), RunMode.MULTIRUN).defaults
+        found = [source for source in sources_of(defaults, folders) if not source.is_own]
     except ConfigError:
         raise
-    except Exception:
-        found = _users_files(None, of_sweeper, folders, loader)
+    except Exception as error:
+        raise translated(error, fixed, folders, ()) from None
     allowed = any(one.key_or_group == "allow_commands" and one.value() is True for one in fixed)
     for source in found:
         refuse_useless(source, allowed)
     return found
-
-
-def _users_files(
-    primary: str | None, words: Sequence[str], folders: Sequence[Path], loader: ConfigLoader
-) -> list[Source]:
-    defaults = loader.compute_defaults_list(primary, list(words), RunMode.MULTIRUN).defaults
-    return [source for source in sources_of(defaults, folders) if not source.is_own]
 
 
 def _said_in(sources: Sequence[Source]) -> Iterator[str]:
