@@ -99,7 +99,7 @@ def print_hydras_settings(
     with _hydra(search_folders(config_dirs)) as hydra:
         try:
             hydra.show_cfg(PRIMARY, said, "hydra", package, resolve)
-        except SystemExit:  # it has said that there is no such section
+        except SystemExit:  # it has printed that there is no such section
             raise ConfigError(f"--package {package} is not a section of Hydra's settings") from None
 
 
@@ -138,7 +138,7 @@ def complete(commands: Sequence[str]) -> None:
     if not line:
         raise ConfigError("-sc query is for a shell, which sets COMP_LINE", "Use -sc install.")
     typed, config_dirs = _typed(line)
-    os.environ["COMP_LINE"] = typed  # whence Hydra's plug-ins take it
+    os.environ["COMP_LINE"] = typed  # read by Hydra's plug-ins
     try:
         with _hydra(search_folders(config_dirs)) as hydra:
             hydra.shell_completion(PRIMARY, list(commands))

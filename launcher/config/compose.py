@@ -57,9 +57,9 @@ from launcher.config.sources import (
 
 PRIMARY = "config"  # the file that composing begins with
 # A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
-# anybody has looked at the file. What is said here comes first.
+# the file has been checked. This override comes first.
 NO_OTHER_FOLDERS = "hydra.searchpath=[]"
-# What Hydra itself would do with a run, by groups of its own: more to read and merge than ours. Its
+# Groups of Hydra's own about running a job: more files to read and merge than ours. Its
 # sweeper stays, as files may choose one for `-m`.
 _NOTHING_OF_HYDRA = tuple(
     f"~hydra/{group}"
@@ -75,9 +75,9 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-        overrides: what the command line says for it.
-        label: what of that sets it apart from the other runs.
-        config: the configuration that this makes.
+        overrides: the command line of the run.
+        label: the swept settings.
+        config: its configuration.
     """
 
     overrides: tuple[str, ...]
@@ -91,7 +91,7 @@ class Asked:
 
     Attributes:
         swept: the settings that it chose, as `key=value`.
-        overrides: all that the command line says for this point, in its order.
+        overrides: the command line of this point, in its order.
     """
 
     swept: tuple[str, ...]
@@ -99,7 +99,7 @@ class Asked:
 
     @property
     def label(self) -> str:
-        """Return what sets the point apart from the others."""
+        """The swept settings in one line."""
         return " ".join(self.swept) or "the only run"
 
 
@@ -122,7 +122,7 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
 def load_points(
     asked: Sequence[Asked], config_dirs: Sequence[str] = ()
 ) -> tuple[list[Point], dict[str, ConfigError]]:
-    """Return the runs of a sweep, and by their labels the errors of those that are wrong.
+    """Return the runs of a sweep, and the errors of wrong ones by label.
 
     Args:
         asked: the points that a sweeper asks for.
@@ -175,9 +175,9 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
         return config
     except ConfigError as error:
         in_file = not set(error.keys) & set(COMMAND_LINE_ONLY)
-        raise error.said(f"in {short(path)}" if in_file else COMMAND_LINE) from None
+        raise error.located(f"in {short(path)}" if in_file else COMMAND_LINE) from None
     except OmegaConfBaseException as error:
-        raise translated(error, overrides, (), ()).said(f"in {short(path)}") from None
+        raise translated(error, overrides, (), ()).located(f"in {short(path)}") from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -195,15 +195,15 @@ def to_dict(config: Config) -> dict[str, Any]:
 def to_written(config: Config) -> dict[str, Any]:
     """Return `to_dict` for a file, which `load_frozen` reads.
 
-    What comes from the environment is the interpolation that asks for it.
+    Values from the environment are written as their interpolations.
     """
     return unresolved(to_dict(config), config.from_environment)
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """Return `to_written` for where others may read it.
+    """Return `to_written` for a file that others may read.
 
-    Of `cluster.slurm.env`, which hands keys and tokens to a job, it has only the names.
+    Values of `cluster.slurm.env`, such as keys and tokens, are masked.
     """
     tree = to_written(config)
     if isinstance(config.cluster, SlurmCluster):
@@ -217,7 +217,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
 
     Args:
         tree: the settings.
-        texts: of what comes from the environment, the text that asks for it.
+        texts: the interpolations of values from the environment.
     """
     config = build(Config, tree)
     config = dataclasses.replace(config, model=config.model.filled())
@@ -258,13 +258,13 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
         return config
     except ConfigError as raised:
         error = raised
-    except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too
+    except Exception as raised:  # Hydra asserts that a file holds settings
         error = translated(raised, overrides, folders, sources)
-    raise error.said(Origin(sources, overrides, groups).of(error.keys)) from None
+    raise error.located(Origin(sources, overrides, groups).of(error.keys)) from None
 
 
 def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return what the command line allows: what a file says of it does not count."""
+    """Return `COMMAND_LINE_ONLY` as the command line sets it; a file's values are ignored."""
     said = {override.key_or_group: override.value() for override in overrides}
     return {name: said.get(name, getattr(Config(), name)) for name in COMMAND_LINE_ONLY}
 
@@ -272,7 +272,7 @@ def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
 def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
     """Yield the files that Hydra's defaults list stands for, without Hydra's own."""
     for default in defaults:
-        name = str(default.config_path).removesuffix(".yaml")  # with which Hydra takes it, too
+        name = str(default.config_path).removesuffix(".yaml")  # Hydra accepts it, too
         folder = next((one for one in folders if (one / f"{name}.yaml").is_file()), None)
         if folder is not None:
             yield Source(folder / f"{name}.yaml", default.package or "", folder == folders[-1])
@@ -283,7 +283,7 @@ def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> It
 def _refuse_misplaced(
     tree: Mapping[Any, Any], groups: Mapping[str, Sequence[str]], sources: Sequence[Source]
 ) -> None:
-    """Refuse a recipe without its package line, which fills a section that sets nothing."""
+    """Refuse a recipe without its package line, which fills a section that does not exist."""
     names = {field.name for field in dataclasses.fields(Config)}
     for source in sources:
         if source.package in groups and source.package in tree and source.package not in names:
@@ -374,7 +374,7 @@ def translated(
         return ConfigError(f"{short(Path(mark.name))}:{mark.line + 1} is not YAML: {error.problem}")
     if isinstance(error, HydraException) and not str(error) and error.__cause__ is not None:
         return translated(error.__cause__, overrides, folders, sources)
-    if isinstance(error, OmegaConfBaseException):  # its first line says what, the others how typed
+    if isinstance(error, OmegaConfBaseException):  # its first line is the problem
         key = error.full_key or ""
         if lost := re.search(r"Environment variable '(.+?)' not found", str(error)):
             return ConfigError(
@@ -397,7 +397,7 @@ def translated(
 
 
 def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigError:
-    """Return the error for a file whose defaults list overrides a group that there is not."""
+    """Return the error for a defaults list that overrides a group that does not exist."""
     path = next((f / f"{file}.yaml" for f in folders if (f / f"{file}.yaml").is_file()), Path(file))
     return ConfigError(
         f"There is no group {group} for 'override /{group}' to choose from",

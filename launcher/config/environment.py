@@ -67,15 +67,14 @@ def resolved(settings: DictConfig) -> tuple[dict[str, Any], dict[Place, str]]:
 
 
 def noted(tree: Mapping[str, Any], texts: Mapping[Place, str]) -> FromEnvironment:
-    """Return what of `tree`, which holds the values, is to be written as one of `texts`."""
+    """Return the values of `tree` that are written as interpolations, with these."""
     return {place: (text, value) for place, text in texts.items() for value in _values(tree, place)}
 
 
 def unresolved(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[str, Any]:
-    """Return `tree` as it is written down, to be resolved when it is read.
+    """Return `tree` with interpolations in place of values from the environment.
 
-    What still is as it came from the environment becomes the text that asks for it; any other text
-    is escaped, so that it is read as it is.
+    A value that has changed since stays. Any other text is escaped, so that it is read as it is.
     """
     result: dict[str, Any] = _escaped(tree)
     for place, (text, value) in environment.items():
@@ -140,7 +139,7 @@ def _escaped(tree: Any) -> Any:
 
 
 def _values(tree: Any, place: Place) -> list[Any]:
-    """Return what is at a place: one value, or none."""
+    """Return the value at a place in a list; an empty list if there is none."""
     for name in place:
         try:
             tree = tree[name]
@@ -193,7 +192,7 @@ def _by_the_shell(key: str) -> str:
 
 
 def command_at(key: str, value: str) -> str | None:
-    """Return the setting that runs code and that `value`, at `key` of a file, would decide."""
+    """Return the setting that runs code and that a file's `value` at `key` would set."""
     for command in _COMMANDS:
         if f"{key}.".startswith(f"{command}."):
             return key
@@ -213,7 +212,7 @@ def not_allowed(command: str, where: str = "") -> ConfigError:
 
 
 def commands_in(config: Config) -> Iterator[str]:
-    """Yield the settings that run code and that `config` sets; of a table those in it."""
+    """Yield the settings that run code and that `config` sets, with those within tables."""
     tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config(cluster=SlurmCluster()))
     for command in _COMMANDS:
         values, defaults = (dict(_leaves_at(one, command)) for one in (tree, untouched))
@@ -229,7 +228,7 @@ def _leaves_at(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that a value sets, with their values; of a table those in it."""
+    """Yield the settings that a value sets, with those within tables, and their values."""
     if not isinstance(value, dict) or not value:
         yield key, value
         return

@@ -51,9 +51,9 @@ class Container:
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a job asks of Slurm; null leaves the choice to the site.
+    """Options of a Slurm job; null leaves the choice to the site.
 
-    `conf/cluster/slurm.yaml` says in comments what each setting means.
+    `conf/cluster/slurm.yaml` describes each setting.
     """
 
     partition: str | None = None
@@ -325,7 +325,7 @@ class RayCluster(Hosts):
     resources: dict[str, float] = field(default_factory=dict)
 
     def check(self) -> Iterator[ConfigError]:
-        """Yield what is wrong with the address and with the resources of a worker."""
+        """Yield errors of the address and of the resources of a worker."""
         yield from super().check()
         if problem := ray_address_problem(self.address):
             address = f"cluster.address={self.address}"
@@ -347,7 +347,7 @@ class RayCluster(Hosts):
 
 
 def ray_address_problem(address: str) -> str:
-    """Return what is wrong with the address of a Ray, and what to do; "" if nothing is."""
+    """Return the remedy for a wrong address of a Ray cluster; "" for a right one."""
     if address.startswith("ray://"):
         return (
             "That is a Ray Client, which runs this program's calls in another process: run the "

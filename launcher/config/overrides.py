@@ -20,11 +20,11 @@ from launcher.config.folders import PARTS
 from launcher.config.reader import text_keys
 
 COMMAND_LINE = "on the command line"
-_LONGEST = 1000  # characters of what a message repeats
+_LONGEST = 1000  # characters of an argument that a message repeats
 
 
 def parse(texts: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
-    """Read each `group=option`, `key=value`, `+key=value`, `++key=value` and `~key`.
+    """Parse each `group=option`, `key=value`, `+key=value`, `++key=value` and `~key`.
 
     Args:
         texts: the arguments as the shell handed them over.
@@ -53,7 +53,7 @@ def _parse_one(parser: OverridesParser, text: str) -> Override:
 
 
 def _quoted(key: str, value: str) -> str:
-    """Return an argument as a shell takes it whose value Hydra reads as it stands."""
+    """Return an argument quoted for the shell and for Hydra."""
     if "'" in value and '"' not in value:
         return f'"{key}=\\"{value}\\""'
     inner = value.replace("'", "\\'").replace('"', '\\"')
@@ -61,7 +61,7 @@ def _quoted(key: str, value: str) -> str:
 
 
 def _refuse_useless(override: Override, text: str) -> None:
-    """Refuse what Hydra's grammar allows but what could change nothing here."""
+    """Refuse overrides of Hydra's grammar that would have no effect here."""
     if not override.key_or_group:
         problem, remedy = f"{text!r} has no name before its =", "Write key=value."
     elif override.key_or_group.split(".")[0].split("/")[0] == "hydra":
@@ -121,18 +121,18 @@ def for_hydra(
 
 
 def quoted(value: str) -> str:
-    """Return `value` as one quoted string of the override grammar, whatever it holds."""
+    """Return `value` as a quoted string of the override grammar."""
     return QuotedString(value, Quote.single).with_quotes()
 
 
 def written(value: str) -> str:
-    """Return the text `value` as it is best typed: in quotes only if it needs them."""
+    """Return the text `value` for a command line, in quotes only if it needs them."""
     plain = re.fullmatch(r"[\w./-]+", value) and value.casefold() != "null"
     return value if plain else quoted(value)
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> None:
-    """Raise ConfigError for several values of a setting, of which one run takes one."""
+    """Raise ConfigError for several values of one setting in a single run."""
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(

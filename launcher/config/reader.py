@@ -20,14 +20,14 @@ from launcher.config.schema import Config
 
 T = TypeVar("T")
 
-_UNSET = "???"  # YAML's word for "the user must say"
+_UNSET = "???"  # YAML's marker of a mandatory value
 _LARGEST_FLOAT = 3e38  # float32 ends a little above
 _EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
 _MEANING = {**WORDS, dict: "a table of names and values"}
 
 
 def build(cls: type[T], tree: Any, key: str = "") -> T:
-    """Make a `cls` from `tree`; what the tree leaves out takes the field's default.
+    """Return a `cls` from `tree`; missing names take the fields' defaults.
 
     In `parallel`, whose settings know `auto`, a setting of another method is allowed if it is null,
     or `auto` where that method knows the word. A sweep over methods needs that.
@@ -194,7 +194,7 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
 
 
 def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
-    """Raise ConfigError for what is none of the words that a field accepts."""
+    """Raise ConfigError for a value that is not one of the field's choices."""
     choices, parse = metadata.get("choices"), metadata.get("parse")
     if not choices or value in choices:
         return
@@ -212,7 +212,7 @@ def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
 
 
 def _check_line(value: str, key: str) -> None:
-    """Raise ConfigError for text, also in lists and tables, that cannot be a line of a script."""
+    """Raise ConfigError for text that is not one printable line."""
     if not value.isprintable():
         raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
 
@@ -222,15 +222,15 @@ def _plain(number: float) -> str:
 
 
 def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
-    """Return the error for a name that `cls` lacks, with where it belongs or the nearest name."""
+    """Return the error for an unknown name, with the kind that has it or the nearest name."""
     key = join(section, name)
     variants = _variants(cls, section)
     siblings = variants.classes
     option = next((option for option, one in siblings.items() if one is cls), None)
-    # What chooses a kind: the option of its name, but for clusters, whose files have their own.
+    # A kind is chosen by the option of its name, except clusters, whose files have other names.
     choice = f"{section}.{variants.key}" if variants.key == "kind" else section
     homes = _homes(siblings, name)
-    while homes and isinstance(value, Mapping) and value:  # a section: by the first that is set
+    while homes and isinstance(value, Mapping) and value:  # a section: name its first setting
         inner, value = next(iter(value.items()))
         key = join(key, str(inner))
     problem = f"{key} is not a setting{f' of {choice}={option}' if option else ''}"
@@ -259,7 +259,7 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
 
 
 def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
-    """Return whether a setting of another kind of the section leaves that at its default."""
+    """Return whether a setting of another kind of the section has its default there."""
     classes = _variants(cls, section).classes.values()
     fields = [field for one in classes for field in settings_of(one)]
     automatic = {key_of(field) for field in fields if "auto" in field.metadata}
@@ -269,7 +269,7 @@ def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
 
 
 def _variants(cls: type, section: str) -> Variants:
-    """Return all kinds of a section that `cls` is one kind of; none for any other class."""
+    """Return all kinds of the section of `cls`; none for a class without kinds."""
     for field in dataclasses.fields(Config):
         variants: Variants | None = field.metadata.get("variants")
         if field.name == section and variants and cls in variants.classes.values():

@@ -1,4 +1,4 @@
-"""Files and overrides that settings come from: their places, their checks, and what is dropped.
+"""Files and overrides that settings come from: their places, checks and precedence.
 
 Files of users are checked for what composing would ignore, and for code that nobody allowed. What a
 file sets of an option that it chose is dropped when another option is chosen: a recipe picks
@@ -72,14 +72,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Origin:
-    """All files and overrides in the order in which they were merged: later beats earlier."""
+    """All files and overrides in the order of merging; later ones win."""
 
     sources: Sequence[Source]
     overrides: Sequence[Override]
     groups: Collection[str]
 
     def of(self, keys: Sequence[str]) -> str:
-        """Return where `keys` were set, in words; "" for defaults of the schema."""
+        """Return the places of `keys` in words; "" for defaults of the schema."""
         found = {key: place for key in keys if (place := self._of_one(key))}
         if len(keys) == 1 or len(set(found.values())) == 1 == len(found) / len(keys):
             return next(iter(found.values()), "")
@@ -143,7 +143,7 @@ def _line(source: Source, key: str) -> int:
 
 
 def refuse_useless(source: Source, commands_allowed: bool) -> None:
-    """Check that the settings of a file have an effect, and the one that was meant.
+    """Check that the settings of a file have an effect, and the intended one.
 
     Args:
         source: the file.
@@ -193,7 +193,7 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
 
 
 def misshapen(sources: Sequence[Source]) -> ConfigError | None:
-    """Return the first list where a table belongs, or the reverse, as an error.
+    """Return the error for the first list in place of a table, or the reverse.
 
     Hydra merges neither, nor names it.
     """
@@ -261,14 +261,14 @@ def scalars(source: Source) -> Iterator[tuple[str, str, yaml.ScalarNode]]:
 
 
 def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """Yield every value below `node` with its dotted key; those of a list have the list's."""
+    """Yield every scalar below `node` with its dotted key; list items have the list's key."""
     for inner, found in _nodes(node, key):
         if isinstance(found, yaml.ScalarNode):
             yield inner, found
 
 
 def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Yield `node` and everything below it, likewise."""
+    """Yield `node` and all nodes below it, with keys as `_scalars`."""
     if node is not None:
         yield key, node
     if isinstance(node, yaml.SequenceNode):
@@ -285,7 +285,7 @@ def _is_nothing(node: yaml.ScalarNode) -> bool:
 
 
 def _switched_off(key: str, node: yaml.ScalarNode) -> str:
-    """Return the group of which a defaults list chooses no option, though each run needs one.
+    """Return the mandatory group for which a defaults list chooses null.
 
     It is "" if there is none. Hydra leaves out what was chosen before, and the schema would fill it
     in again.
@@ -294,7 +294,7 @@ def _switched_off(key: str, node: yaml.ScalarNode) -> str:
 
 
 def _group(key: str) -> str:
-    """Return which group an entry of a defaults list chooses from; "" for any other value."""
+    """Return the group of an entry of a defaults list; "" for any other value."""
     said, _, word = key.partition(".")
     return (
         word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""
@@ -308,7 +308,7 @@ def _place(path: Path, node: yaml.Node) -> str:
 def without_leftovers(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override], groups: Mapping[str, Any]
 ) -> Tree:
-    """Return the tree without what files say of options that are not chosen.
+    """Return the tree without the files' settings of options that are not chosen.
 
     Args:
         tree: composed of `sources` and `overrides`, and not yet resolved.
@@ -357,7 +357,7 @@ def _kinds(
     overrides: Sequence[Override],
     options: Mapping[str, Any],
 ) -> dict[str, Tree]:
-    """Return the kinds of sections whose kind the user says; what another kind says is dropped.
+    """Return the kinds of sections whose kind the user sets; settings of other kinds are dropped.
 
     The command line comes first, then the option that it chose, then the user's files.
 
@@ -385,7 +385,7 @@ def _kinds(
 
 
 def _is_chosen(source: Source, content: Any, group: str, option: str | None) -> bool:
-    """Return whether a file is for the option that is chosen, where one is."""
+    """Return whether a file applies to the chosen option."""
     if option is None or source.package == group:
         return True
     return choices(content).get(group, option) == option
@@ -396,7 +396,7 @@ def _content(source: Source) -> Any:
 
 
 def _part(source: Source, content: Any, group: str) -> Tree:
-    """Return what a file says of the section `group`."""
+    """Return a file's settings of the section `group`."""
     if not isinstance(content, dict):
         return {}
     part: Any = {name: value for name, value in content.items() if name != "defaults"}
@@ -419,7 +419,7 @@ def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
 
 
 def _only(tree: Any, names: Sequence[str]) -> Any:
-    """Return `tree` with nothing in it but what these names lead to."""
+    """Return `tree` with only the value at the path `names`."""
     return {names[0]: _only(tree[names[0]], names[1:])} if names else tree
 
 
@@ -433,10 +433,10 @@ def _merged(below: Any, above: Any) -> Any:
 def with_runs_settings(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
 ) -> Tree:
-    """Return `tree` with what makes its program from the run that it is about.
+    """Return `tree` with the settings of its program of the run that it evaluates or replays.
 
-    That is the model, the data and more, as far as neither the command line nor a recipe says a
-    word of it. `tree` is not yet resolved.
+    They are the model, the data, the optimizer and more, unless the command line or a recipe sets
+    them. `tree` is not yet resolved.
     """
     parallel, plan = tree.get("parallel"), None
     if tree.get("task") in ("evaluate", "generate"):
@@ -451,7 +451,7 @@ def with_runs_settings(
         return tree
     said = {override.key_or_group for override in overrides}
     for source in sources:
-        if not source.package and source.path.name != "config.yaml":  # which all others come after
+        if not source.package and source.path.name != "config.yaml":  # all others come after it
             content = OmegaConf.to_container(OmegaConf.load(source.path))
             assert isinstance(content, dict)
             said |= choices(content).keys() | {
@@ -475,20 +475,20 @@ def with_runs_settings(
 
 
 def _names_kind(section: str, said: Set[str]) -> bool:
-    """Return whether the kind of a section is said: then the rest of it is, too."""
+    """Return whether the kind of a section is set, and so all of it."""
     (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
     variants = field.metadata.get("variants")
     return variants is not None and f"{section}.{variants.key}" in said
 
 
 def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:
-    """Return the settings of a model that stand for others, each with those others."""
+    """Return the shorthands of a model."""
     kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
     return kind.shorthands if kind else {}
 
 
 def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
-    """Return what the run says of `key`, and over it what is said of it here."""
+    """Return the run's settings below `key`, overridden by those set here."""
     if key in said:
         return ours
     if not (isinstance(theirs, dict) and isinstance(ours, dict)):
@@ -519,7 +519,7 @@ def settings_beside(plan: str) -> Tree:
 
 
 def is_of_sweeper(key: str, group: str) -> bool:
-    """Return whether a value of a file, or the group it chooses from, is the sweeper's."""
+    """Return whether a file's value, or the group that it chooses from, is the sweeper's."""
     return f"{key}.".startswith(f"{SWEEPER}.") or f"{group}/".startswith(f"{SWEEPER_GROUP}/")
 
 
@@ -540,7 +540,7 @@ def _check_sweeper_value(
 
 
 def _check_param(name: str, value: str, commands_allowed: bool, where: str) -> None:
-    """Check what is swept: its values become part of the command line of each point."""
+    """Check a swept setting, whose values become part of each point's command line."""
     if not re.fullmatch(r"[\w./]+", name) or name.partition(".")[0].partition("/")[0] == "hydra":
         raise ConfigError(
             f"{SWEPT}: {name} is not the name of a setting",

@@ -82,7 +82,7 @@ class Batch:
     Attributes:
         points: the points.
         total: how many the sweep asks for in all.
-        learns: whether the next batch depends on what comes of this one.
+        learns: whether the next batch depends on the results of this one.
     """
 
     points: Sequence[Asked]
@@ -106,7 +106,7 @@ class _Failed(JobReturn):
 
     @property
     def return_value(self) -> Any:
-        """Raise what the point failed of."""
+        """Raise the point's error."""
         raise _PointError
 
     @return_value.setter
@@ -183,11 +183,11 @@ def run_sweeper(
                     raise
                 raise SweeperError(f"{type(error).__name__}: {error}") from error
         for file in set(Path(scratch).iterdir()) - {Path(scratch, "multirun.yaml")}:
-            shutil.copy(file, results() / file.name)  # what it found, without Hydra's own settings
+            shutil.copy(file, results() / file.name)  # its results, without Hydra's own settings
 
 
 def _point(overrides: Sequence[Override], job: Sequence[str]) -> tuple[str, ...]:
-    """Return all that the command line says for a point: what is swept stands where it was."""
+    """Return the command line of a point, with swept settings in their original places."""
     chosen = {text.partition("=")[0]: text for text in job}
     words = []
     for override in overrides:
@@ -212,7 +212,7 @@ def _sweeper(node: DictConfig, loader: ConfigLoader) -> Sweeper:
     sweeper = Plugins.instance().instantiate_sweeper(
         hydra_context=context, task_function=lambda config: None, config=node
     )
-    # The schema decides what a point's settings are, not the files that hold some of them.
+    # A point's settings are checked by the schema, not by the files that hold some of them.
     sweeper.validate_batch_is_legal = lambda batch: None  # type: ignore[method-assign]
     logging.getLogger("optuna").setLevel(logging.WARNING)
     return sweeper
@@ -220,7 +220,7 @@ def _sweeper(node: DictConfig, loader: ConfigLoader) -> Sweeper:
 
 @contextmanager
 def _plugged(launcher: PointLauncher) -> Iterator[None]:
-    """Have sweepers be given `launcher` where they ask Hydra for its launcher.
+    """Make Hydra hand `launcher` to sweepers.
 
     Hydra itself makes plug-ins of modules below `hydra_plugins` only, which are for packages that
     are installed beside it.
@@ -245,11 +245,11 @@ def _sweeper_settings(
     """Return Hydra's own settings, as the command line and users' files have them.
 
     Args:
-        of_sweeper: what the command line says of the sweeper.
-        overrides: what else it says.
+        of_sweeper: the sweeper's part of the command line.
+        overrides: the rest of it.
         folders: the folders of settings.
         loader: Hydra's loader, which searches them.
-        scratch: a folder for what the sweeper writes.
+        scratch: a folder for the sweeper's files.
 
     Raises:
         ConfigError: they are wrong.
@@ -267,7 +267,7 @@ def _sweeper_settings(
     in_files = frozenset(_said_in(sources))
     ours = f"hydra.sweep.dir={quoted(str(scratch))}"
     try:
-        # Only where files say something of the sweeper do they have to be merged for it.
+        # Files are merged only if they set something of the sweeper.
         primary, words = (PRIMARY, words) if in_files else (None, [])
         node = loader.load_configuration(primary, [ours, *words, *of_sweeper], RunMode.MULTIRUN)
     except (HydraException, OmegaConfBaseException) as error:
@@ -288,12 +288,12 @@ def _sweeper_settings(
 
 
 def _is_learning(node: DictConfig) -> bool:
-    """Return whether the sweeper's next points depend on what came of those before."""
+    """Return whether the sweeper's next points depend on earlier results."""
     return not node.hydra.sweeper._target_.endswith(".BasicSweeper")
 
 
 def _points_in_all(node: DictConfig) -> int | None:
-    """Return how many points a sweeper that learns will ask for, where it says so."""
+    """Return the number of points that an adaptive sweeper will ask for, if it is configured."""
     for name in ("n_trials", "budget", "max_trials"):  # Optuna, Nevergrad, Ax
         if isinstance(found := OmegaConf.select(node, f"{SWEEPER}.{name}"), int):
             return found
@@ -327,7 +327,7 @@ def _sources(
 
 
 def _said_in(sources: Sequence[Source]) -> Iterator[str]:
-    """Yield what users' files say of the sweeper: settings by their keys, and groups."""
+    """Yield the sweeper's settings in users' files by their keys, and its groups."""
     for source in sources:
         if not source.is_own:
             for key, group, _ in scalars(source):
@@ -336,7 +336,7 @@ def _said_in(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def _place_of(sources: Sequence[Source], key: str) -> str:
-    """Return in words where a file says a setting of the sweeper; "" if none does."""
+    """Return the place in the files of a setting of the sweeper; "" if there is none."""
     for source in reversed(sources):
         for found, group, node in scalars(source):
             if key in (found, group):
@@ -345,7 +345,7 @@ def _place_of(sources: Sequence[Source], key: str) -> str:
 
 
 def _values(fixed: Sequence[Override], node: DictConfig) -> Mapping[str, Any]:
-    """Return what the sweep's sampler and its direction follow from, where it is said."""
+    """Return the settings that the sampler and its direction follow from."""
     found = {one.key_or_group: one.value() for one in fixed}
     for key in ("run.seed", "sweep.jobs", "sweep.objective"):
         value = OmegaConf.select(node, key, throw_on_resolution_failure=False)
@@ -357,14 +357,14 @@ def _values(fixed: Sequence[Override], node: DictConfig) -> Mapping[str, Any]:
 def _fill_in(
     sweeper: DictConfig, said: Sequence[str], in_files: frozenset[str], ours: Mapping[str, Any]
 ) -> None:
-    """Set what the launcher knows better than the plug-in, unless somebody says it.
+    """Set the plug-in's options that follow from ours, unless they are set.
 
-    As many points at a time as `sweep.jobs`; a point that fails stops no other; and the same
-    points each time, so that a sweep can go on after it was killed.
+    `sweep.jobs` points run at a time; a failed point stops no other; the points are the same each
+    time, so that a killed sweep can be resumed.
     """
     if "storage" in sweeper and sweeper.storage is not None:
         raise ConfigError(
-            "hydra.sweeper.storage would hold each point twice once the sweep goes on",
+            "hydra.sweeper.storage would hold each point twice once the sweep is resumed",
             "Leave it out: sweep.json in the sweep's folder holds its points.",
             where=COMMAND_LINE,
         )
@@ -390,7 +390,7 @@ def _settle_params(
     sources: Sequence[Source],
     loader: ConfigLoader,
 ) -> None:
-    """Leave out of `hydra.sweeper.params` what the command line says; check the rest.
+    """Drop settings of the command line from `hydra.sweeper.params`; check the rest.
 
     Raises:
         ConfigError: values cannot be read, or the basic sweeper cannot list them.
@@ -413,7 +413,7 @@ def _settle_params(
 
 
 def _refuse_unlisted(swept: Sequence[Override], where: str = COMMAND_LINE) -> None:
-    """Raise ConfigError for what the basic sweeper cannot list value by value."""
+    """Raise ConfigError for settings that the basic sweeper cannot list value by value."""
     for override in swept:
         try:
             if override.is_sweep_override():

@@ -95,7 +95,7 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
         ),
         (
             (*OPTUNA, "hydra.sweeper.storage=sqlite:///a.db"),
-            "hydra.sweeper.storage would hold each point twice once the sweep goes on "
+            "hydra.sweeper.storage would hold each point twice once the sweep is resumed "
             "(on the command line). Leave it out: sweep.json in the sweep's folder holds its "
             "points.",
         ),
