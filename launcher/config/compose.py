@@ -176,7 +176,7 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
     except ConfigError as error:
         in_file = not set(error.keys) & set(COMMAND_LINE_ONLY)
         raise error.located(f"in {short(path)}" if in_file else COMMAND_LINE) from None
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         raise translated(error, overrides, (), ()).located(f"in {short(path)}") from None
 
 
