@@ -237,6 +237,10 @@ def _problem(file: Path) -> str:
         return f"cannot be read: {error.strerror}"
     except DamagedError as error:
         return str(error).removeprefix("it ")
+    except yaml.reader.ReaderError as error:
+        return f"is not YAML: {error.reason}"
+    except yaml.YAMLError:  # Hydra reports it with its line
+        return ""
     if root is None:
         return ""
     if not isinstance(root, yaml.MappingNode):
