@@ -30,7 +30,7 @@ from launcher.plan import ClusterShape, Plan, describe_plan
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.problem import Wanted, best_of
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.select import search
 from launcher.recipes import build_model
 from launcher.trace import TracedStep, trace_step
 
@@ -167,7 +167,7 @@ def main(most: int = 64) -> None:
         step, cluster = traced(point.size), cluster_of(point.gpus, share)
         theirs = published(step, point, cluster)
         plans = [
-            best_plan(step, cluster, Wanted()),
+            search(step, cluster, Wanted())[0][0],
             theirs,
             *(restricted(step, cluster, way) for way in (True, False)),
         ]

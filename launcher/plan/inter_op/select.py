@@ -39,17 +39,6 @@ _REFITS = 3  # at most, of what a plan computes again
 _PRECISION = 1.002  # relative error of an estimate's seconds: plans within it are not told apart
 
 
-def best_plan(
-    step: TracedStep,
-    cluster: ClusterShape,
-    wanted: Wanted,
-    progress: Callable[[float], None] = lambda share: None,
-    measured: MeasuredLayers | None = None,
-) -> Plan:
-    """Return the best plan; see `search`."""
-    return search(step, cluster, wanted, progress, measured)[0][0]
-
-
 def search(
     step: TracedStep,
     cluster: ClusterShape,
