@@ -9,7 +9,7 @@ import pytest
 
 import launcher
 from launcher.plan import local_shape
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
 from launcher.trace import trace_step
 
@@ -23,7 +23,7 @@ CLUSTER = dataclasses.replace(
 )
 
 
-def plan_of(rows, cluster=CLUSTER, layers=2, wanted=Wanted()):  # noqa: B008 (frozen)
+def plan_of(rows, cluster=CLUSTER, layers=2, wanted=Constraints()):  # noqa: B008 (frozen)
     """A plan of a network that one device a stage cannot run at the same speed."""
 
     def loss(params, x):
