@@ -17,9 +17,9 @@ from launcher.plan.build import build_plan
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.runners_up import reason
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.select import search
 from launcher.plan.links import link_seconds, once_seconds
 from launcher.plan.pipeline import Pipeline, estimated, timeline
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
@@ -358,6 +358,6 @@ def test_no_plan_is_predicted_below_what_its_own_bytes_take(seeds):
 def test_a_host_behind_a_slow_link_is_left_idle(inter_host, devices):
     """Where what would cross takes longer than what the other host saves."""
     cluster = cluster_of(2, 2, inter_host=inter_host, intra_host=1e11, latency=1e-7)
-    plan = best_plan(traced(), cluster, Wanted())
+    plan = search(traced(), cluster, Constraints())[0][0]
     assert plan.num_devices == devices
     assert plan.predicted_step_seconds >= max(link_seconds(plan).values(), default=0.0)
