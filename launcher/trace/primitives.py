@@ -9,8 +9,10 @@ equations is what it says.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -28,7 +30,6 @@ from launcher.trace.ir.jaxpr import (
     lift_constants,
     make_jaxpr,
 )
-from launcher.trace.stop_at_loss import end_here
 
 REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
 _PER_SLICE = "launcher.per_slice"
@@ -287,3 +288,52 @@ loss_p.def_abstract_eval(_loss_avals)
 mlir.register_lowering(loss_p, mlir.lower_fun(_whole_batch, multiple_results=True))
 ad.primitive_jvps[loss_p] = _loss_jvp
 batching.primitive_batchers[loss_p] = _loss_batching
+
+
+_stops = ContextVar("stops_at_loss", default=False)
+_reached: ContextVar[list[Any] | None] = ContextVar("losses_reached", default=None)
+
+
+class LossReachedError(BaseException):
+    """Ends the trace of a step at its loss.
+
+    Attributes:
+        avals: the operands of the loss.
+        params: the parameters of its equation.
+    """
+
+    def __init__(self, avals: Sequence[Any], params: dict[str, Any]) -> None:
+        super().__init__()
+        self.avals, self.params = avals, params
+
+
+@contextlib.contextmanager
+def stopping_at_loss() -> Iterator[None]:
+    """Have the traces inside end with `LossReachedError` when they come to a loss."""
+    token = _stops.set(True)
+    try:
+        yield
+    finally:
+        _stops.reset(token)
+
+
+@contextlib.contextmanager
+def listing_losses() -> Iterator[list[Any]]:
+    """Give a list, to which the traces inside add the program of each loss that they come to.
+
+    That may be one that the step does not hold, as under `jax.eval_shape`, or inside another loss.
+    """
+    found: list[Any] = []
+    token = _reached.set(found)
+    try:
+        yield found
+    finally:
+        _reached.reset(token)
+
+
+def end_here(avals: Sequence[Any], params: dict[str, Any]) -> None:
+    """Raise LossReachedError if the trace is to end at this loss."""
+    if _stops.get():
+        raise LossReachedError(avals, params)
+    if (found := _reached.get()) is not None:
+        found.append(params["jaxpr"])

@@ -20,61 +20,58 @@ import jax
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.errors import BatchError, TraceError
-from launcher.trace.interface import Interface
-from launcher.trace.ir.conditionals import split_conditionals
+from launcher.trace.interface import Interface, OuterProgram, leaf_names
+from launcher.trace.ir.bodies import split_conditionals
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
     Var,
     inline_calls,
-    is_var,
     make_jaxpr,
     make_jaxpr_and_shape,
     needed,
 )
 from launcher.trace.ir.structure_text import structure_text
-from launcher.trace.leaf_names import leaf_names
-from launcher.trace.losses import find_losses, refuse_side_effects, with_named_operands
-from launcher.trace.no_loss import no_loss, no_loss_equation
+from launcher.trace.losses import (
+    find_losses,
+    no_loss,
+    no_loss_equation,
+    refuse_side_effects,
+    with_named_operands,
+)
 from launcher.trace.parts import Part, cut_at_losses, interfaces
-from launcher.trace.primitives import loss_p
+from launcher.trace.primitives import LossReachedError, listing_losses, loss_p, stopping_at_loss
 from launcher.trace.scans.open_scans import OPEN, Stacks, open_scans
-from launcher.trace.slicing.slices import Loss, Traces, resized, slice_loss
-from launcher.trace.slicing.split_loss import SplitLoss, split_loss
-from launcher.trace.stop_at_loss import LossReachedError, listing_losses, stopping_at_loss
+from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, resized, slice_loss, split_loss
 
 
 @dataclass(frozen=True, eq=False)
-class TracedStep(Interface):
+class TracedStep(OuterProgram):
     """A train step (or, with nothing differentiated, an evaluation step) as data.
 
-    A function without a loss is a step, too, whose loss reads and makes nothing (`trace.no_loss`).
+    A function without a loss is a step, too, whose loss reads and makes nothing (`losses.no_loss`).
 
     A step with several losses is a chain of parts with one loss each (`trace.parts`). Then this is
     the first part, and has its arguments and results.
 
     Attributes:
         constants: captured arrays by their variable.
-        before, loss_equation, after: the outer program, split at the loss.
         batch_size: rows along axis 0 of the batch leaves.
         fingerprint: equal for equal programs, in every process.
         traces: those of the loss; None if there is none.
         layer_ends: where layers end instead of at the marks (`cut_at`); None: at the marks.
-        further: the parts after the first.
+        other_losses: the parts after the first.
         of: the arguments and results of the whole step, if it has several parts.
         stacks: the arguments and results as the caller knows them, if scans are open.
     """
 
     constants: dict[Var, Any]
-    before: tuple[Equation, ...]
-    loss_equation: Equation
-    after: tuple[Equation, ...]
     batch_size: int
     fingerprint: str
     traces: Traces | None
     layer_ends: LayerEnds | None = None
-    further: tuple[TracedStep, ...] = ()
+    other_losses: tuple[TracedStep, ...] = ()
     of: Interface | None = None
     stacks: Stacks | None = None
     # the memo of `loss`
@@ -83,7 +80,7 @@ class TracedStep(Interface):
     @property
     def parts(self) -> tuple[TracedStep, ...]:
         """The step's parts, one for each loss, in order."""
-        return (self, *self.further)
+        return (self, *self.other_losses)
 
     @property
     def whole(self) -> Interface:
@@ -91,9 +88,11 @@ class TracedStep(Interface):
         return self.of or self
 
     @functools.cached_property
-    def operands(self) -> tuple[Var, ...]:
-        """The operands of the loss, of which a large model has thousands."""
-        return tuple(v for v in self.loss_equation.invars if is_var(v))  # as all of them are
+    def operand_names(self) -> tuple[str, ...]:
+        """A name for every operand of the loss: the argument leaf's name, or a description."""
+        words: dict[Any, str] = dict.fromkeys(self.constants, "a constant")
+        words |= zip(self.invars, leaf_names(self), strict=True)
+        return tuple(words.get(v, f"operand {i}") for i, v in enumerate(self.operands))
 
     def loss(self, num_slices: int) -> Loss:
         """Return the loss on one of `num_slices` equal slices of the batch (cached).
@@ -122,7 +121,12 @@ class TracedStep(Interface):
 
         It is the step itself if there is none, or if they are open. See `open_scans`.
         """
-        return self if self.stacks else open_scans(self) or self
+        if self.stacks or self.traces is None or self.other_losses or self.of is not None:
+            return self
+        if not (opened := open_scans(self, self.traces)):
+            return self
+        fingerprint = f"{self.fingerprint}{OPEN}"
+        return dataclasses.replace(self, **opened, fingerprint=fingerprint, losses={})
 
     def planned_as(self, fingerprint: str) -> TracedStep:
         """Return the step as a plan with this fingerprint has it: with open scans, or as it is."""
@@ -228,11 +232,11 @@ def trace_step(
     if len(parts) == 1:
         return step_of(parts[0], whole, fingerprint)
     ends = interfaces(whole, parts, set(constants), leaf_names(whole))
-    first, *further = (
+    first, *others = (
         step_of(part, at, f"{fingerprint}.{number}" if number else fingerprint)
         for number, (part, at) in enumerate(zip(parts, ends, strict=True))
     )
-    return dataclasses.replace(first, further=tuple(further), of=whole)
+    return dataclasses.replace(first, other_losses=tuple(others), of=whole)
 
 
 @contextlib.contextmanager
