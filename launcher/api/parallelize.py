@@ -229,8 +229,8 @@ class ParallelizedFunction:
         method = self._method
         return method.last_plan if isinstance(method, ParallelizedFunction) else None
 
-    def _as_method(self) -> Follow:
-        """Return the method of functions that follow this one."""
+    def as_method(self) -> Follow:
+        """Return the method of a function that follows this one: its last plan and step."""
         plan = self.last_plan
         assert self._last is not None
         return Follow(plan, self._last.variant.step)
@@ -240,7 +240,7 @@ class ParallelizedFunction:
         check_context(self.__name__)
         method, follows = self._method, False
         if isinstance(method, ParallelizedFunction):
-            method, follows = method._as_method(), True
+            method, follows = method.as_method(), True
         # The guard is for constants that JAX's own functions make.
         with python_words(), jax.transfer_guard("allow"):
             step = trace_step(

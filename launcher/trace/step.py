@@ -40,7 +40,7 @@ from launcher.trace.losses import (
     refuse_side_effects,
     with_named_operands,
 )
-from launcher.trace.parts import Part, cut_at_losses, interfaces
+from launcher.trace.parts import Part, SplitLosses, cut_at_losses, interfaces
 from launcher.trace.primitives import LossReachedError, listing_losses, loss_p, stopping_at_loss
 from launcher.trace.scans.open_scans import OPEN, Stacks, open_scans
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, resized, slice_loss, split_loss
@@ -143,7 +143,6 @@ def trace_step(
     *,
     batch_argnums: Sequence[int] = (1,),
     donate_argnums: Sequence[int] = (0,),
-    static_argnums: Sequence[int] = (),
     needs_loss: bool = True,
 ) -> TracedStep:
     """Trace `fun(*args)`.
@@ -153,8 +152,6 @@ def trace_step(
         args: pytrees of arrays or `jax.ShapeDtypeStruct`, of the whole batch.
         batch_argnums: the arguments whose leaves are cut along axis 0.
         donate_argnums: those that a call consumes.
-        static_argnums: those that are Python values, baked into the program. The traced step takes
-            None in their place (`arguments.without_static`).
         needs_loss: whether the function has to have a loss. If it has none, no argument is a batch.
 
     Raises:
@@ -163,16 +160,16 @@ def trace_step(
         BatchError: the batch's leaves disagree about their first axis.
         TraceError: an argument is no array, or something outside the loss has a side effect.
     """
-    arguments = read_arguments(args, batch_argnums, donate_argnums, static_argnums)
+    arguments = read_arguments(args, batch_argnums, donate_argnums)
     if needs_loss:
         batch_size(arguments)  # refuses what the trace would refuse in other words
 
     def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
-        def of_arrays(*values: Any) -> Any:
-            return fun(*arguments.with_static(values))
+        def uncached(*values: Any) -> Any:  # JAX keeps the traces of `fun` itself
+            return fun(*values)
 
         with described_cudnn():
-            closed, out = make_jaxpr_and_shape(of_arrays, *shapes)
+            closed, out = make_jaxpr_and_shape(uncached, *shapes)
         return inline_calls(closed), out
 
     with listing_losses() as reached:
@@ -212,31 +209,7 @@ def trace_step(
 
     losses = {place: split(number, place) for number, place in enumerate(places)}
     refuse_side_effects([e for i, e in enumerate(equations) if i not in losses])
-    whole = _interface(closed, arguments, out_shape)
-    fingerprint = _fingerprint(closed, arguments)
-    batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
-    parts = cut_at_losses(equations, losses, whole.outvars, batch | set(constants))
-
-    def step_of(part: Part, at: Interface, fingerprint: str) -> TracedStep:
-        return TracedStep(
-            **vars(at),
-            constants=constants,
-            before=part.before,
-            loss_equation=part.loss,
-            after=part.after,
-            batch_size=size,
-            fingerprint=fingerprint,
-            traces=losses[part.place].traces,
-        )
-
-    if len(parts) == 1:
-        return step_of(parts[0], whole, fingerprint)
-    ends = interfaces(whole, parts, set(constants), leaf_names(whole))
-    first, *others = (
-        step_of(part, at, f"{fingerprint}.{number}" if number else fingerprint)
-        for number, (part, at) in enumerate(zip(parts, ends, strict=True))
-    )
-    return dataclasses.replace(first, other_losses=tuple(others), of=whole)
+    return _chained(closed, arguments, out_shape, losses, constants)
 
 
 @contextlib.contextmanager
@@ -266,6 +239,41 @@ def _interface(closed: Jaxpr, arguments: Arguments, out_shape: Any) -> Interface
         batch=arguments.batch,
         aliases=aliases(arguments, out_shape),
     )
+
+
+def _chained(
+    closed: Jaxpr,
+    arguments: Arguments,
+    out_shape: Any,
+    losses: SplitLosses,
+    constants: dict[Var, Any],
+) -> TracedStep:
+    """Return a step with one loss, or the chain of parts of one with several."""
+    whole = _interface(closed, arguments, out_shape)
+    fingerprint = _fingerprint(closed, arguments)
+    batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
+    parts = cut_at_losses(closed.eqns, losses, whole.outvars, batch | set(constants))
+
+    def step_of(part: Part, at: Interface, fingerprint: str) -> TracedStep:
+        return TracedStep(
+            **vars(at),
+            constants=constants,
+            before=part.before,
+            loss_equation=part.loss,
+            after=part.after,
+            batch_size=batch_size(arguments),
+            fingerprint=fingerprint,
+            traces=losses[part.place].traces,
+        )
+
+    if len(parts) == 1:
+        return step_of(parts[0], whole, fingerprint)
+    ends = interfaces(whole, parts, set(constants), leaf_names(whole))
+    first, *others = (
+        step_of(part, at, f"{fingerprint}.{number}" if number else fingerprint)
+        for number, (part, at) in enumerate(zip(parts, ends, strict=True))
+    )
+    return dataclasses.replace(first, other_losses=tuple(others), of=whole)
 
 
 def _without_loss(

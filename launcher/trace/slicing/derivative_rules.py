@@ -95,15 +95,15 @@ class _Function:
     eqn: Equation
 
     @functools.cached_property
-    def _key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[Any, ...]:
         params = tuple((key, id(self.eqn.params[key])) for key in sorted(self.eqn.params))
         return params, *(v.aval for v in (*self.eqn.invars, *self.eqn.outvars))
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self._key == other._key
+        return isinstance(other, _Function) and self.key == other.key
 
 
 @functools.lru_cache(maxsize=16)
