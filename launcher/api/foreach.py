@@ -39,6 +39,10 @@ def workers() -> list[WorkerInfo]:
         SessionError: this is one of several processes of `jax.distributed`.
         WorkerError: a worker died or failed before.
         HungError: a worker does not answer within `launcher.init(step_timeout=...)`.
+
+    Example:
+        >>> [worker.host for worker in launcher.workers()]
+        [0]
     """
     return current().workers()
 
@@ -60,6 +64,10 @@ def foreach_worker(fn: Callable[..., Any], *trees: Any) -> list[Any]:
             no block of the logical mesh.
         TypeError: `fn` cannot be pickled.
         SessionError, HungError: as `workers`.
+
+    Example:
+        >>> launcher.foreach_worker(lambda w: w.shape, jnp.ones(3))
+        [(3,)]
     """
     return current().foreach("worker", fn, trees)
 
@@ -80,6 +88,11 @@ def foreach_replica(fn: Callable[..., Any], *trees: Any) -> list[Any]:
     Raises:
         WorkerError: as `foreach_worker`; the traceback ends with the device's number.
         TypeError, SessionError, HungError: as `foreach_worker`.
+
+    Example:
+        >>> launcher.init("local", num_devices_per_node=2)
+        >>> launcher.foreach_replica(lambda w: float(w.sum()), jnp.ones(3))
+        [3.0, 3.0]
     """
     return current().foreach("replicas", fn, trees)
 
@@ -93,6 +106,10 @@ def on_first(fn: Callable[..., Any], *trees: Any) -> Any:
 
     Raises:
         WorkerError, TypeError, SessionError, HungError: as `foreach_replica`.
+
+    Example:
+        >>> launcher.on_first(lambda w: float(w.sum()), jnp.ones(3))
+        3.0
     """
     (result,) = current().foreach("first", fn, trees)
     return result
@@ -114,6 +131,9 @@ def check_replicas(tree: Any) -> None:
             device that differs from most others, and its process.
         TypeError: a handle belongs to a session that was shut down.
         WorkerError: a worker failed.
+
+    Example:
+        >>> launcher.check_replicas({"weights": jnp.ones(3)})
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     remote = {_name(path): leaf for path, leaf in leaves if isinstance(leaf, RemoteArray)}

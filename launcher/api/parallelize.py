@@ -326,6 +326,17 @@ def parallelize(
     Raises:
         TraceError: an argument is static and batch, or static and donated.
         PlanError: `method` is not a parallel method.
+
+    Example:
+        >>> def loss(params, batch):
+        ...     return jnp.mean((batch @ params) ** 2)
+        >>> @launcher.parallelize(method=launcher.DataParallel())
+        ... def step(params, batch):
+        ...     value, grads = launcher.value_and_grad(loss)(params, batch)
+        ...     return params - 0.1 * grads, value
+        >>> params, value = step(jnp.ones((4, 2)), jnp.ones((8, 4)))
+        >>> float(value)
+        16.0
     """
     if method is not None and (isinstance(method, type) or not hasattr(method, "plan")):
         name = getattr(method, "__name__", None)

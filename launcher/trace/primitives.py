@@ -52,6 +52,14 @@ def mark_pipeline_boundary() -> None:
     Call it in the forward pass between two blocks of the model, outside loops (`lax.scan`,
     `while`) and outside `jax.checkpoint`. A scan over stacked parameters needs no marks: each
     iteration is a layer. Without a pipeline it does nothing.
+
+    Example:
+        >>> def forward(params, x):
+        ...     x = jnp.tanh(x @ params[0])
+        ...     launcher.mark_pipeline_boundary()
+        ...     return x @ params[1]
+        >>> forward((jnp.ones((2, 2)), jnp.ones((2, 1))), jnp.zeros((3, 2))).shape
+        (3, 1)
     """
     boundary_p.bind()
 
@@ -63,6 +71,13 @@ def per_slice(fun: Callable[..., Any]) -> Callable[..., Any]:
     one another, as batch normalization does, is refused where there are several slices, unless it
     is marked so. A result that does not grow with the batch then stands for its mean over the
     slices. Outside a parallelized step this does nothing.
+
+    Example:
+        >>> @launcher.per_slice
+        ... def centered(x):
+        ...     return x - x.mean(axis=0)
+        >>> float(centered(jnp.ones((4, 2))).sum())
+        0.0
     """
 
     @functools.wraps(fun)
@@ -105,6 +120,11 @@ def value_and_grad(
     Raises:
         TypeError: a differentiated leaf is not of a floating dtype, or the loss is no scalar.
         GradientError: `reduce` is not a known word, or `argnums` names no positional argument.
+
+    Example:
+        >>> value, slope = launcher.value_and_grad(lambda w, x: jnp.mean(w * x))(2.0, jnp.ones(4))
+        >>> float(value), float(slope)
+        (2.0, 1.0)
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +148,12 @@ def grad(
     has_aux: bool = False,
     reduce: Any = "infer",
 ) -> Callable[..., Any]:
-    """`jax.grad` for a parallelized step; see `value_and_grad`. Gives `grads` or `(grads, aux)`."""
+    """`jax.grad` for a parallelized step; see `value_and_grad`. Gives `grads` or `(grads, aux)`.
+
+    Example:
+        >>> float(launcher.grad(lambda w, x: jnp.mean(w * x))(2.0, jnp.ones(4)))
+        1.0
+    """
     with_value = value_and_grad(fun, argnums, has_aux, reduce)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +167,11 @@ def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[...
     """Evaluate `fun` a microbatch at a time and combine its results: the forward-only form.
 
     `reduce` is one word or a pytree prefix of `fun`'s result, as in `value_and_grad`.
+
+    Example:
+        >>> evaluate = launcher.microbatched(lambda x: {"total": x.sum()}, reduce="sum")
+        >>> float(evaluate(jnp.ones(4))["total"])
+        4.0
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
