@@ -26,7 +26,7 @@ from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import (
     SCHEDULES,
     Kind,
-    Way,
+    Route,
     make_tasks,
     simulate,
     step_seconds,
@@ -192,7 +192,7 @@ def test_no_prediction_is_below_what_a_link_or_a_device_takes_alone(seeds):
 def test_a_slow_link_sets_the_pace_under_every_schedule(schedule):
     """64 microbatches of a byte over a link of a byte a second, in either direction by itself."""
     tasks = make_tasks(schedule, 2, 2, 64)
-    ways = {(0, 1): Way(("out", "in"), 1.0), (1, 0): Way(("back",), 1.0)}
+    ways = {(0, 1): Route(("out", "in"), 1.0), (1, 0): Route(("back",), 1.0)}
     length = step_seconds(simulate(tasks, lambda task: 0.001, ways))
     assert length > 64.0
     if schedule == "gpipe":  # all go forward, then all come back
@@ -202,8 +202,12 @@ def test_a_slow_link_sets_the_pace_under_every_schedule(schedule):
 def test_transfers_of_one_link_follow_one_another_and_others_do_not_wait():
     """Stages 0 and 1 are on one host and send to two others at the same time."""
     tasks = make_tasks("gpipe", 3, 3, 1)
-    shared = {(0, 1): Way((), 0.0), (0, 2): Way(("host 0",), 3.0), (1, 2): Way(("host 0",), 2.0)}
-    apart = {**shared, (1, 2): Way(("host 1",), 2.0)}
+    shared = {
+        (0, 1): Route((), 0.0),
+        (0, 2): Route(("host 0",), 3.0),
+        (1, 2): Route(("host 0",), 2.0),
+    }
+    apart = {**shared, (1, 2): Route(("host 1",), 2.0)}
 
     def starts(ways):
         timed = simulate(tasks, lambda task: 1.0, ways)
