@@ -124,7 +124,8 @@ def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model
     from launcher.recipes.models.attention import with_attention  # which imports this module
 
     chosen = with_attention(options, precision, device_kind)
-    return _module("model", options).build(_fields(chosen), precision)
+    model: Model = _module("model", options).build(_fields(chosen), precision)
+    return model
 
 
 def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
@@ -141,7 +142,10 @@ def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed
         OSError: a file cannot be read after all.
     """
     module = _module("dataset", options)
-    return module.build(_fields(options), _fields(model_options), global_batch_size, seed)
+    dataset: Dataset = module.build(
+        _fields(options), _fields(model_options), global_batch_size, seed
+    )
+    return dataset
 
 
 def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None:

@@ -93,7 +93,8 @@ def value_of(read: Arrays, source: Source) -> np.ndarray:
     if isinstance(source, str):
         return read(source)
     if isinstance(source[1], int):
-        return read(str(source[0]))[source[1]]
+        row: np.ndarray = read(str(source[0]))[source[1]]
+        return row
     return np.stack([read(name) for name in names_of(source)])
 
 

@@ -287,7 +287,8 @@ def _as_numpy(leaf: Any) -> np.ndarray:
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return a leaf's shape and type as it is stored, and where it lies."""
     if isinstance(leaf, StackedArray):
-        return spec_at(leaf, leaf.where)
+        rows: jax.ShapeDtypeStruct = spec_at(leaf, leaf.where)
+        return rows
     sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, RemoteArray) else None
     if _is_key(leaf):
         keys = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -297,7 +298,8 @@ def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
-    return spec_at(leaf, sharding)
+    spec: jax.ShapeDtypeStruct = spec_at(leaf, sharding)
+    return spec
 
 
 def _as_like(value: Any, like: Any) -> Any:

@@ -310,7 +310,8 @@ class TrainWorker(Peer):
 
     def _placed(self) -> TrainState:
         """Return the state's shapes with their shardings."""
-        return jax.tree.map(spec_at, self._program.state, self._train.in_shardings[0])
+        shapes: TrainState = jax.tree.map(spec_at, self._program.state, self._train.in_shardings[0])
+        return shapes
 
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
