@@ -46,7 +46,7 @@ from launcher.trace import TracedStep
 
 
 class SessionError(ValueError):
-    """An error raised when `init` cannot do what was asked; the message says why and what to do."""
+    """`init` cannot do what was asked; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class LocalBackend:
         return dataclasses.replace(shape, memory_bytes=stats.get("bytes_limit", shape.memory_bytes))
 
     def workers(self) -> list[WorkerInfo]:
-        """Return what is known of this process, the only worker."""
+        """Return a description of this process, the only worker."""
         self._check_alone()
         number = {device: i for i, device in enumerate(jax.devices())}
         devices = tuple(number[device] for device in self.found)

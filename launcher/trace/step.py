@@ -162,7 +162,7 @@ def trace_step(
     """
     arguments = read_arguments(args, batch_argnums, donate_argnums)
     if needs_loss:
-        batch_size(arguments)  # refuses what the trace would refuse in other words
+        batch_size(arguments)  # a clearer error than that of the trace
 
     def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
         def uncached(*values: Any) -> Any:  # JAX keeps the traces of `fun` itself
@@ -214,7 +214,7 @@ def trace_step(
 
 @contextlib.contextmanager
 def _of_slice(rows: int, size: int) -> Iterator[None]:
-    """Say of what the step raises that it is traced on a slice of the batch."""
+    """Turn an error of the step, traced on a slice of the batch, into a BatchError."""
     try:
         yield
     except TraceError:

@@ -315,7 +315,7 @@ def split_loss(
 
     @functools.cache
     def reference() -> TwoTraces | None:
-        with contextlib.suppress(TraceError):  # said where slices are asked for
+        with contextlib.suppress(TraceError):  # raised again where slices are requested
             return _two_traces(eqn, batch_size, retrace)
         return None
 
