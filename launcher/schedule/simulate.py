@@ -241,9 +241,8 @@ def simulate_shared(
     # By mesh, for its next task: when its inputs arrive, or a task that has to end first.
     ready: list[float | Task | None] = [None] * len(schedule)
     ended: set[Task] = set()
-    running: dict[int, tuple[Task, float]] = {}  # by mesh, with when it started
+    running: dict[int, tuple[Task, float, float]] = {}  # by mesh: task, start, rounding error
     left: dict[int, float] = {}
-    least: dict[int, float] = {}  # what rounding leaves of it
     timed: list[TimedTask] = []
     now, total = 0.0, sum(map(len, schedule))
     while len(timed) < total:
@@ -257,8 +256,8 @@ def simulate_shared(
             if isinstance(arrival, Task):
                 continue
             if arrival <= now:
-                running[mesh], left[mesh] = (task, now), duration(task)
-                least[mesh] = _DONE * max(left[mesh], 1e-12)
+                left[mesh] = duration(task)
+                running[mesh] = task, now, _DONE * max(left[mesh], 1e-12)
                 position[mesh] += 1
                 ready[mesh] = None
             else:
@@ -266,14 +265,14 @@ def simulate_shared(
         if not running and not waiting:
             raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
         busy = sum(devices_of[mesh] for mesh in running)
-        speed = {mesh: machine.speed(task.stage, busy) for mesh, (task, _) in running.items()}
+        speed = {mesh: machine.speed(task.stage, busy) for mesh, (task, *_) in running.items()}
         soonest = min((now + left[mesh] / speed[mesh] for mesh in running), default=float("inf"))
         until = min([soonest, *waiting])
         for mesh in list(running):
             over = now + left[mesh] / speed[mesh] <= until
             left[mesh] -= (until - now) * speed[mesh]
-            task, start = running[mesh]
-            if over or left[mesh] <= least[mesh]:
+            task, start, least = running[mesh]
+            if over or left[mesh] <= least:
                 traffic.send(task, until)
                 ended.add(task)
                 timed.append(TimedTask(task, mesh, start, until))

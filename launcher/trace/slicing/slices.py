@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
@@ -270,17 +270,6 @@ def _check_divides(batch_size: int, num_slices: int) -> None:
             f"a batch of {batch_size} does not divide into {num_slices} equal slices "
             "(microbatches × data-parallel replicas); change the batch size or either number"
         )
-
-
-def resized(leaves: Iterable[Any], is_batch: Iterable[bool], rows: int) -> list[Any]:
-    """Return the shapes of a step's argument leaves for a batch of so many rows."""
-
-    def part(leaf: Any) -> Any:
-        shape = (rows, *leaf.shape[1:])
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
-
-    pairs = zip(leaves, is_batch, strict=True)
-    return [part(leaf) if cut and leaf.shape else leaf for leaf, cut in pairs]
 
 
 @dataclass(frozen=True, eq=False)
