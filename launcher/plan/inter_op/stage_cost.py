@@ -411,28 +411,21 @@ class StageCosts:
         Then come those of what the backward pass gathers as the forward pass did, and of what
         selective recomputation sums; all with latency, or without.
         """
-        backward = self._a_slice("backward_bytes") + self._of("fixed_backward_bytes")
-        return (
-            self._all_reduce(
-                MODEL, self._a_slice("forward_bytes"), latency * self._of("forward_sums")
-            ),
-            self._all_reduce(MODEL, backward, latency * self._of("backward_sums")),
-            self._all_reduce(
-                MODEL, self._a_slice("repeated_bytes"), latency * self._of("repeated_sums")
-            ),
-            self._all_reduce(
-                MODEL, self._a_slice("selective_bytes"), latency * self._of("selective_sums")
-            ),
-        )
+        found = []
+        for name in ("forward", "backward", "repeated", "selective"):
+            size, count = self._a_slice(f"{name}_bytes"), latency * self._of(f"{name}_sums")
+            if name == "backward":
+                size = size + self._of("fixed_backward_bytes")
+            found.append(self._all_reduce(MODEL, size, count))
+        return tuple(found)
 
     def _sums(
         self, gathers: bool, recompute: Recompute | None, latency: bool
     ) -> tuple[np.ndarray, np.ndarray, Amount, Amount]:
-        """Return the seconds of a microbatch's collectives.
+        """Return the seconds of a microbatch's collectives but its row sums.
 
-        They are those of the forward and of the backward pass along model, the latter with gradient
-        sums along the devices that share its rows; and to gather the parameters that are sharded
-        along data, and to scatter their gradients (ZeRO-3).
+        They are the all-reduces along model of the forward and of the backward pass, the all-gather
+        of parameters that are sharded along data, and the reduce-scatter of their gradients.
         """
         forward, backward, repeated, selectively = self._along_model(latency)
         backward = backward + np.where(self.runs_as_one(recompute), 0.0, repeated)
@@ -457,10 +450,8 @@ class StageCosts:
     def _passes(self, gathers: bool, recompute: Recompute | None) -> PassSeconds:
         work, back, selectively = self._work()
         sums, sums_back, gather, scatter = self._sums(gathers, recompute, latency=True)
-        more, sums_back = (
-            self._repeated(work, selectively, recompute),
-            sums_back + self._row_sums(True),
-        )
+        sums_back = sums_back + self._row_sums(True)
+        more = self._repeated(work, selectively, recompute)
         parts = PassParts(work, back, more, sums, sums_back, gather, scatter)
         splits, overhead = self._schedule.splits_backward, self.cluster.dispatch_overhead
         return pass_seconds(parts, overhead, self.runs_as_one(recompute), self._is_first, splits)
@@ -472,10 +463,9 @@ class StageCosts:
         They are those to the next stage, and those of its gradient to the one before. The other
         stage is taken to be no slower than this one, and on the same host if both fit there.
         """
-        rates, senders = zip(
-            *(mesh.link_to_next(self.cluster) for mesh in self.meshes), strict=True
-        )
-        out = np.asarray(self.sent() / self._column(rates) / self._column(senders))
+        links = [mesh.link_to_next(self.cluster) for mesh in self.meshes]
+        rates, senders = (self._column(of) for of in zip(*links, strict=True))
+        out = np.asarray(self.sent() / rates / senders)
         back = np.broadcast_to(out[..., 0, :-1, None], out.shape)
         return out, back, np.where(out > 0, self.cluster.latency, 0.0)
 
