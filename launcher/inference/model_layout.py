@@ -16,7 +16,7 @@ from launcher.partition.sharding.named_dims import Spec, axes, without
 from launcher.plan import Plan
 
 Shape = tuple[int, ...]
-_HEADS_THEN_ROWS = (2, 0, 3)  # of a cache: [rows, positions, heads, size]
+_HEADS_THEN_ROWS = (-2, -4, -1)  # of a cache: [..., rows, positions, heads, size]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class ModelLayout:
 
     def of_cache(self, shape: Shape) -> Spec:
         """Return the spec of an array of the cache: its heads first, then its rows."""
-        return _spread(shape, self.sizes, _HEADS_THEN_ROWS if len(shape) == 4 else ())
+        dims = [len(shape) + dim for dim in _HEADS_THEN_ROWS] if len(shape) >= 4 else []
+        return _spread(shape, self.sizes, dims)
 
 
 def layout_of(plan: Plan | None, shapes: Mapping[str, Shape], num_devices: int) -> ModelLayout:

@@ -1,27 +1,24 @@
 """Text from a language model: reading with a cache, and sampling.
 
-A family that can go on with a text has, in its folder, a module `decoder` with
-`build_decoder(options, precision) -> Decoder`. A user's own model has that function in its module,
-and a dataset of text `tokenizer(options) -> Tokenizer` in its own.
+A family that continues texts has, beside `build`, `build_decoder(options, precision) -> Decoder`,
+and so does a user's own model; a dataset of text has `tokenizer(options) -> Tokenizer`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher.config.families import family_module
+from launcher.config.families import builder_of
 from launcher.recipes import InputError, users_function
 
 _SHORT = 16  # tokens that take less time one by one than a program takes to compile for them
@@ -72,15 +69,15 @@ def build_decoder(options: Any, precision: str) -> Decoder:
                 f"model.module={options.module} cannot generate text: it has no function "
                 "build_decoder; write one, of launcher.recipes.models.decoding.without_cache"
             )
-    else:
-        name = family_module(type(options), "decoder")
-        if find_spec(name) is None:
-            raise InputError(
-                f"model.name={options.name} cannot generate text: it has no decoder; "
-                "model=gpt, model=llama and model=moe have one"
-            )
-        build = functools.partial(import_module(name).build_decoder, options)
-    decoder: Decoder = build(precision)
+        decoder: Decoder = build(precision)
+        return decoder
+    family = import_module(builder_of(type(options)))
+    if not hasattr(family, "build_decoder"):
+        raise InputError(
+            f"model.name={options.name} cannot generate text: it has no decoder; "
+            "model=gpt, model=llama and model=moe have one"
+        )
+    decoder = family.build_decoder(options, precision)
     return decoder
 
 

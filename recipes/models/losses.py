@@ -1,4 +1,4 @@
-"""The losses of models of tokens: a cross-entropy each, and the mean over those that count."""
+"""Losses of model families: cross-entropies of tokens and of classes."""
 
 from __future__ import annotations
 
@@ -117,3 +117,17 @@ def scores_in_chunks(
         lambda carry, chunk: (carry, again(*chunk)), None, (in_chunks(hidden), in_chunks(targets))
     )
     return {name: jnp.moveaxis(x, 0, 1).reshape(targets.shape) for name, x in scores.items()}
+
+
+def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the mean cross-entropy of classes, and the accuracy as a metric.
+
+    An example counts as right if its class is the likeliest, of equals the first.
+
+    Args:
+        logits: float [batch, classes].
+        labels: int32 [batch].
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    right = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+    return jnp.mean(losses), {"accuracy": jnp.mean(right)}

@@ -58,7 +58,7 @@ def config_of(options: BERTOptions) -> dict[str, Any]:
         "num_hidden_layers": options.num_layers,
         "num_attention_heads": options.num_heads,
         "hidden_size": options.hidden_size,
-        "intermediate_size": (options.mlp_ratio or 0) * (options.hidden_size or 0),
+        "intermediate_size": options.mlp_ratio * options.hidden_size,
         **_FIXED,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
@@ -77,8 +77,8 @@ def current_name(name: str) -> str | None:
 
 def tensors(options: BERTOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
-    length = options.sequence_length or 0
+    hidden, vocabulary = options.hidden_size, options.vocab_size
+    length = options.sequence_length
     place, head = "bert.embeddings", "cls.predictions"
     yield Tensor(
         f"{place}.word_embeddings.weight", "word_embeddings.embedding", (vocabulary, hidden)
@@ -86,7 +86,7 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
     yield Tensor(f"{place}.position_embeddings.weight", "position_embeddings", (length, hidden))
     yield Tensor(f"{place}.token_type_embeddings.weight", "kind_embeddings", (_KINDS, hidden))
     yield from _norm(f"{place}.LayerNorm", "embedding_layernorm", hidden)
-    for i in range(options.num_layers or 0):
+    for i in range(options.num_layers):
         for one in _block(options, hidden):
             theirs, ours = f"bert.encoder.layer.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
             yield one._replace(theirs=theirs, ours=ours)
@@ -97,7 +97,7 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
 
 def _block(options: BERTOptions, hidden: int) -> Iterator[Tensor]:
     """Yield the arrays of a block, by their names in it; queries, keys and values are one here."""
-    heads, width = options.num_heads or 1, (options.mlp_ratio or 0) * hidden
+    heads, width = options.num_heads, options.mlp_ratio * hidden
     size = hidden // heads
     for number, name in enumerate(("query", "key", "value")):
         theirs, ours = f"attention.self.{name}", "linear_qkv"

@@ -20,7 +20,9 @@ import numpy as np
 
 from launcher.recipes import Model
 from launcher.recipes.data.packing import Packed, packing_of, same_document
-from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
+from launcher.recipes.models.cache import attend_cached, cached_decoder, has_cache
+from launcher.recipes.models.decoding import Decoder
 from launcher.recipes.models.llama.options import LlamaOptions
 from launcher.recipes.models.losses import next_token_loss
 
@@ -71,10 +73,10 @@ class Attention(nn.Module):
         """Map float [batch, length, hidden] to the same; a `packed` batch by its documents."""
         options = self.options
 
-        def heads(count: int | None, name: str) -> jax.Array:
+        def heads(count: int, name: str) -> jax.Array:
             return nn.DenseGeneral(
-                (cast(int, count), cast(int, options.head_size)),
-                use_bias=bool(options.qkv_bias),
+                (count, options.head_size),
+                use_bias=options.qkv_bias,
                 kernel_init=nn.initializers.normal(INIT_SCALE),
                 dtype=self.dtype,
                 name=name,
@@ -84,26 +86,28 @@ class Attention(nn.Module):
         key = heads(options.num_kv_heads, "linear_k")
         value = heads(options.num_kv_heads, "linear_v")
         if options.head_norm:
-            norm = functools.partial(
-                nn.RMSNorm, epsilon=cast(float, options.norm_epsilon), dtype=self.dtype
-            )
+            norm = functools.partial(nn.RMSNorm, epsilon=options.norm_epsilon, dtype=self.dtype)
             query, key = norm(name="q_norm")(query), norm(name="k_norm")(key)
         # Made here, in each block, so that no block waits for an array of another one.
         positions = packed[1] if packed else jax.lax.iota(jnp.int32, x.shape[1])
-        frequencies = rotary_frequencies(
-            cast(int, options.head_size),
-            cast(float, options.rope_base),
-            cast(float, options.rope_factor),
+        stretch = options.rope_base, options.rope_factor
+        frequencies, window = (
+            rotary_frequencies(options.head_size, *stretch),
+            options.sliding_window,
         )
-        mixed = jax.nn.dot_product_attention(
-            rotate(query, positions, frequencies),
-            rotate(key, positions, frequencies),
-            value,
-            mask=same_document(packed[0]) if packed else None,
-            is_causal=True,
-            local_window_size=(options.sliding_window - 1, 0) if options.sliding_window else None,
-            implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
-        )
+        query, key = rotate(query, positions, frequencies), rotate(key, positions, frequencies)
+        if packed and has_cache(self):
+            mixed = attend_cached(self, query, key, value, positions, window)
+        else:
+            mixed = jax.nn.dot_product_attention(
+                query,
+                key,
+                value,
+                mask=same_document(packed[0]) if packed else None,
+                is_causal=True,
+                local_window_size=(window - 1, 0) if window else None,
+                implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
+            )
         return nn.DenseGeneral(
             x.shape[-1],
             axis=(-2, -1),
@@ -125,9 +129,9 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
 
-        def dense(size: int | None, name: str, scale: float = INIT_SCALE) -> nn.Dense:
+        def dense(size: int, name: str, scale: float = INIT_SCALE) -> nn.Dense:
             return nn.Dense(
-                cast(int, size),
+                size,
                 use_bias=False,
                 kernel_init=nn.initializers.normal(scale),
                 dtype=self.dtype,
@@ -135,7 +139,7 @@ class FeedForward(nn.Module):
             )
 
         width = self.options.mlp_size
-        activation = ACTIVATIONS[cast(str, self.options.activation)]
+        activation = ACTIVATIONS[self.options.activation]
         if self.options.gated_mlp:
             inner = activation(dense(width, "linear_gate")(x)) * dense(width, "linear_up")(x)
         else:
@@ -153,7 +157,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
-        epsilon = cast(float, self.options.norm_epsilon)
+        epsilon = self.options.norm_epsilon
 
         def norm(name: str) -> nn.RMSNorm:
             return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
@@ -174,25 +178,18 @@ class Llama(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(
-        self, tokens: jax.Array, packed: Packed = None, with_logits: bool = True
-    ) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+    def __call__(self, tokens: jax.Array, packed: Packed = None) -> jax.Array:
+        """Map tokens, int32 [batch, length], to the last hidden values, [batch, length, hidden].
 
         Args:
             tokens: the tokens.
             packed: of rows that hold several documents, each token's document and its place there.
-            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
         """
         options = self.options
-        num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
-        normal = nn.initializers.normal(INIT_SCALE)
+        num_layers, hidden = options.num_layers, options.hidden_size
+        vocab_size, normal = options.vocab_size, nn.initializers.normal(INIT_SCALE)
         words = nn.Embed(
-            cast(int, options.vocab_size),
-            hidden,
-            embedding_init=normal,
-            dtype=self.dtype,
-            name="word_embeddings",
+            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
         )
         x = words(tokens)
         if options.scale_embeddings:
@@ -202,19 +199,17 @@ class Llama(nn.Module):
         block = functools.partial(Block, options, INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
         x = blocks_in_a_row(self, block, num_layers, x, packed, scanned=options.scan_layers)
 
-        epsilon = cast(float, options.norm_epsilon)
+        epsilon = options.norm_epsilon
         x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
-        if not with_logits:
-            return x
-        if options.tie_embeddings:
-            return words.attend(x)
-        return nn.Dense(
-            cast(int, options.vocab_size),
-            use_bias=False,
-            kernel_init=normal,
-            dtype=self.dtype,
-            name="output_layer",
-        )(x)
+        if not options.tie_embeddings and self.is_initializing():  # the loss multiplies by it
+            nn.Dense(vocab_size, False, kernel_init=normal, name="output_layer")(x)
+        return x
+
+
+def build_decoder(options: LlamaOptions, precision: str) -> Decoder:
+    """Return the decoder of a Llama; arguments as for `build`."""
+    shape = options.num_kv_heads, options.head_size
+    return cached_decoder(Llama(options, dtype_of(precision)), options, shape)
 
 
 def build(options: LlamaOptions, precision: str) -> Model:
@@ -227,7 +222,7 @@ def build(options: LlamaOptions, precision: str) -> Model:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    llama = Llama(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
+    llama = Llama(options, dtype_of(precision))
 
     def init(key: jax.Array) -> Any:
         return llama.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -235,9 +230,7 @@ def build(options: LlamaOptions, precision: str) -> Model:
     def loss(
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        hidden = llama.apply(
-            {"params": params}, batch["tokens"], packing_of(batch), with_logits=False
-        )
+        hidden = llama.apply({"params": params}, batch["tokens"], packing_of(batch))
         last, chunks = cast(jax.Array, hidden), options.loss_chunks
         return next_token_loss(last, params, batch, llama.dtype, chunks, evaluates=key is None)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
+from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.mlp.options import MLPOptions
 from launcher.trace.primitives import mark_pipeline_boundary
 
@@ -47,7 +48,7 @@ def build(options: MLPOptions, precision: str) -> Model:
         options: the widths of the layers.
         precision: "fp32" or "bf16".
     """
-    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
+    dtype = dtype_of(precision)
     widths = options.widths or [options.hidden_size] * (options.num_layers - 1)
     mlp = MLP(tuple(widths), options.output_size, options.output_relu, dtype)
 

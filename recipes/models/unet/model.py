@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.recipes import Model
+from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.unet.options import GROUPS, UNetOptions
 from launcher.trace.primitives import mark_pipeline_boundary
 
@@ -61,8 +62,8 @@ class UNet(nn.Module):
     def __call__(self, images: jax.Array, time: jax.Array) -> jax.Array:
         """Map float [batch, height, width, channels] to the same; time: float32 [batch], 0 to 1."""
         options = self.options
-        width, blocks = cast(int, options.width), cast(int, options.blocks)
-        levels = cast(int, options.levels)
+        width, blocks = options.width, options.blocks
+        levels = options.levels
         turns = time[:, None] * 1000 * 1e4 ** (-jnp.arange(width // 2) / (width // 2))
         told = jnp.concatenate([jnp.sin(turns), jnp.cos(turns)], -1)
         told = nn.silu(nn.Dense(4 * width, dtype=self.dtype, name="time")(told))
@@ -102,9 +103,9 @@ def build(options: UNetOptions, precision: str) -> Model:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    net = UNet(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
-    size, channels = cast(int, options.image_size), cast(int, options.channels)
-    steps = cast(int, options.time_steps)
+    net = UNet(options, dtype_of(precision))
+    size, channels = options.image_size, options.channels
+    steps = options.time_steps
     kept = _kept_share(steps)
 
     def init(key: jax.Array) -> Any:

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 from rich.console import Console
+from whole_logits import whole_logits
 
 from launcher import checkpoint
 from launcher.config.compose import load, to_dict
@@ -29,9 +29,6 @@ from launcher.inference.placed_model import ModelPlaces
 from launcher.inference.text_model import TextModel
 from launcher.recipes import InputError, build_dataset, build_model
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
-from launcher.recipes.models.gpt.model import GPT
-from launcher.recipes.models.losses import output_matrix
-from launcher.recipes.models.moe.model import MoE
 from launcher.report.console import make_console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "train"))
@@ -112,12 +109,7 @@ def generated(capsys, *words):
 @functools.cache
 def logits_of(*words):
     """The whole model on one device: from parameters and tokens to logits; experts drop none."""
-    options = load(words).model
-    if options.name == "moe":
-        mixture = MoE(dataclasses.replace(options, capacity_factor=0.0), jnp.float32)
-        return jax.jit(lambda p, tokens: mixture.apply({"params": p}, tokens)[0] @ output_matrix(p))
-    module = GPT(options, jnp.float32)
-    return jax.jit(lambda p, tokens: module.apply({"params": p}, tokens, deterministic=True))
+    return jax.jit(functools.partial(whole_logits, load(words).model))
 
 
 def plain_loop(params, prompt, count, words=GPT_WORDS):
