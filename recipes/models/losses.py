@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+Metrics = dict[str, jax.Array]
 Scores = dict[str, jax.Array]  # of each token, float32 [batch, length]
 
 
 def next_token_loss(
     hidden: jax.Array, params: Any, batch: Any, dtype: Any, chunks: int, evaluates: bool
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Metrics]:
     """Return the mean loss of a language model, and the metrics beside it.
 
     Args:
@@ -35,7 +36,7 @@ def output_matrix(params: Any) -> jax.Array:
     return cast(jax.Array, params["word_embeddings"]["embedding"].T)
 
 
-def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, Metrics]:
     """Return the mean of the tokens' losses, and the metrics beside it.
 
     Args:
@@ -57,9 +58,9 @@ def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]
 
 
 def scores_of(logits: jax.Array, targets: jax.Array, evaluates: bool) -> Scores:
-    """Return of each token its cross-entropy, and whether its target is the likeliest.
+    """Return each token's cross-entropy, and whether its target is the likeliest.
 
-    Of tokens that are equally likely the first is, as for argmax.
+    Among equally likely tokens the first counts, as for argmax.
 
     Args:
         logits: float [batch, length, vocab_size].
@@ -119,7 +120,7 @@ def scores_in_chunks(
     return {name: jnp.moveaxis(x, 0, 1).reshape(targets.shape) for name, x in scores.items()}
 
 
-def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Metrics]:
     """Return the mean cross-entropy of classes, and the accuracy as a metric.
 
     An example counts as right if its class is the likeliest, of equals the first.

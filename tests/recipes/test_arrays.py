@@ -118,7 +118,7 @@ def test_a_file_that_is_missing_or_odd_is_refused_before_anything_starts(file, t
     for named, text in {
         tmp_path / "none.npz": "does not exist; write one with",
         tmp_path: "cannot be used: it is not a regular file; write",
-        tmp_path / "text": "cannot be used: it is not an .npz file (File is not a zip file); write",
+        tmp_path / "text": "cannot be used: it is not an .npz file; write",
     }.items():
         with pytest.raises(InputError) as error:
             check_dataset(Arrays(path=str(named)), MLP, validation=False)

@@ -169,7 +169,7 @@ def test_the_same_seed_draws_the_same():
     params, decoder = trained(options), build_decoder(options, "fp32")
 
     def told(seed):
-        return np.array(list(Generator(decoder, Sampling())(params, PROMPTS, 8, seed))).tolist()
+        return np.array(list(Generator(decoder, Sampling(seed=seed))(params, PROMPTS, 8))).tolist()
 
     assert told(1) == told(1) != told(2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.base.files import DamagedError
@@ -12,7 +13,7 @@ from launcher.recipes.models.hugging_face import Tensor, expect
 MODEL_TYPES = ("bert",)
 CHOICES = ("mask_token",)
 
-_KINDS = 2  # of sentences; a model here is told of one kind only
+_KINDS = 2  # of sentences; a model here gets one kind only
 _FIXED = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
@@ -89,7 +90,7 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
     for i in range(options.num_layers):
         for one in _block(options, hidden):
             theirs, ours = f"bert.encoder.layer.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield one._replace(theirs=theirs, ours=ours)
+            yield replace(one, theirs=theirs, ours=ours)
     yield from _dense(f"{head}.transform.dense", "head_dense", hidden, hidden)
     yield from _norm(f"{head}.transform.LayerNorm", "head_layernorm", hidden)
     yield Tensor(f"{head}.bias", "head_bias", (vocabulary,))

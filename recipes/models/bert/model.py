@@ -1,7 +1,7 @@
 """BERT on one device: an encoder that fills in masked tokens.
 
-(Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers".) Of its two losses
-it has the masked one, as RoBERTa has it; all sentences are of one kind. Parameters, norms, softmax
+(Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers".) It has the
+masked loss alone, as RoBERTa does; all sentences are of one kind. Parameters, norms, softmax
 and loss are float32; `dtype` is the type of activations and matrix products.
 """
 
@@ -18,7 +18,7 @@ from launcher.recipes import Model
 from launcher.recipes.models.bert.options import BERTOptions
 from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
 from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock, gelu
-from launcher.recipes.models.losses import mean_of, output_matrix, scores_in_chunks
+from launcher.recipes.models.losses import Metrics, mean_of, output_matrix, scores_in_chunks
 
 _EPSILON = 1e-12
 
@@ -78,9 +78,7 @@ def build(options: BERTOptions, precision: str) -> Model:
     def init(key: jax.Array) -> Any:
         return bert.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         hidden = bert.apply({"params": params}, batch["tokens"])
         scores = scores_in_chunks(
             cast(jax.Array, hidden),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.base.files import DamagedError
@@ -65,7 +66,7 @@ def tensors(options: GPTOptions) -> Iterator[Tensor]:
     for i in range(options.num_layers):
         for one in _block(options, hidden):
             theirs, ours = f"transformer.h.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield one._replace(theirs=theirs, ours=ours)
+            yield replace(one, theirs=theirs, ours=ours)
     yield from _norm("transformer.ln_f", "final_layernorm", hidden)
     if not options.tie_embeddings:
         yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))

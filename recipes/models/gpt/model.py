@@ -9,19 +9,23 @@ layer-norm statistics and loss are float32; `dtype` is the type of activations a
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.data.packing import Packed, packing_of, same_document
+from launcher.recipes.data.packing import Packed, same_document
 from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
-from launcher.recipes.models.cache import attend_cached, cached_decoder, has_cache
 from launcher.recipes.models.decoding import Decoder
 from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.losses import next_token_loss
+from launcher.recipes.models.language_model import (
+    attend_cached,
+    cached_decoder,
+    has_cache,
+    next_token_model,
+)
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5
@@ -176,31 +180,10 @@ def build_decoder(options: GPTOptions, precision: str) -> Decoder:
 
 
 def build(options: GPTOptions, precision: str) -> Model:
-    """Return a GPT whose loss is the mean cross-entropy of the next token.
-
-    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
-    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
+    """Return a GPT; see `next_token_model`.
 
     Args:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    gpt = GPT(options, dtype_of(precision))
-
-    def init(key: jax.Array) -> Any:
-        return gpt.init(key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]
-
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        hidden = gpt.apply(
-            {"params": params},
-            batch["tokens"],
-            deterministic=key is None,
-            packed=packing_of(batch),
-            rngs=None if key is None else {"dropout": key},
-        )
-        last, chunks = cast(jax.Array, hidden), options.loss_chunks
-        return next_token_loss(last, params, batch, gpt.dtype, chunks, evaluates=key is None)
-
-    return Model(init, loss)
+    return next_token_model(GPT(options, dtype_of(precision)), options, draws=True)

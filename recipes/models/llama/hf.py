@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.base.files import DamagedError
@@ -191,7 +192,7 @@ def tensors_around(
     for i in range(options.num_layers):
         for one in (*_attention_and_norms(options, hidden, offset), *mlp(i)):
             theirs, ours = f"model.layers.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield one._replace(theirs=theirs, ours=ours)
+            yield replace(one, theirs=theirs, ours=ours)
     yield Tensor("model.norm.weight", "final_layernorm.scale", (hidden,), offset=offset)
     if not options.tie_embeddings:
         yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))

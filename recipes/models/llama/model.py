@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,12 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.recipes import Model
-from launcher.recipes.data.packing import Packed, packing_of, same_document
+from launcher.recipes.data.packing import Packed, same_document
 from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
-from launcher.recipes.models.cache import attend_cached, cached_decoder, has_cache
 from launcher.recipes.models.decoding import Decoder
+from launcher.recipes.models.language_model import (
+    attend_cached,
+    cached_decoder,
+    has_cache,
+    next_token_model,
+)
 from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.losses import next_token_loss
 
 INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
@@ -185,25 +189,40 @@ class Llama(nn.Module):
             tokens: the tokens.
             packed: of rows that hold several documents, each token's document and its place there.
         """
-        options = self.options
-        num_layers, hidden = options.num_layers, options.hidden_size
-        vocab_size, normal = options.vocab_size, nn.initializers.normal(INIT_SCALE)
-        words = nn.Embed(
-            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
-        )
-        x = words(tokens)
-        if options.scale_embeddings:
-            x = x * jnp.asarray(hidden**0.5, self.dtype)
+        options, x = self.options, embedded(self, tokens)
+        block = functools.partial(Block, options, output_scale(options), self.dtype)
+        count, scans = options.num_layers, options.scan_layers
+        return normed(self, blocks_in_a_row(self, block, count, x, packed, scanned=scans))
 
-        # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
-        block = functools.partial(Block, options, INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
-        x = blocks_in_a_row(self, block, num_layers, x, packed, scanned=options.scan_layers)
 
-        epsilon = options.norm_epsilon
-        x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
-        if not options.tie_embeddings and self.is_initializing():  # the loss multiplies by it
-            nn.Dense(vocab_size, False, kernel_init=normal, name="output_layer")(x)
-        return x
+def embedded(model: Any, tokens: jax.Array) -> jax.Array:
+    """Return the embeddings of tokens, in the compact method of a model."""
+    options, normal = model.options, nn.initializers.normal(INIT_SCALE)
+    shape = options.vocab_size, options.hidden_size
+    words = nn.Embed(*shape, embedding_init=normal, dtype=model.dtype, name="word_embeddings")
+    x = words(tokens)
+    if options.scale_embeddings:
+        x = x * jnp.asarray(options.hidden_size**0.5, model.dtype)
+    return x
+
+
+def output_scale(options: LlamaOptions) -> float:
+    """Return the initial scale of the 2 * num_layers branches that are added to the hidden values.
+
+    It keeps their variance (GPT-2, section 2.3).
+    """
+    scale: float = INIT_SCALE / (2 * options.num_layers) ** 0.5
+    return scale
+
+
+def normed(model: Any, x: jax.Array) -> jax.Array:
+    """Return the last hidden values, in the compact method of a model."""
+    options, normal = model.options, nn.initializers.normal(INIT_SCALE)
+    epsilon = options.norm_epsilon
+    x = nn.RMSNorm(epsilon=epsilon, dtype=model.dtype, name="final_layernorm")(x)
+    if not options.tie_embeddings and model.is_initializing():  # the loss multiplies by it
+        nn.Dense(options.vocab_size, False, kernel_init=normal, name="output_layer")(x)
+    return x
 
 
 def build_decoder(options: LlamaOptions, precision: str) -> Decoder:
@@ -213,25 +232,10 @@ def build_decoder(options: LlamaOptions, precision: str) -> Decoder:
 
 
 def build(options: LlamaOptions, precision: str) -> Model:
-    """Return a Llama whose loss is the mean cross-entropy of the next token.
-
-    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
-    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
+    """Return a Llama; see `next_token_model`.
 
     Args:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    llama = Llama(options, dtype_of(precision))
-
-    def init(key: jax.Array) -> Any:
-        return llama.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        hidden = llama.apply({"params": params}, batch["tokens"], packing_of(batch))
-        last, chunks = cast(jax.Array, hidden), options.loss_chunks
-        return next_token_loss(last, params, batch, llama.dtype, chunks, evaluates=key is None)
-
-    return Model(init, loss)
+    return next_token_model(Llama(options, dtype_of(precision)), options)

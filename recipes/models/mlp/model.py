@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.losses import Metrics
 from launcher.recipes.models.mlp.options import MLPOptions
 from launcher.trace.primitives import mark_pipeline_boundary
 
@@ -55,9 +56,7 @@ def build(options: MLPOptions, precision: str) -> Model:
     def init(key: jax.Array) -> Any:
         return mlp.init(key, jnp.zeros((1, options.input_size)))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         outputs = cast(jax.Array, mlp.apply({"params": params}, batch["x"]))
         return jnp.mean(jnp.square(outputs.astype(jnp.float32) - batch["y"])), {}
 

@@ -17,7 +17,7 @@ from launcher.recipes.models.moe.options import MoEOptions
 MODEL_TYPES = ("mixtral", "qwen3_moe")
 CHOICES = ("capacity_factor",)
 
-# Of a layer with experts: what stands before its router and experts, and the names of the kernels
+# The prefix of a layer's router and experts, and the names of the kernels
 # that are gate, up and down here.
 _NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),

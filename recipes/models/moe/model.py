@@ -1,10 +1,10 @@
 """A Llama with mixtures of experts, on one device.
 
 Each token goes to its best experts by a softmax (Shazeer et al., 2017, "Outrageously Large Neural
-Networks"). With a capacity, each expert takes so many tokens of a group, first choices first, and
-those beyond it pass by the layer (Lepikhin et al., 2021, "GShard"); without, every expert computes
-every token, and nothing is dropped. A group is a sequence or a part of one, so no example sees
-another. The router, its losses and the rest are float32 where Llama's are.
+Networks"). With a capacity, each expert takes at most that many tokens of a group, first choices
+first, and the others skip the layer (Lepikhin et al., 2021, "GShard"); without, every expert
+computes every token, and nothing is dropped. A group is a sequence or a part of one, so no example
+sees another. The router, its losses and the rest are float32 where Llama's are.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ import jax.numpy as jnp
 from launcher.recipes import Model
 from launcher.recipes.data.packing import Packed, packing_of
 from launcher.recipes.models.blocks import dtype_of
-from launcher.recipes.models.cache import cached_decoder
 from launcher.recipes.models.decoding import Decoder
-from launcher.recipes.models.llama.model import ACTIVATIONS, INIT_SCALE, Attention, FeedForward
-from launcher.recipes.models.losses import next_token_loss
+from launcher.recipes.models.language_model import cached_decoder
+from launcher.recipes.models.llama.model import (
+    ACTIVATIONS,
+    INIT_SCALE,
+    Attention,
+    FeedForward,
+    embedded,
+    normed,
+    output_scale,
+)
+from launcher.recipes.models.losses import Metrics, next_token_loss
 from launcher.recipes.models.moe.options import MoEOptions
 from launcher.trace.primitives import mark_pipeline_boundary
 
@@ -166,16 +174,8 @@ class MoE(nn.Module):
         """
         options = self.options
         num_layers, every = options.num_layers, options.expert_every
-        normal = nn.initializers.normal(INIT_SCALE)
-        vocab_size, hidden = options.vocab_size, options.hidden_size
-        words = nn.Embed(
-            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
-        )
-        x, losses = words(tokens), jnp.zeros(2)
-        if options.scale_embeddings:
-            x = x * jnp.asarray(hidden**0.5, self.dtype)
-        scale = INIT_SCALE / (2 * num_layers) ** 0.5
-        block = functools.partial(Block, options, scale, self.dtype)
+        x, losses = embedded(self, tokens), jnp.zeros(2)
+        block = functools.partial(Block, options, output_scale(options), self.dtype)
         if options.scan_layers:
             scanned = nn.scan(
                 lambda module, carry: (module(*carry, packed), None),
@@ -190,11 +190,7 @@ class MoE(nn.Module):
                     mark_pipeline_boundary()
                 has_experts = index % every == every - 1
                 x, losses = block(has_experts, name=f"layers_{index}")(x, losses, packed)
-        epsilon = options.norm_epsilon
-        x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
-        if not options.tie_embeddings and self.is_initializing():
-            nn.Dense(vocab_size, False, kernel_init=normal, name="output_layer")(x)
-        return x, losses / max(num_layers // every, 1)
+        return normed(self, x), losses / max(num_layers // every, 1)
 
 
 def build_decoder(options: MoEOptions, precision: str) -> Decoder:
@@ -225,9 +221,7 @@ def build(options: MoEOptions, precision: str) -> Model:
     def init(key: jax.Array) -> Any:
         return moe.init(key, jnp.zeros((1, options.group_size), jnp.int32))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         found = moe.apply({"params": params}, batch["tokens"], packing_of(batch))
         hidden, (balance, z) = cast(tuple[jax.Array, jax.Array], found)
         evaluates = key is None  # which compares models by what they predict

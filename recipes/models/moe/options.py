@@ -40,7 +40,7 @@ class MoEOptions(LlamaOptions):
         )
 
     def check(self) -> Iterator[ConfigError]:
-        """Yield an error where tokens cannot be routed as is said."""
+        """Yield an error for a routing that is impossible."""
         yield from super().check()
         chosen, there = self.experts_per_token, self.num_experts
         if chosen and there and chosen > there:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
-from launcher.recipes.models.losses import classification
+from launcher.recipes.models.losses import Metrics, classification
 from launcher.recipes.models.resnet.options import BLOCKS, ResNetOptions
 from launcher.trace.primitives import mark_pipeline_boundary, per_slice
 
@@ -145,7 +145,7 @@ def build(options: ResNetOptions, precision: str) -> Model:
 
     def loss(
         params: Any, state: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+    ) -> tuple[jax.Array, tuple[Metrics, Any]]:
         logits, new = net.apply(
             {"params": params, **state},
             batch["image"],

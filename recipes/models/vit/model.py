@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
 from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock
-from launcher.recipes.models.losses import classification
+from launcher.recipes.models.losses import Metrics, classification
 from launcher.recipes.models.vit.options import ViTOptions
 
 _EPSILON = 1e-6
@@ -80,9 +80,7 @@ def build(options: ViTOptions, precision: str) -> Model:
     def init(key: jax.Array) -> Any:
         return vit.init(key, jnp.zeros((1, size, size, options.channels)))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         del key  # nothing is random
         return classification(
             cast(jax.Array, vit.apply({"params": params}, batch["image"])), batch["label"]

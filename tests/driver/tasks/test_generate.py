@@ -25,8 +25,7 @@ from launcher.driver.tasks.generate import decoded_after, generate_text
 from launcher.inference.answers import stored_plan
 from launcher.inference.model_layout import layout_of
 from launcher.inference.model_workers import EvaluationWorker
-from launcher.inference.placed_model import ModelPlaces
-from launcher.inference.text_model import TextModel
+from launcher.inference.placed_model import ModelPlaces, text_generator
 from launcher.recipes import InputError, build_dataset, build_model
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.report.console import make_console
@@ -132,7 +131,7 @@ def spread(folder, name):
     stored = checkpoint.FinishedModel(home / "checkpoints" / "2", settings.optimizer.lora)
     layout = layout_of(stored_plan(home), stored.shapes, 8)
     places = ModelPlaces(layout, jax.devices())
-    return TextModel(settings, places), places.load(stored)["params"], layout
+    return text_generator(settings, places), places.load(stored)["params"], layout
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop_under_every_plan(runs, name):
     assert params[name]
     model, placed, layout = spread(folder, name)
     prompts = [list(b"def "), list(b"x")]
-    made = np.array(list(model.generate(placed, prompts, 20))).T.tolist()
+    made = np.array(list(model(placed, prompts, 20))).T.tolist()
     assert [p + m for p, m in zip(prompts, made, strict=True)] == [
         plain_loop(params[name], prompt, 20, RUNS[name]) for prompt in prompts
     ]

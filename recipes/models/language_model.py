@@ -1,4 +1,4 @@
-"""Attention over cached keys and values, which makes a decoder of a language model.
+"""The loss of a decoder-only model, and its decoder: attention over cached keys and values.
 
 A family's attention calls `attend_cached` where `has_cache` says so; all else it computes in
 decoding as in training.
@@ -12,10 +12,41 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from launcher.recipes import Model
+from launcher.recipes.data.packing import packing_of
 from launcher.recipes.models.decoding import Decoder
-from launcher.recipes.models.losses import output_matrix
+from launcher.recipes.models.losses import Metrics, next_token_loss, output_matrix
 
 _CACHE = "cache"  # the collection of variables
+
+
+def next_token_model(module: nn.Module, options: Any, draws: bool = False) -> Model:
+    """Return a model whose loss is the mean cross-entropy of the next token.
+
+    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
+    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
+
+    Args:
+        module: maps tokens and `packed`, as `packing_of` returns it, to the last hidden values. It
+            has a field `dtype`.
+        options: its settings, all of them set.
+        draws: whether it takes `deterministic` and draws a dropout.
+    """
+
+    def how(key: jax.Array | None) -> dict[str, Any]:
+        rngs = {} if key is None else {"rngs": {"dropout": key}}
+        return {"deterministic": key is None, **rngs} if draws else {}
+
+    def init(key: jax.Array) -> Any:
+        return module.init(key, jnp.zeros((1, 1), jnp.int32), **how(None))["params"]
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
+        variables, packed = {"params": params}, packing_of(batch)
+        hidden = module.apply(variables, batch["tokens"], packed=packed, **how(key))
+        last, chunks, dtype = cast(jax.Array, hidden), options.loss_chunks, module.dtype
+        return next_token_loss(last, params, batch, dtype, chunks, evaluates=key is None)
+
+    return Model(init, loss)
 
 
 def has_cache(module: nn.Module) -> bool:
