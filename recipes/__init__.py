@@ -166,7 +166,7 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
 
 
 def fingerprint_dataset(options: Any) -> str:
-    """Return a digest of the data's content; "" for data that has none, or does not tell.
+    """Return a digest of the data's content; "" for data without one.
 
     Imports neither JAX nor Grain, and no module of the user's.
 
@@ -198,7 +198,7 @@ def needs_preparing(options: Any) -> bool:
 
 
 def prepare_dataset(options: Any, processes: int, progress: Callable[[float], None]) -> str | None:
-    """Make of the data what a training needs, such as tokens, or what is missing of it.
+    """Prepare the data for training, for example tokenize it; finished parts are kept.
 
     Args:
         options: the settings of the section `dataset`.

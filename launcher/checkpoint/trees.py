@@ -52,7 +52,7 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
     each worker writes its shards; all of them must see the folder.
 
     Args:
-        folder: the checkpoint's folder. A checkpoint that is there is replaced once the new one is
+        folder: the checkpoint's folder. An existing checkpoint is replaced once the new one is
             complete.
         tree: arrays (of this process, or handles to the workers'), NumPy arrays, numbers and typed
             random keys.
@@ -252,8 +252,8 @@ def _check_stored(folder: Path, paths: Sequence[_Path], leaves: Sequence[Any]) -
     ):
         if names:
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            told = ", ".join(sorted(names)[:_MOST_NAMED]) + more
-            raise RestoreError(f"{folder} {text.format(told)}")
+            listed = ", ".join(sorted(names)[:_MOST_NAMED]) + more
+            raise RestoreError(f"{folder} {text.format(listed)}")
     for name, leaf in wanted.items():
         there, asked = _text(stored[name]), _text(leaf)
         if there != asked:

@@ -186,7 +186,7 @@ def build_schedule(options: Scheduled, total_steps: int) -> Schedule:
     return joined
 
 
-# From 1 to 0 over so many steps: shapes and not rates, so that a peak of 0 is no special case.
+# From 1 to 0 over `steps` steps: shapes and not rates, so that a peak of 0 is no special case.
 _DECAYS: dict[str, Callable[[int], Schedule]] = {
     "constant": lambda steps: optax.constant_schedule(1.0),
     "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
