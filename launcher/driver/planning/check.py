@@ -26,7 +26,7 @@ from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
 from launcher.recipes import InputError, check_dataset, find_module, needs_preparing
-from launcher.report.trackers.chosen import check_libraries, openers
+from launcher.report.trackers.registry import openers
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +75,7 @@ def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
         launcher.recipes.InputError: the data does not fit the model.
         OSError: a file cannot be read.
     """
-    check_libraries(config.report.trackers or ())
-    if not plan_only:
-        openers(config.report.trackers or ())  # a class of the user's is imported
+    openers(config.report.trackers or (), users=not plan_only)
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     pool = find_pool(config, plan_only)
     return Inputs(pool, find_start(config, finished))
@@ -111,7 +109,7 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         find_module("optimizer.module", config.optimizer.module)
     for hook in config.hooks:
         find_module("hooks", hook)
-    check_libraries(config.report.trackers or ())
+    openers(config.report.trackers or (), users=False)
     if not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     with lines_to(said.append):

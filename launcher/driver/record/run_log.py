@@ -46,9 +46,8 @@ from launcher.report.pages.plot_process import PlotProcess
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.step_lines import ConsoleTracker
 from launcher.report.summary import Summary, print_summary, write_summary
-from launcher.report.trackers.chosen import openers
-from launcher.report.trackers.registry import TrackedRun, open_trackers
-from launcher.report.trackers.tracker import CompositeTracker, Metrics, Tracker
+from launcher.report.trackers.registry import open_trackers, openers
+from launcher.report.trackers.tracker import CompositeTracker, Metrics, TrackedRun, Tracker
 
 
 def write_planned(

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.registry import TrackedRun
-from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,6 +30,8 @@ class MlflowTracker(Tracker):
     Args:
         run: the run to record.
     """
+
+    needs = ("mlflow", "sqlalchemy", "alembic")
 
     def __init__(self, run: TrackedRun) -> None:
         self._tracked = run

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.report.trackers.registry import TrackedRun
-from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -24,6 +23,8 @@ class TensorBoardTracker(Tracker):
     Args:
         run: the run to record.
     """
+
+    needs = ("tensorboardX",)
 
     def __init__(self, run: TrackedRun) -> None:
         self._folder = run.folder / FOLDER

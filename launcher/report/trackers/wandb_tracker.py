@@ -1,4 +1,4 @@
-"""Record a run with Weights & Biases, without ever standing in its way.
+"""Record a run with Weights & Biases, without ending or delaying it.
 
 Everything wandb writes goes into the run folder, and its own output is off. wandb is imported only
 when a run is recorded.
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.tracking import Wandb
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.registry import TrackedRun, first_line
-from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.trackers.queued import first_line
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     import wandb
