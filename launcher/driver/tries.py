@@ -13,7 +13,7 @@ from launcher.cluster.errors import HungError, WorkerError
 from launcher.driver.workers import Workers
 from launcher.plan import Plan, Trial, describe_plan
 from launcher.plan.profile.trials import fastest, keep_trial, kept_trial, trial_of
-from launcher.report.console import Phase, plain_table, status
+from launcher.report.console import Phase, status, table_of
 from launcher.report.text import seconds_text
 
 _ROUNDS = 4
@@ -97,14 +97,12 @@ def timed_rounds(timed: Callable[[int], float]) -> float:
 
 
 def _table(trials: Sequence[Trial]) -> Table:
-    table = plain_table()
-    for name in ("plan", "predicted", "measured"):
-        table.add_column(name, justify="right" if table.columns else "left")
-    for trial in trials:
-        measured = trial.measured_step_seconds
-        table.add_row(
+    rows = [
+        (
             trial.plan,
             seconds_text(trial.predicted_step_seconds),
-            "failed" if measured is None else seconds_text(measured),
+            "failed" if trial.failure else seconds_text(trial.measured_step_seconds),
         )
-    return table
+        for trial in trials
+    ]
+    return table_of(("plan", "predicted", "measured"), rows, ("plan",))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, Self, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.progress import (
     BarColumn,
     Progress,
@@ -97,9 +97,23 @@ def line_printer(console: Console) -> Callable[[str], None]:
     return functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
 
 
-def plain_table() -> Table:
-    """Return an empty table without a frame, the same on a terminal and on a pipe."""
-    return Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+def table_of(
+    headers: Iterable[str], rows: Iterable[Iterable[str | Text]], left: Collection[str] = ()
+) -> Table:
+    """Return a table without a frame, the same on a terminal and on a pipe.
+
+    Args:
+        headers: the header of each column.
+        rows: the cells of each row; those too wide for the console are folded.
+        left: the headers of columns that are aligned to the left, not to the right.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for header in headers:
+        justify: JustifyMethod = "left" if header in left else "right"
+        table.add_column(header, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class Phase(StrEnum):

@@ -15,9 +15,13 @@ from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.wall_clock import WallClock, with_lost
 from launcher.plan import Plan
-from launcher.report.breakdown.account import Known, account
-from launcher.report.breakdown.accounting import Accounting, read_accounting
 from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown.step_breakdown import (
+    Known,
+    StepBreakdown,
+    break_down,
+    read_breakdown,
+)
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 
@@ -65,7 +69,7 @@ class Accounts:
         self._finished = finished
         _save(self.result(self._folder, {}), self._folder)
 
-    def result(self, folder: Path, measured: Mapping[str, Any]) -> Accounting:
+    def result(self, folder: Path, measured: Mapping[str, Any]) -> StepBreakdown:
         """Return the accounting as far as it is known.
 
         Args:
@@ -82,10 +86,10 @@ class Accounts:
             memory_now=measured.get("memory_bytes"),
             memory_peak=measured.get("peak_memory_bytes"),
         )
-        found = account(self._plan, known, step, parts, self.wall.good)
+        found = break_down(self._plan, known, step, parts, self.wall.good)
         return replace(found, finished_steps=self._finished)
 
-    def finish(self, folder: Path, finished: int, measured: Mapping[str, Any]) -> Accounting:
+    def finish(self, folder: Path, finished: int, measured: Mapping[str, Any]) -> StepBreakdown:
         """Return the accounting of the run, and write it; call it last.
 
         A full disk costs a warning here, too.
@@ -98,7 +102,7 @@ class Accounts:
         return found
 
 
-def _save(found: Accounting, folder: Path) -> None:
+def _save(found: StepBreakdown, folder: Path) -> None:
     try:
         found.save(folder)
     except OSError as error:
@@ -114,7 +118,7 @@ def _newest(folder: Path) -> tuple[int | None, Sequence[ProcessSpans]]:
 def _before(home: RunFolder, config: Config, devices: int) -> Goodput:
     """Return what the wall time of the run's earlier starts went into."""
     price = config.cluster.price_per_device_hour
-    earlier = read_accounting(home.path)
+    earlier = read_breakdown(home.path)
     if earlier is None:
         return Goodput(devices=devices, price_per_device_hour=price)
     records = read_metrics(home.path / METRICS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.plan import Plan, timeline
-from launcher.report.breakdown import accounting
+from launcher.report.breakdown import step_breakdown
 from launcher.report.pages.memory_plot import plot_memory
 from launcher.report.pages.plots import plot_loss
 from launcher.report.pages.timeline import FILE, read_timeline
@@ -25,7 +25,7 @@ ARTIFACTS = {
     "plan": "plan.json",
     "config": "config.yaml",
     "timeline": FILE,
-    "accounting": accounting.FILE,
+    "accounting": step_breakdown.FILE,
     "report": REPORT,
     "profile": "profile",
 }

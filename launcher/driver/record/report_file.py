@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.base.files import write_whole
 from launcher.plan import Plan, timeline
-from launcher.report.breakdown.accounting import Accounting
+from launcher.report.breakdown.step_breakdown import StepBreakdown
 from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import FILE, read_timeline
 from launcher.report.summary import REPORT, Summary
@@ -23,7 +23,7 @@ def write_report(
     plan: Plan,
     config: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]] = (),
-    accounting: Accounting | None = None,
+    accounting: StepBreakdown | None = None,
     restarts: Sequence[str] = (),
 ) -> None:
     """Write the report of a run; what prevents it is said in one line.

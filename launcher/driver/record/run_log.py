@@ -33,11 +33,11 @@ from launcher.driver.record.report_file import write_report
 from launcher.driver.record.special_steps import warm_up
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import Plan, describe_plan, timeline
-from launcher.report.breakdown.accounting import Accounting
-from launcher.report.breakdown.accounting_table import (
-    accounting_tables,
+from launcher.report.breakdown.step_breakdown import (
+    StepBreakdown,
+    breakdown_tables,
     in_summary,
-    print_accounting,
+    print_breakdown,
 )
 from launcher.report.console import line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
@@ -271,7 +271,7 @@ class RunLog:
             resume_command = self._resume_command(reason)
             stack.callback(self._samples.show_rest)
             stack.callback(print_summary, self._console, path, summary, resume_command)
-            stack.callback(print_accounting, self._console, accounting)
+            stack.callback(print_breakdown, self._console, accounting)
             stack.callback(self._trackers.finish, summary.to_dict())
             write_summary(path, summary)
             settings = redacted(self._config)
@@ -281,7 +281,7 @@ class RunLog:
             last = records[-1] if records else {}
             compared = beside_measured(self._plan, summary, last)
             self._trackers.table("plan/beside_measured", *compared)
-            for name, table in accounting_tables(accounting).items():
+            for name, table in breakdown_tables(accounting).items():
                 self._trackers.table(name, *table)
             for name, picture in pictures.items():
                 self._trackers.image(name, picture)
@@ -291,7 +291,7 @@ class RunLog:
 
     def _summary(
         self, reason: str, restarts: int, records: list[dict[str, Any]], path: Path
-    ) -> tuple[Summary, Accounting]:
+    ) -> tuple[Summary, StepBreakdown]:
         before = self._home.finished_steps
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at

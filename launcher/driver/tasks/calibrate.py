@@ -19,7 +19,7 @@ from launcher.plan.profile.calibration import (
     keep_store_rates,
     measure,
 )
-from launcher.report.console import plain_table, status
+from launcher.report.console import status, table_of
 from launcher.report.text import seconds_text
 
 _log = logging.getLogger(__name__)
@@ -50,9 +50,6 @@ def calibrate(cluster: Cluster, console: Console) -> int:
             between = HostLinks(measure_links(pool))
         path = keep_host_links(nominal, between) and path
         shape = between.applied(shape)
-    table = plain_table()
-    for name in ("of each device", "measured", "nominal"):
-        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
     rows = [
         ("16-bit products", f"{shape.flops / 1e12:.3g} TFLOP/s", f"{nominal.flops / 1e12:.3g}"),
         (
@@ -80,9 +77,8 @@ def calibrate(cluster: Cluster, console: Console) -> int:
             rates = StoreRates(*measure_servers(pool))
         path = keep_store_rates(nominal, rates) and path
         rows += _store_rows(rates, nominal)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    names = ("of each device", "measured", "nominal")
+    console.print(table_of(names, rows, names[:1]))
     if shape.effective_parallelism is not None and shape.num_devices > 1:
         count, shares = shape.num_devices, (shape.effective_parallelism, shape.product_parallelism)
         times, products = (count / (share or shape.effective_parallelism) for share in shares)

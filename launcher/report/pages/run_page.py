@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launcher.report.breakdown.accounting import Accounting
 from launcher.report.breakdown.goodput import PHASES
+from launcher.report.breakdown.step_breakdown import StepBreakdown
 from launcher.report.pages.charts import Chart, chart, metric
 from launcher.report.pages.page import page_from
 from launcher.report.pages.timeline_plot import measured_picture, predicted_picture
@@ -54,7 +54,7 @@ class Reported:
     config: Mapping[str, Any] = field(default_factory=dict)
     records: Sequence[Mapping[str, Any]] = ()
     recorded: Mapping[int, Sequence[Span]] = field(default_factory=dict)
-    accounting: Accounting | None = None
+    accounting: StepBreakdown | None = None
     restarts: Sequence[str] = ()
 
 
@@ -233,7 +233,7 @@ def _charts(records: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
     return (one for one in drawn if one)
 
 
-def _parts(accounting: Accounting | None) -> Iterator[Both]:
+def _parts(accounting: StepBreakdown | None) -> Iterator[Both]:
     if accounting is None or not accounting.parts:
         return
     step = max(accounting.predicted_step_seconds, accounting.measured_step_seconds or 0.0)
@@ -252,7 +252,7 @@ def _parts(accounting: Accounting | None) -> Iterator[Both]:
             )
 
 
-def _shares(accounting: Accounting | None) -> Iterator[Share]:
+def _shares(accounting: StepBreakdown | None) -> Iterator[Share]:
     if accounting is None or not accounting.goodput.wall_seconds:
         return
     good = accounting.goodput

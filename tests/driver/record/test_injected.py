@@ -19,7 +19,7 @@ from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.recorder import Recorder
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import local_shape
-from launcher.report.breakdown.accounting import read_accounting
+from launcher.report.breakdown.step_breakdown import read_breakdown
 from launcher.runtime.execute import dispatch_table
 from launcher.train import worker as worker_module
 
@@ -55,7 +55,7 @@ class Accounted(Training):
         steady = [line["perf/step_seconds"] for line in self.lines[RECORDED + 1 :]]
         measured = {"step_seconds_median": statistics.median(steady)} if steady else {}
         self.accounts.finish(self.home, self.recorder.finished_steps, measured)
-        return read_accounting(self.home)
+        return read_breakdown(self.home)
 
     def run_and_add_up(self):
         found = self.run()
