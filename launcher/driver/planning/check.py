@@ -108,7 +108,7 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     if isinstance(config.optimizer, CustomOptimizer):
         find_module("optimizer.module", config.optimizer.module)
     for hook in config.hooks:
-        find_module("hooks", hook)
+        find_module("hooks", hook.rpartition(".")[0] or hook)
     openers(config.report.trackers or (), users=False)
     if not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)

@@ -1,18 +1,22 @@
-"""The best evaluation so far: which checkpoint is kept for it, and when a run ends early."""
+"""The best evaluation so far, which decides what checkpoint is kept and when a run ends early."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from launcher import checkpoint
 from launcher.config.training import Train
+from launcher.driver.callback import Callback
 from launcher.recipes import InputError
+from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.run_record import STOPPED_EARLY
 
 _ANY = "eval/loss"  # of every evaluation
 
 
-class Best:
+class Best(Callback):
     """Follows a metric of the evaluations: one that is named an accuracy rises, any other falls.
 
     Args:
@@ -29,16 +33,25 @@ class Best:
         self._setting = settings.keep_best or "eval_loss"
         self.metric = self._setting.replace("eval_", "eval/", 1)
         self._sign = -1.0 if "accuracy" in self._setting else 1.0
-        self.begin([])
+        self._forget()
 
-    def begin(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Begin anew after the steps that were recorded, each a table of metrics."""
+    def on_start(self, step: int, folder: Path) -> None:
+        """Read the evaluations up to `step` from the run's metrics."""
+        self._metrics = folder / METRICS
+        self.on_restart(step, "")
+
+    def on_restart(self, step: int, why: str) -> None:
+        """Return to the evaluations up to `step`."""
+        self._forget()
+        for record in read_metrics(self._metrics) if step else ():
+            if record["step"] <= step:
+                self.on_evaluation(record["step"], record)
+
+    def _forget(self) -> None:
         self.step: int | None = None
         self.value = float("nan")
         self.reason: str | None = None
         self._since = 0
-        for record in records:
-            self.add(record["step"], record)
 
     @property
     def follows(self) -> bool:
@@ -49,8 +62,13 @@ class Best:
         """Return whether the state after a step is the best, and is to be saved."""
         return self._keeps and self.step == step
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step.
+    def on_save(self, step: int, path: Path) -> None:
+        """Mark the checkpoint of the best evaluation, which then stays."""
+        if self.is_to_keep(step):
+            checkpoint.write_best(path.parent, step, self.metric, self.value)
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Compare an evaluation with the best one.
 
         Raises:
             InputError: its evaluation does not have the metric.

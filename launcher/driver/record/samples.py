@@ -10,6 +10,7 @@ from launcher.base.files import write_whole
 from launcher.base.output import without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.callback import Callback
 from launcher.driver.record.special_steps import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
 from launcher.recipes import InputError, tokenizer_of
@@ -25,7 +26,7 @@ _MOST_ROWS = 100  # of the table that trackers get
 _log = logging.getLogger(__name__)
 
 
-class Samples:
+class Samples(Callback):
     """Says when the model is to write, and takes what it has written.
 
     Args:
@@ -106,7 +107,7 @@ class Samples:
         else:
             self.unsaid = said
 
-    def show_rest(self) -> None:
+    def on_end(self, step: int, reason: str) -> None:
         """Show the sample after the last step, if it has not been shown."""
         self._show(["", *self.unsaid] if self.unsaid else [])
         self.unsaid = []

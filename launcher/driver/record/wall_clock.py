@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from launcher.driver.callback import Callback
 from launcher.report.breakdown.goodput import Goodput
 
 _MOST_LOST = 100_000  # steps since a checkpoint
 
 
-class WallClock:
+class WallClock(Callback):
     """Counts each moment of a run once: what runs from one `lap` to the next.
 
     Args:
@@ -67,10 +68,10 @@ class WallClock:
         self._newest.append((step, seconds - stalled))
         self.steps += 1
 
-    def lose(self, finished: int) -> None:
-        """Count what was done after step `finished`, and since the last lap, to what is redone."""
+    def on_restart(self, step: int, why: str) -> None:
+        """Count the work after `step`, and the time since the last lap, as redone."""
         self.lap("redone")
-        lost = sum(seconds for step, seconds in self._newest if step > finished)
+        lost = sum(seconds for lost, seconds in self._newest if lost > step)
         self.move(lost, "training", "redone")
         self._newest.clear()
 

@@ -14,6 +14,7 @@ import pytest
 
 from launcher.base.spans import Clock
 from launcher.checkpoint import Background
+from launcher.driver.callback import Callbacks
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.recorder import Recorder
@@ -43,7 +44,7 @@ class Accounted(Training):
         timelines = Timelines(self.home, [RECORDED], take=self.accounts.record)
         timelines.begin([Clock()])
         return Recorder(
-            self._log, 1, lambda seconds: {}, timelines=timelines, wall=self.accounts.wall
+            self._log, 1, lambda seconds: {}, callbacks=Callbacks(timelines, self.accounts.wall)
         )
 
     def plan_of(self, step):

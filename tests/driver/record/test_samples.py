@@ -67,9 +67,9 @@ def test_the_last_sample_is_the_last_thing_shown(tmp_path):
     assert told.due()
     told.samples.take(Sample(10, (tuple(b"\n" * 30),)))
     assert told.lines == []
-    told.samples.show_rest()
+    told.samples.on_end(10, "done")
     assert told.lines == ["", "sample after step 10:", "  a", *["  "] * (MOST_LINES - 1)]
-    told.samples.show_rest()
+    told.samples.on_end(10, "done")
     assert len(told.lines) == MOST_LINES + 2
 
 
