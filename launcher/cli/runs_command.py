@@ -24,8 +24,16 @@ from launcher.base.files import write_whole
 from launcher.base.output import answer
 from launcher.config.errors import ConfigError, advice
 from launcher.report.console import far_text, make_console, table_of
-from launcher.report.run_record import FOLDERS, NOTE, RunRecord, read_run
-from launcher.report.runs import one_run, read_runs, runs_named, runs_of
+from launcher.report.run_record import (
+    FOLDERS,
+    NOTE,
+    RunRecord,
+    one_run,
+    read_run,
+    read_runs,
+    runs_named,
+    runs_of,
+)
 from launcher.report.summary import Summary
 from launcher.report.sweep import print_comparison, read_summary
 from launcher.report.text import clock_text, loss_text, seconds_text, shown_path

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from launcher.base.stop import Stop
 from launcher.config.training import Checkpoint, Train
 from launcher.driver.record.best import Best
-from launcher.driver.record.recorder import Recorder
+from launcher.driver.record.recorder import Recorder, is_evaluated, profiled_step
 from launcher.driver.record.samples import Samples
-from launcher.driver.record.special_steps import is_evaluated, profiled_step
 
 if TYPE_CHECKING:
     from launcher.driver.saving import Saving

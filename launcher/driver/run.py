@@ -1,7 +1,7 @@
 """A whole run in the driver, from checked settings to an exit code.
 
-The driver plans and directs, and computes nothing itself. This module chooses what each task does,
-and turns errors into messages and exit codes. JAX takes a second to import, so it is imported only
+The driver plans and directs, and computes nothing itself. This module runs the settings' task, and
+turns errors into messages and exit codes. JAX takes a second to import, so it is imported only
 where it is needed, while Ray starts.
 """
 
@@ -33,8 +33,7 @@ from launcher.driver.callback import HookError, find_hook
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.status import Status
-from launcher.driver.planning.calibrated_first import is_kept, measures_first
-from launcher.driver.planning.check import Inputs, look, os_error_text
+from launcher.driver.planning.check import Inputs, is_kept, look, measures_first, os_error_text
 from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.driver.tasks.task import Task, task_named
 from launcher.recipes import InputError
@@ -160,10 +159,10 @@ class Train(Task):
             with stop.heeded(say, until="now"):  # it reads checkpoints
                 home = stack.enter_context(folder.claim(config))
             allocation = rendezvous.allocation if rendezvous else None
-            told = Status(home.path, steps, allocation.job_id if allocation else None)
-            console.phases = (told.phase,)
+            shown = Status(home.path, steps, allocation.job_id if allocation else None)
+            console.phases = (shown.phase,)
             with folder.delete_on_error(home.created), ExitStack() as opening:
-                home = replace(home, status=opening.enter_context(told))
+                home = replace(home, status=opening.enter_context(shown))
                 session = None
                 if rendezvous is None and _can_start_early(config, found):
                     with stop.heeded(say, _LEAVES):  # no process is left without an owner

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.report.console import table_of
-from launcher.report.shardings import shardings_in_words
+from launcher.report.plan_record import shardings_in_words
 from launcher.report.text import (
     bytes_text,
     count_text,

@@ -20,9 +20,9 @@ from launcher.report.console import table_of
 from launcher.report.pages.sweep_page import SweptRun, sweep_report
 from launcher.report.run_record import STOPPED_EARLY, ended_well
 from launcher.report.summary import FILE_NAME, REPORT
-from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text, shown_path
+from launcher.report.text import bytes_text, flat, loss_text, percent_text, seconds_text, shown_path
 
-# Settings that name a run, and do not tell how it differs.
+# Settings that name a run, and are no difference between runs.
 IDENTITY = ("run.id", "run.dir", "wandb.name", "wandb.group")
 UNSET = "-"
 _LARGEST = 1e300  # no result is larger
@@ -215,7 +215,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         tree = read_yaml(folder / "config.yaml")
     except (OSError, DamagedError, yaml.YAMLError):
         return {}
-    return _flat(tree) if isinstance(tree, dict) else {}
+    return flat(tree) if isinstance(tree, dict) else {}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -232,14 +232,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def _is_result(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and abs(value) < _LARGEST)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def _shown(value: Any) -> str:

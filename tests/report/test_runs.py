@@ -303,5 +303,5 @@ def test_a_status_that_cannot_be_written_ends_nothing(here, monkeypatch, caplog)
         status.phase(Phase.TRAINING)
         status.on_end(2, "done")
     assert [r.getMessage() for r in caplog.records] == [
-        "status.json is not written (No space left on device); the run goes on"
+        "status.json is not written (No space left on device); the run continues"
     ]

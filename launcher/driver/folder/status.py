@@ -1,6 +1,6 @@
-"""`status.json`: what a run is doing right now, kept fresh in its folder by a thread of the driver.
+"""`status.json`: the present state of a run, kept fresh in its folder by a thread of the driver.
 
-It never ends a run: a disk that does not take it is said once, and tried again.
+It never ends a run: a disk that cannot be written costs one warning, and is tried again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Status(Callback):
     def phase(
         self, phase: Phase, done: float | None = None, total: float | None = None, unit: str = ""
     ) -> None:
-        """Say which phase it is, and how much of it is done, of how much; None: not known."""
+        """Show the phase, and how much of it is done, of how much; None: not known."""
         self.tell(phase=str(phase), phase_done=done, phase_total=total, phase_unit=unit)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
@@ -141,7 +141,7 @@ class Status(Callback):
             self._was_written = True
         except OSError as error:
             if self._was_written and not isinstance(error, FileNotFoundError):
-                _log.warning(f"{STATUS} is not written ({error.strerror}); the run goes on")
+                _log.warning(f"{STATUS} is not written ({error.strerror}); the run continues")
             self._was_written = False
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.base.log import lines_to
+from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool, find_devices
 from launcher.cluster.ray.demand import check_demand, demand_of
 from launcher.cluster.ray.reach import choose_pool, gpus_of, reach
@@ -20,7 +21,7 @@ from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, RayCluster, SlurmCluster
 from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
-from launcher.config.parallel import Replay
+from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import find_start
@@ -198,3 +199,19 @@ def _patterns(options: Optimizer) -> Iterator[str]:
         yield "optimizer.train_only"
     if options.lora.rank:
         yield "optimizer.lora.pattern"
+
+
+def measures_first(config: Config) -> bool:
+    """Return whether a training by these settings measures devices that no calibration is kept of.
+
+    The devices are this machine's, and the plan rests on what they can do.
+    """
+    is_here = not isinstance(config.cluster, Described | RayCluster | SlurmCluster)
+    parallel = config.parallel
+    return is_here and isinstance(parallel, Planned) and parallel.cost != "model"
+
+
+def is_kept(pool: DevicePool) -> bool:
+    """Return whether a calibration of these devices is kept, by these versions, if it is intact."""
+    path = cache_file("calibration", pool.device_kind, pool.num_devices)
+    return read_cached(path, lambda tree: tree) is not None

@@ -1,4 +1,4 @@
-"""Whether the data's tokens are those that the model to start from has learned."""
+"""Check of the data's tokens against the tokenizer of the model to start from."""
 
 from __future__ import annotations
 

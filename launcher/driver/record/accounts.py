@@ -1,4 +1,4 @@
-"""The accounting of a run under way, kept in its folder."""
+"""Breakdown of a running training's time, written to its folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Accounts:
         self.wall.move(plan_seconds, "starting", "planning")
 
     def record(self, step: int, parts: Sequence[ProcessSpans]) -> None:
-        """Take a recorded step, and write what is known by now."""
+        """Take a recorded step, and write the breakdown."""
         self._recorded = step, parts
         self.write(self._finished)
 
@@ -65,12 +65,12 @@ class Accounts:
         self.wall.move(compile_seconds or 0.0, "starting", "compiling")
 
     def write(self, finished: int) -> None:
-        """Write what is known after `finished` steps; a full disk costs a warning."""
+        """Write the breakdown after `finished` steps; a full disk costs a warning."""
         self._finished = finished
         _save(self.result(self._folder, {}), self._folder)
 
     def result(self, folder: Path, measured: Mapping[str, Any]) -> StepBreakdown:
-        """Return the accounting as far as it is known.
+        """Return the breakdown as far as it is known.
 
         Args:
             folder: the run's folder.
@@ -90,7 +90,7 @@ class Accounts:
         return replace(found, finished_steps=self._finished)
 
     def finish(self, folder: Path, finished: int, measured: Mapping[str, Any]) -> StepBreakdown:
-        """Return the accounting of the run, and write it; call it last.
+        """Return the breakdown of the run, and write it; call it last.
 
         A full disk costs a warning here, too.
         """
@@ -116,7 +116,7 @@ def _newest(folder: Path) -> tuple[int | None, Sequence[ProcessSpans]]:
 
 
 def _before(home: RunFolder, config: Config, devices: int) -> Goodput:
-    """Return what the wall time of the run's earlier starts went into."""
+    """Return the wall time of the run's earlier starts, divided."""
     price = config.cluster.price_per_device_hour
     earlier = read_breakdown(home.path)
     if earlier is None:

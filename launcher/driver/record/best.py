@@ -21,6 +21,7 @@ class Best(Callback):
 
     Args:
         settings: the section `train`.
+        folder: the run's folder, whose metrics hold earlier evaluations.
 
     Attributes:
         step: the step of the best evaluation; None before the first one.
@@ -28,7 +29,8 @@ class Best(Callback):
         reason: why the run is to end early, None while it is not.
     """
 
-    def __init__(self, settings: Train) -> None:
+    def __init__(self, settings: Train, folder: Path) -> None:
+        self._metrics = folder / METRICS
         self._keeps, self._patience = settings.keep_best is not None, settings.stop_early
         self._setting = settings.keep_best or "eval_loss"
         self.metric = self._setting.replace("eval_", "eval/", 1)
@@ -37,7 +39,6 @@ class Best(Callback):
 
     def on_start(self, step: int, folder: Path) -> None:
         """Read the evaluations up to `step` from the run's metrics."""
-        self._metrics = folder / METRICS
         self.on_restart(step, "")
 
     def on_restart(self, step: int, why: str) -> None:

@@ -1,14 +1,15 @@
-"""Turns the workers' measurements of a step into what is logged, and detects divergence."""
+"""Recorder of steps: builds the logged metrics, detects divergence, calls the callbacks."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from launcher.base.spans import SpanRecorder
+from launcher.config.schema import Train
 from launcher.driver.callback import Callbacks
 from launcher.driver.record.timelines import Timelines
 from launcher.driver.record.wall_clock import WallClock
@@ -83,7 +84,7 @@ class Recorder:
         self.first_step_at: float | None = None
 
     def begin(self, finished_steps: int) -> None:
-        """Forget the steps after `finished_steps`, from which the run goes on."""
+        """Forget the steps after `finished_steps`, from which the run resumes."""
         self._unlogged, self._skipped_in_a_row = None, 0
         self.finished_steps = finished_steps
 
@@ -142,3 +143,28 @@ class Recorder:
         if self._unlogged:
             self._log(*self._unlogged)
         self._unlogged = None
+
+
+def is_evaluated(step: int, settings: Train) -> bool:
+    """Return whether an evaluation follows `step`: every so many steps, and after the last one."""
+    every = settings.eval_every
+    return every > 0 and (step % every == 0 or step == settings.steps)
+
+
+def profiled_step(steps: int, finished: int, recorded: Set[int] = frozenset()) -> int | None:
+    """Return the step that is run task by task to time the stages.
+
+    It is the second, which is warm; or the next one that is not `recorded`, and None if there is
+    none.
+    """
+    last = min(finished + 2, steps)
+    return next((k for k in (*range(last, steps + 1), finished + 1) if k not in recorded), None)
+
+
+def warm_up(finished: int, dry_steps: int = 0) -> range:
+    """Return the first steps after a start at `finished`, whose times are not representative.
+
+    The first is cold, unless dry steps came before it; the second is profiled, and the third was
+    queued behind the second.
+    """
+    return range(finished + (2 if dry_steps else 1), finished + 4)

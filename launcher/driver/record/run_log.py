@@ -26,10 +26,8 @@ from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.best import Best
-from launcher.driver.record.pictures import ARTIFACTS, TIMELINE, draw_pictures
-from launcher.driver.record.recorder import FINITE, Recorder
-from launcher.driver.record.report_file import write_report
-from launcher.driver.record.special_steps import warm_up
+from launcher.driver.record.pictures import ARTIFACTS, TIMELINE, draw_pictures, write_report
+from launcher.driver.record.recorder import FINITE, Recorder, warm_up
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import Plan, describe_plan, timeline
 from launcher.report.breakdown.step_breakdown import (
@@ -121,7 +119,7 @@ class RunLog:
         self.accounts = Accounts(home, config, plan, plan_seconds)
         report = config.report
         steps, traced = report.timeline_steps or (), report.profiler_steps or ()
-        self.best = Best(config.train)
+        self.best = Best(config.train, home.path)
         from launcher.driver.record.samples import Samples  # it reads checkpoints: not for planning
 
         samples = Samples(

@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 class Timelines(Callback):
     """Writes the timeline of a step once all workers have handed theirs in.
 
-    What the file holds of other steps, perhaps of an earlier start of the run, stays.
+    Other steps in the file, perhaps of an earlier start of the run, stay.
 
     Args:
         folder: the run's folder.
         steps: the steps to record.
         traced: the steps of which JAX's profiler writes a trace.
-        take: is given each step that is whole, and what each process recorded, on one clock.
+        take: called with each complete step and the spans of each process, on one clock.
 
     Attributes:
         steps: the steps to record.
@@ -58,7 +58,7 @@ class Timelines(Callback):
         self._clocks, self._found = clocks, {}
 
     def add(self, recordings: Iterable[Recording]) -> None:
-        """Take what workers have recorded; a step that is whole is written."""
+        """Take recordings of workers; a complete step is written."""
         for recording in recordings:
             parts = self._found.setdefault(recording.step, {})
             parts[recording.process] = recording

@@ -1,4 +1,4 @@
-"""The wall time of a run under way, divided by what it goes into."""
+"""Wall time of a running training, divided into phases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_LOST = 100_000  # steps since a checkpoint
 
 
 class WallClock(Callback):
-    """Counts each moment of a run once: what runs from one `lap` to the next.
+    """Counts each moment of a run in one phase, from one `lap` to the next.
 
     Args:
         before: of the run's earlier starts.
@@ -22,7 +22,7 @@ class WallClock(Callback):
         clock: returns seconds since the epoch.
 
     Attributes:
-        good: what the time went into, up to the last lap.
+        good: the time by phases, up to the last lap.
         held_up: seconds for which saves held training up, of this process.
         steps: the steps that this process has made, each as often as it made it.
     """
@@ -79,13 +79,13 @@ class WallClock(Callback):
 def with_lost(
     before: Goodput, counted: int, finished: int, records: Iterable[Mapping[str, Any]]
 ) -> Goodput:
-    """Return what an earlier start's time went into, once it is known which of its steps count.
+    """Correct an earlier start's time by its metrics, once it is known which steps count.
 
-    A start that was killed could not tell of its newest steps; their metrics do.
+    A killed attempt never reported its last steps; they are recovered from the metrics.
 
     Args:
-        before: what it told.
-        counted: the newest step of which it told.
+        before: the time as reported.
+        counted: the newest step in that report.
         finished: the newest step that a checkpoint holds.
         records: its logged steps.
     """

@@ -74,7 +74,7 @@ class Evaluate(CheckpointTask):
 
 
 def _other_data(config: Config, settings: Config) -> str:
-    """Return what tells the file of other data than the run's from that of its own, which stays."""
+    """Return the suffix of the file for other data than the run's own."""
     if config.dataset == settings.dataset:
         return ""
     said = json.dumps(to_dict(config)["dataset"], sort_keys=True)
@@ -100,7 +100,7 @@ def means(batches: Iterable[list[Means]]) -> dict[str, float]:
     """Return the means over all rows of the model's metrics, and `rows`, their number.
 
     Args:
-        batches: of each batch what its pieces come to.
+        batches: the means of each batch's pieces.
 
     Raises:
         InputError: there is no row.
@@ -116,7 +116,7 @@ def means(batches: Iterable[list[Means]]) -> dict[str, float]:
 
 
 def _counted(batches: Iterable[list[Means]], tell: Callable[[int], None]) -> Iterator[list[Means]]:
-    """Yield batches, and tell how many there have been."""
+    """Yield batches, and pass their number so far to `tell`."""
     for number, batch in enumerate(batches, start=1):
         yield batch
         tell(number)
@@ -142,13 +142,13 @@ def _batches(config: Config, dataset: Dataset) -> int:
 
 
 def _rows(batch_size: int, plan: Plan | None) -> int:
-    """Return how many rows are evaluated together: as many as a device has of a microbatch."""
+    """Return the rows evaluated together: a device's share of a microbatch."""
     slices = 1 if plan is None else plan.num_micro_batches * plan.num_replicas
     return max(1, batch_size // slices)
 
 
 def _derived(config: Config, loss: float, rows: int) -> dict[str, float]:
-    """Return what a mean loss of the next token stands for, in nats."""
+    """Return the metrics derived from a mean next-token loss, in nats."""
     is_masked = hasattr(config.model, "mask_every")
     if is_masked or getattr(config.model, "vocab_size", None) is None:
         return {}

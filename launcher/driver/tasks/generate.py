@@ -116,8 +116,8 @@ def decoded_after(
     Args:
         text: the prompt's text; of "" the tokens stand alone.
         prompt: its tokens.
-        tokenizer: what has made them.
-        made: those that follow.
+        tokenizer: their tokenizer.
+        made: the tokens that follow.
     """
     if not text:
         return tokenizer.decode(made)
@@ -125,12 +125,12 @@ def decoded_after(
 
 
 def default_prompt(tokenizer: Tokenizer) -> str:
-    """Return what a text begins with where nothing is said: "" is the beginning of a document."""
+    """Return the default prompt; "" is the beginning of a document."""
     return "import " if tokenizer.end_token is None else ""
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """Return the texts to go on with; "" is the beginning of a document."""
+    """Return the texts to continue; "" is the beginning of a document."""
     path = config.generate.prompts
     if path is None:
         return config.prompt or [default_prompt(tokenizer)]

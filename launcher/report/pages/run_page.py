@@ -19,6 +19,7 @@ from launcher.report.text import (
     bytes_text,
     clock_text,
     count_text,
+    flat,
     loss_text,
     percent_text,
     rate_text,
@@ -115,7 +116,7 @@ def run_report(found: Reported) -> str:
         "shares": list(_shares(found.accounting)),
         "goodput": found.accounting.goodput if found.accounting else None,
         "restarts": found.restarts,
-        "settings": [(key, _setting(value)) for key, value in _flat(found.config)],
+        "settings": [(key, _setting(value)) for key, value in flat(found.config).items()],
     }
     return page_from("run.html.jinja", content)
 
@@ -259,14 +260,6 @@ def _shares(accounting: StepBreakdown | None) -> Iterator[Share]:
     for phase in PHASES:
         if seconds := good.seconds(phase):
             yield Share(phase, seconds_text(seconds), seconds / good.wall_seconds * 100)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _setting(value: Any) -> str:

@@ -6,11 +6,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.report.run_record import ended_well
+from launcher.report.text import flat
 from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
@@ -120,15 +121,7 @@ class MlflowTracker(Tracker):
             self._newest = int(found[0].data.metrics.get("step", 0))
             return run
         made = client.create_run(experiment, run_name=self._tracked.id, tags={RUN_TAG: folder})
-        params = [Param(k, str(v)[:_LONGEST_PARAM]) for k, v in _flat(self._tracked.config)]
+        params = [Param(k, str(v)[:_LONGEST_PARAM]) for k, v in flat(self._tracked.config).items()]
         for at in range(0, len(params), _MOST_PARAMS):
             client.log_batch(made.info.run_id, params=params[at : at + _MOST_PARAMS])
         return str(made.info.run_id)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

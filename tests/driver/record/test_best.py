@@ -23,7 +23,7 @@ LEARNS, WORSENS = "optimizer.learning_rate=1e-2", "optimizer.learning_rate=30"
 
 
 def after(train, *values, name="loss"):
-    best = Best(train)
+    best = Best(train, Path("none"))
     for step, value in enumerate(values, 1):
         best.on_evaluation(step, {"eval/loss": 0.0, f"eval/{name}": value})
     return best
@@ -48,7 +48,7 @@ def test_a_run_ends_after_as_many_evaluations_without_progress():
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_what_was_recorded_counts_after_a_restart(tmp_path, restarts):
-    best = Best(Train(stop_early=2, keep_best="eval_loss"))
+    best = Best(Train(stop_early=2, keep_best="eval_loss"), tmp_path)
     recorded = (
         {"step": 1, "train/loss": 9.0},
         {"step": 2, "eval/loss": 1.0},
@@ -80,7 +80,7 @@ class Kept(Training):
     hooks = ()
 
     def run(self, monkeypatch):
-        self.best = Best(self.config.train)
+        self.best = Best(self.config.train, self.folder)
         callbacks = Callbacks(self.best)
         callbacks.add_hooks(self.hooks)
 
