@@ -140,7 +140,8 @@ def test_a_text_that_cannot_be_decoded_ends_no_run(tmp_path, caplog):
     assert told.lines == []
     (line,) = caplog.messages
     assert line == (
-        "the sample after step 4 cannot be shown (KeyError: 'Invalid token: 737'); the run continues"
+        "the sample after step 4 cannot be shown (KeyError: 'Invalid token: 737'); "
+        "the run continues"
     )
     told.samples._tokenizer = whole
     told.samples.take(Sample(8, ((98,),)))
