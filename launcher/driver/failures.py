@@ -117,7 +117,7 @@ def _stages(plan: Plan, host: int) -> str:
 
 
 def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
-    """Return what follows the last of `failures`, which are in order of time.
+    """Return whether to restart after the last of `failures`, which are in order of time.
 
     The delay doubles from restart to restart, from one second to a minute.
     """
@@ -133,7 +133,7 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
 
 
 def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoint: int) -> str:
-    """Return what the user reads when the run restarts after step `checkpoint`."""
+    """Return the message of a restart after step `checkpoint`."""
     since = f"the checkpoint at step {checkpoint}"
     if not checkpoint:
         since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"

@@ -250,7 +250,7 @@ class _Bar:
 
 
 class _Known(ProgressColumn):
-    """A column that is empty until it is known how much there is to do."""
+    """A column that is empty until the total is known."""
 
     def __init__(self, column: ProgressColumn) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def _bucket_line(plan: Plan) -> str:
 
 
 def server_line(plan: Plan) -> str:
-    """Return what goes through parameter servers a step, in one line; "" if there are none."""
+    """Return the traffic of parameter servers in a step, in one line; "" if there are none."""
     servers, workers = plan.reduction.servers, plan.reduction.workers
     exchanges = [x for part in plan.parts for x in part.exchanges]
     if not exchanges:
@@ -135,7 +135,7 @@ def _headline(plan: Plan) -> str:
 
 
 def _remat_in_words(stage: StagePlan) -> str:
-    """Return what a stage's backward pass computes again: by the plan, by the model itself."""
+    """Return a stage's rematerialisation, by the plan and by the model itself."""
     own = stage.own_checkpoints
     if own == len(stage.layers) and own:
         return "the model's"

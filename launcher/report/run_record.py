@@ -155,7 +155,7 @@ def ending_of(reason: str) -> str:
 
 
 def ended_well(reason: str | None) -> bool:
-    """Return whether a run of this `exit_reason` has done what it was to do."""
+    """Return whether a run of this `exit_reason` ended successfully."""
     return reason is not None and ending_of(reason) in ("done", "planned")
 
 

@@ -154,7 +154,7 @@ def delete_on_error(
 
 
 def reload(home: RunFolder, config: Config) -> RunFolder:
-    """Return a claimed folder with what is its newest intact checkpoint now.
+    """Return a claimed folder with its present newest intact checkpoint.
 
     Call it while no worker writes: like `claim` it renames damaged checkpoints and deletes partial
     ones.

@@ -34,7 +34,7 @@ def write_plan_alone(home: RunFolder, plan: Plan) -> None:
 
 
 def current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
-    """Return the folder's present path; recreate a deleted folder from what this process knows.
+    """Return the folder's present path; recreate a deleted folder from this process's memory.
 
     Then at least the metrics survive a command that was meant for another folder.
     """

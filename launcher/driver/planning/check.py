@@ -83,7 +83,7 @@ def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
 
 
 def check(config: Config, environ: Mapping[str, str]) -> Verdict:
-    """Check everything that a run checks before it traces, as far as it takes only a moment."""
+    """Do the fast checks of a run, all those before it traces."""
     try:
         return Verdict(tuple(_lines(config, environ)))
     except (ConfigError, InputError) as error:

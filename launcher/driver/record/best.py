@@ -1,4 +1,4 @@
-"""The best evaluation so far, which decides what checkpoint is kept and when a run ends early."""
+"""The best evaluation so far, which decides on the checkpoint to keep and on an early end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Best(Callback):
 
     @property
     def follows(self) -> bool:
-        """Whether what follows an evaluation depends on it."""
+        """Whether the loop must wait for each evaluation's result."""
         return self._keeps or self._patience > 0
 
     def is_to_keep(self, step: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from launcher.base.spans import SpanRecorder
-from launcher.config.schema import Train
+from launcher.config.training import Train
 from launcher.driver.callback import Callbacks
 from launcher.driver.record.timelines import Timelines
 from launcher.driver.record.wall_clock import WallClock

@@ -67,7 +67,7 @@ def write_planned(
 
 
 def predicted_cost(config: Config, plan: Plan) -> float | None:
-    """Return what the run's steps cost by the plan, None where no price is given."""
+    """Return the predicted cost of the run's steps, None where no price is given."""
     price = config.cluster.price_per_device_hour
     hours = plan.predicted_step_seconds * config.train.steps / 3600
     return None if price is None else hours * plan.num_devices * price

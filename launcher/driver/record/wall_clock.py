@@ -43,7 +43,7 @@ class WallClock(Callback):
         return seconds
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds of one phase to another, as far as they are there."""
+        """Move seconds from one phase to another, at most all of them."""
         self.good = self.good.moved(seconds, source, target)
 
     def save(self) -> None:

@@ -55,7 +55,7 @@ class Export(CheckpointTask):
 
 
 def _theirs(config: Config, home: Path) -> Folder:
-    """Return what a folder of a run's model is to hold.
+    """Return the content of the Hugging Face folder of a run's model.
 
     Raises:
         ConfigError: `transformers` has no such model.

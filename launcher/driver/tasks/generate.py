@@ -68,7 +68,7 @@ def _print_all(
     tokenizer: Tokenizer,
     rows: Sequence[list[int]],
 ) -> int:
-    """Print prompts with what follows, of which `rows` holds a token of each; return the code."""
+    """Print prompts and continuations; each row holds a token of each. Return the exit code."""
     for number, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
         column = (row[number] for row in rows)
         made = list(itertools.takewhile(lambda token: token != tokenizer.end_token, column))
@@ -92,7 +92,7 @@ def _ended(tokens: Iterable[list[int]], end_token: int | None) -> Iterator[list[
 
 
 def _stream(text: str, prompt: Sequence[int], tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
-    """Print a prompt and what follows; a piece of text is printed when it is whole."""
+    """Print a prompt and its continuation, each piece of text as soon as it is complete."""
     code, made, shown = answer(without_control(text), end=""), [], ""
     for token in tokens:
         if code:

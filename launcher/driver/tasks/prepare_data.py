@@ -48,7 +48,7 @@ def prepare_first(config: Config, console: Console) -> None:
 
 
 def _prepare_here(config: Config, console: Console) -> bool:
-    """Prepare the data, and say what there is now; return whether there is anything to prepare."""
+    """Prepare the data and print its description; return whether it needs preparation at all."""
     source = getattr(config.dataset, "path", config.dataset.name)
     processes = config.prepare.processes or len(os.sched_getaffinity(0))
     with status(console, f"preparing {source}") as progress:

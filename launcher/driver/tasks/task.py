@@ -1,4 +1,4 @@
-"""Tasks: what the launcher does with checked settings on this machine, and their registry."""
+"""Tasks that the launcher does on this machine by checked settings, and their registry."""
 
 from __future__ import annotations
 

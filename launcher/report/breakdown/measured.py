@@ -50,7 +50,7 @@ class _Device:
 
 @dataclass(frozen=True)
 class _Step:
-    """The moments of a step, in nanoseconds: what any device and process did."""
+    """The moments of a step, in nanoseconds, over all devices and processes."""
 
     window: Intervals
     busy: Intervals

@@ -36,7 +36,7 @@ _SMALL = 0.002  # of the step: parts of it that are shorter are not drawn
 
 @dataclass(frozen=True)
 class Reported:
-    """What the report of a run is made of.
+    """Content of the report of a run.
 
     Attributes:
         summary: the run's summary.
@@ -45,8 +45,8 @@ class Reported:
         config: its settings, without secrets.
         records: its logged steps.
         recorded: the spans of each recorded step.
-        accounting: where its time went, None where that is not known.
-        restarts: what was said at each restart.
+        accounting: the breakdown of its time, None where that is not known.
+        restarts: the message of each restart.
     """
 
     summary: Summary

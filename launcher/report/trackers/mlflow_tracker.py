@@ -69,7 +69,7 @@ class MlflowTracker(Tracker):
         self._log_file(path, name if path.is_dir() else "")
 
     def alert(self, title: str, text: str) -> None:
-        """Record what is out of the ordinary as a tag."""
+        """Record an alert as a tag."""
         client, run = self._open()
         self._alerts += 1
         client.set_tag(run, f"alert.{self._alerts}", f"{title}: {text}"[:_LONGEST_PARAM])

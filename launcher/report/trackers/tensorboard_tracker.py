@@ -40,7 +40,7 @@ class TensorBoardTracker(Tracker):
         self._open().add_text(name, text, self._step)
 
     def rewind(self, first_step: int) -> None:
-        """Have TensorBoard drop what was logged from `first_step` on."""
+        """Have TensorBoard drop the steps from `first_step` on."""
         self._close()
         self._goes_on = False
         self._open(purge_step=first_step)
@@ -62,7 +62,7 @@ class TensorBoardTracker(Tracker):
         self._open().add_image(name, imread(path)[..., :3], self._step, dataformats="HWC")
 
     def alert(self, title: str, text: str) -> None:
-        """Record what is out of the ordinary as text."""
+        """Record an alert as text."""
         self._alerts += 1
         self._open().add_text(f"alerts/{self._alerts}", f"**{title}**\n\n{text}", self._step)
 

@@ -56,7 +56,7 @@ class Tracker:
     needs: ClassVar[tuple[str, ...]] = ()
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table: the plan's before the first step, what was measured after the last."""
+        """Record a table: the plan's before the first step, the measured ones after the last."""
 
     def rewind(self, first_step: int) -> None:
         """Go back after a restart: `first_step` and the steps after it are logged again."""
