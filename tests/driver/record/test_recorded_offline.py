@@ -20,7 +20,7 @@ from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.train.program import build_program
 from launcher.train.step_result import StepResult
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "report" / "trackers"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "report"))
 
 pytestmark = pytest.mark.devices
 SECRETS = {"WANDB_API_KEY": "0123456789" * 4, "HF_TOKEN": "hf_sesame", "MY_PASSWORD": "opensesame"}
