@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from launcher.hardware.worker_info import WorkerInfo as WorkerInfo
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
-    from launcher.report.runs import runs as runs
+    from launcher.report.run_record import runs as runs
     from launcher.runtime import ReplicaError as ReplicaError
     from launcher.trace.primitives import grad as grad
     from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
@@ -64,7 +64,7 @@ _HOMES = {
     "per_slice": "launcher.trace.primitives",
     "prefetch": "launcher.api.remote_array",
     "restore": "launcher.checkpoint.trees",
-    "runs": "launcher.report.runs",
+    "runs": "launcher.report.run_record",
     "save": "launcher.checkpoint.trees",
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",

@@ -23,12 +23,19 @@ from rich.text import Text
 from launcher.base.files import write_whole
 from launcher.base.output import answer
 from launcher.config.errors import ConfigError, advice
-from launcher.report.console import far_text, make_console
-from launcher.report.run_record import FOLDERS, NOTE, RunRecord, read_run
-from launcher.report.runs import one_run, read_runs, runs_named, runs_of
+from launcher.report.console import far_text, make_console, table_of
+from launcher.report.run_record import (
+    FOLDERS,
+    NOTE,
+    RunRecord,
+    one_run,
+    read_run,
+    read_runs,
+    runs_named,
+    runs_of,
+)
 from launcher.report.summary import Summary
 from launcher.report.sweep import print_comparison, read_summary
-from launcher.report.tables import Column, side_by_side
 from launcher.report.text import clock_text, loss_text, seconds_text, shown_path
 
 _LOCK = ".lock"
@@ -106,22 +113,17 @@ def _as_json(content: Any) -> int:
 
 
 def _print(console: Console, records: Sequence[RunRecord]) -> None:
-    columns = [
-        Column("run", [Text(r.id) for r in records], "left"),
-        Column("state", [_state_text(r) for r in records], "left"),
-        Column("step", [Text(_steps(r)) for r in records]),
-        Column("loss", [_cell(loss_text, r.loss) for r in records]),
-        Column("eval", [_cell(loss_text, r.eval_loss) for r in records]),
-        Column("step time", [_cell(seconds_text, r.step_seconds) for r in records]),
-        Column("age", [_cell(_age, r.updated_at) for r in records]),
-        Column("plan", [Text(r.plan or "-") for r in records], "left"),
+    headers = ["run", "state", "step", "loss", "eval", "step time", "age", "plan"]
+    notes = ["note"] if any(record.note for record in records) else []
+    rows: list[list[str | Text]] = [
+        [
+            *(r.id, _state_text(r), _steps(r), loss_text(r.loss), loss_text(r.eval_loss)),
+            *(seconds_text(r.step_seconds), _age(r.updated_at), r.plan or "-"),
+            *([r.note or ""] if notes else []),
+        ]
+        for r in records
     ]
-    if any(record.note for record in records):
-        columns.append(Column("note", [Text(r.note or "") for r in records], "left"))
-    for number, table in enumerate(side_by_side(columns, console.width)):
-        if number:
-            console.print()
-        console.print(table)
+    console.print(table_of(headers + notes, rows, ("run", "state", "plan", "note")))
     for record in records:
         if record.problem:
             console.print(f"{record.id}: {record.problem}", soft_wrap=True)
@@ -133,17 +135,15 @@ def _state_text(record: RunRecord) -> Text:
     return Text(record.state, style=style)
 
 
-def _cell(write: Callable[[float], str], value: float | None) -> Text:
-    return Text("-" if value is None else write(value))
-
-
 def _steps(record: RunRecord) -> str:
     if record.step is None:
         return "-"
     return f"{record.step}/{record.steps}" if record.steps else f"{record.step}"
 
 
-def _age(at: float) -> str:
+def _age(at: float | None) -> str:
+    if at is None:
+        return "-"
     seconds = max(0.0, time.time() - at)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:

@@ -1,4 +1,4 @@
-"""Failures of a run: which ones a restart may mend, what is reported, and when to restart.
+"""Failures of a run: classification, reports, and the restart policy.
 
 `failure_of` classifies an exception and `decide` is the restart policy; both are pure functions.
 `run_with_restarts` wraps the attempts of a run and acts on them.
@@ -24,9 +24,9 @@ class Failure:
     """A failure that a restart may mend.
 
     Attributes:
-        cause: a few words that tell it from other failures.
+        cause: a few words that identify it.
         step: the newest finished step; with `passes_over`, the step that went wrong.
-        report: all that is known of it, one or more lines.
+        report: the full text, one or more lines.
         passes_over: whether the restart must skip the batch of `step`, because it led to values
             that are not finite.
     """
@@ -117,7 +117,7 @@ def _stages(plan: Plan, host: int) -> str:
 
 
 def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
-    """Return what follows the last of `failures`, which are in order of time.
+    """Return whether to restart after the last of `failures`, which are in order of time.
 
     The delay doubles from restart to restart, from one second to a minute.
     """
@@ -133,7 +133,7 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
 
 
 def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoint: int) -> str:
-    """Return what the user reads when the run restarts after step `checkpoint`."""
+    """Return the message of a restart after step `checkpoint`."""
     since = f"the checkpoint at step {checkpoint}"
     if not checkpoint:
         since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"

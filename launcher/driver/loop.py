@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from launcher.base.stop import Stop
 from launcher.config.training import Checkpoint, Train
-from launcher.driver.record.recorder import Recorder
-from launcher.driver.record.special_steps import is_evaluated, profiled_step
+from launcher.driver.record.best import Best
+from launcher.driver.record.recorder import Recorder, is_evaluated, profiled_step
+from launcher.driver.record.samples import Samples
 
 if TYPE_CHECKING:
     from launcher.driver.saving import Saving
@@ -57,7 +58,8 @@ def train(
     cadence = Cadence(settings.checkpoint, clock())
     calls: Calls = deque()
     step = saved = finished
-    num_batches, best, samples = settings.eval_batches or 0, recorder.best, recorder.samples
+    best, samples = recorder.callbacks.of(Best), recorder.callbacks.of(Samples)
+    num_batches = settings.eval_batches or 0
     while step < settings.steps and not stop.requested and not (best and best.reason):
         step += 1
         if step in recorded:
@@ -108,7 +110,8 @@ def _record_next(calls: Calls, recorder: Recorder) -> None:
     with recorder.spans.span("loop", "log"):
         if phase == "sampling":
             recorder.lap("evaluating")
-            recorder.take_sample(result)
+            if samples := recorder.callbacks.of(Samples):
+                samples.take(result)
             return
         recorder.lap(phase, result)
         recorder.record(result)

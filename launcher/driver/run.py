@@ -1,7 +1,7 @@
 """A whole run in the driver, from checked settings to an exit code.
 
-The driver plans and directs, and computes nothing itself. This module chooses what each task does,
-and turns errors into messages and exit codes. JAX takes a second to import, so it is imported only
+The driver plans and directs, and computes nothing itself. This module runs the settings' task, and
+turns errors into messages and exit codes. JAX takes a second to import, so it is imported only
 where it is needed, while Ray starts.
 """
 
@@ -11,7 +11,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,13 +29,13 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import RayCluster, machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
+from launcher.driver.callback import HookError, find_hook
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.status import Status
-from launcher.driver.planning.calibrated_first import is_kept, measures_first
-from launcher.driver.planning.check import Inputs, look, os_error_text
-from launcher.driver.record.hooks import HookError, Hooks
+from launcher.driver.planning.check import Inputs, is_kept, look, measures_first, os_error_text
 from launcher.driver.tasks.prepare_data import prepare_first
+from launcher.driver.tasks.task import Task, task_named
 from launcher.recipes import InputError
 from launcher.report.console import RunConsole, line_printer, make_console
 from launcher.report.pages.plot_process import PlotProcess
@@ -65,36 +65,12 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` knows which.
     """
-    # The answer of a generation is the text alone.
-    console = make_console(sys.stderr if config.task == "generate" else None)
+    task = task_named(config.task)(stop, rendezvous)
+    console = make_console(sys.stderr if task.answers else None)
 
     def work() -> int:
-        if config.task == "train":
-            return _train(config, console, stop, rendezvous)
-        with stop.interruptible():
-            if config.task == "calibrate":
-                from launcher.driver.tasks.calibrate import calibrate
-
-                return calibrate(config.cluster, console)
-            if config.task == "export":
-                from launcher.driver.tasks.export import export
-
-                return export(config, console)
-            if config.task == "generate":
-                from launcher.driver.tasks.generate import generate_text
-
-                return generate_text(config, console)
-            if config.task in ("prepare_data", "tokenize"):
-                from launcher.driver.tasks.prepare_data import prepare_data, tokenize
-
-                return (prepare_data if config.task == "prepare_data" else tokenize)(
-                    config, console
-                )
-            if config.task == "evaluate":
-                from launcher.driver.tasks.evaluate import evaluate
-
-                return evaluate(config, console)
-            return _plan(config, console)
+        with stop.interruptible() if task.interruptible else nullcontext():
+            return task.run(config, console)
 
     with lines_to(line_printer(console)):
         return guarded(work)
@@ -125,65 +101,79 @@ def guarded(work: Callable[[], int]) -> int:
     return code
 
 
-def _plan(config: Config, console: Console) -> int:
-    from launcher.driver.folder.plan_files import write_plan
-    from launcher.driver.planning.prepare import plan, trace
-    from launcher.driver.record.pictures import TIMELINE
-    from launcher.driver.record.run_log import write_planned
+class PlanOnly(Task):
+    """Plan a training, without starting it."""
 
-    gc.freeze()  # what is imported stays: no collection need look through it
-    found = look(config, folder.check(config), plan_only=True)
-    with PlotProcess() as plots:
-        ready = plan(config, console, trace(config, console, found), plan_only=True)
-        with folder.claim(config) as home:
-            write_plan(home, config, ready.plan)
-            planned = write_planned(home, config, ready.plan, ready.plan_seconds, plots)
-    if planned.predicted_cost is not None:
-        steps, cost = config.train.steps, planned.predicted_cost
-        console.print(f"{steps} steps: predicted cost {cost:,.2f}", soft_wrap=True)
-    console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
-    console.print(f"its timeline is in {home.path / TIMELINE}", soft_wrap=True)
-    console.print(f"its report is in {home.path / REPORT}", soft_wrap=True)
-    if ready.problem:
-        complain(ready.problem)
-    return int(bool(ready.problem))
+    name = "plan"
+
+    def run(self, config: Config, console: RunConsole) -> int:
+        """Trace, plan and write the plan into the run's folder; return the exit code."""
+        from launcher.driver.folder.plan_files import write_plan
+        from launcher.driver.planning.prepare import plan, trace
+        from launcher.driver.record.pictures import TIMELINE
+        from launcher.driver.record.run_log import write_planned
+
+        gc.freeze()  # what is imported stays: no collection need look through it
+        found = look(config, folder.check(config), plan_only=True)
+        with PlotProcess() as plots:
+            ready = plan(config, console, trace(config, console, found), plan_only=True)
+            with folder.claim(config) as home:
+                write_plan(home, config, ready.plan)
+                planned = write_planned(home, config, ready.plan, ready.plan_seconds, plots)
+        if planned.predicted_cost is not None:
+            steps, cost = config.train.steps, planned.predicted_cost
+            console.print(f"{steps} steps: predicted cost {cost:,.2f}", soft_wrap=True)
+        console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
+        console.print(f"its timeline is in {home.path / TIMELINE}", soft_wrap=True)
+        console.print(f"its report is in {home.path / REPORT}", soft_wrap=True)
+        if ready.problem:
+            complain(ready.problem)
+        return int(bool(ready.problem))
 
 
-def _train(config: Config, console: RunConsole, stop: Stop, rendezvous: Rendezvous | None) -> int:
-    say, steps = line_printer(console), config.train.steps
-    with stop.interruptible():
-        Hooks(config.hooks)  # what is wrong with them is said at once
-        finished = folder.check(config)
-        if finished < steps:
-            prepare_first(config, console)
-        found = look(config, finished) if finished < steps else None
-    if found is None:
-        _log.info(
-            f"run {config.run.id} is complete, {finished} of {steps} steps; to train further, "
-            "raise train.steps"
-        )
-        if rendezvous is not None:
-            release_nodes(rendezvous)
-        return 0
-    with ExitStack() as stack:
-        with stop.heeded(say, until="now"):  # it reads checkpoints
-            home = stack.enter_context(folder.claim(config))
-        allocation = rendezvous.allocation if rendezvous else None
-        told = Status(home.path, steps, allocation.job_id if allocation else None)
-        console.phases = (told.phase,)
-        with folder.delete_on_error(home.created), ExitStack() as opening:
-            home = replace(home, status=opening.enter_context(told))
-            session = None
-            if rendezvous is None and _can_start_early(config, found):
-                with stop.heeded(say, _LEAVES):  # no process is left without an owner
-                    session = opening.enter_context(_start_ray(config, home, found, stop))
-                    stop.check()
-            ready = _trace_and_plan(config, home, found, console, session, stop)
-            stack.push(opening.pop_all())
-        from launcher.driver.training import train_in
+class Train(Task):
+    """Train, while Ray and the workers start beside planning."""
 
-        stack.enter_context(stop.heeded(say, _LEAVES))
-        return train_in(home, config, ready, console, stop, rendezvous, session)
+    name, interruptible = "train", False
+
+    def run(self, config: Config, console: RunConsole) -> int:
+        """Train from the newest checkpoint to the last step; return the exit code."""
+        stop, rendezvous = self.stop, self.rendezvous
+        say, steps = line_printer(console), config.train.steps
+        with stop.interruptible():
+            for hook in config.hooks:
+                find_hook(hook)  # a wrong one fails before anything starts
+            finished = folder.check(config)
+            if finished < steps:
+                prepare_first(config, console)
+            found = look(config, finished) if finished < steps else None
+        if found is None:
+            _log.info(
+                f"run {config.run.id} is complete, {finished} of {steps} steps; to train further, "
+                "raise train.steps"
+            )
+            if rendezvous is not None:
+                release_nodes(rendezvous)
+            return 0
+        with ExitStack() as stack:
+            with stop.heeded(say, until="now"):  # it reads checkpoints
+                home = stack.enter_context(folder.claim(config))
+            allocation = rendezvous.allocation if rendezvous else None
+            shown = Status(home.path, steps, allocation.job_id if allocation else None)
+            console.phases = (shown.phase,)
+            with folder.delete_on_error(home.created), ExitStack() as opening:
+                home = replace(home, status=opening.enter_context(shown))
+                session = None
+                if rendezvous is None and _can_start_early(config, found):
+                    with stop.heeded(say, _LEAVES):  # no process is left without an owner
+                        session = opening.enter_context(_start_ray(config, home, found, stop))
+                        stop.check()
+                ready = _trace_and_plan(config, home, found, console, session, stop)
+                stack.push(opening.pop_all())
+            from launcher.driver.training import train_in
+
+            stack.enter_context(stop.heeded(say, _LEAVES))
+            return train_in(home, config, ready, console, stop, rendezvous, session)
 
 
 def _trace_and_plan(

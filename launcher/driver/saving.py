@@ -1,4 +1,4 @@
-"""The driver's side of saving: checkpoint metadata, and what follows a save that fails."""
+"""Checkpoints, in the driver: their metadata, and the handling of saves that fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from launcher.report.text import shown_path
 if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
 
-FORMAT = 1  # of what `contents` returns
+FORMAT = 1  # of the result of `contents`
 _POLL_SECONDS = 0.5  # how often a worker that writes is asked
 _LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
 
@@ -58,7 +58,7 @@ def contents(
 
 
 def resuming(run_id: str, checkpoints: Path, step: int) -> str:
-    """Return the line for a run that goes on from a checkpoint."""
+    """Return the log line of a run that resumes from a checkpoint."""
     line = f"resuming run {run_id} at step {step} from {shown_path(checkpoints / str(step))}"
     before, here = read_metadata(checkpoints, step)["plan"].get("jax_version"), jax.__version__
     return line if before in (None, here) else f"{line} (saved with JAX {before}; this is {here})"
@@ -67,7 +67,7 @@ def resuming(run_id: str, checkpoints: Path, step: int) -> str:
 class Saving:
     """Saves the workers' state to a folder of checkpoints.
 
-    A save that the disk refuses costs a warning, and the run goes on. SaveError is raised
+    A save that the disk refuses costs a warning, and training continues. SaveError is raised
     instead if `settings.on_error` is "stop", or if it was the last save of the run.
 
     Args:
@@ -77,7 +77,7 @@ class Saving:
         describe: returns the metadata of the state after so many steps.
         failures: the messages of all failed saves; new ones are appended.
         sync: forces the metrics of the steps before to the disk.
-        saved: is told of each step whose state is saved.
+        saved: called with each step whose state is saved.
     """
 
     def __init__(
@@ -140,4 +140,4 @@ class Saving:
         self._failures.append(problem)
         if final or self._settings.on_error == "stop":
             raise SaveError(problem)
-        _log.warning(f"{problem} Training goes on.")
+        _log.warning(f"{problem} Training continues.")

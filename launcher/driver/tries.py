@@ -1,4 +1,4 @@
-"""The best few plans are run for some steps each before a training, which takes the fastest."""
+"""Trials: the best few plans run for some steps each, and the training takes the fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.cluster.errors import HungError, WorkerError
 from launcher.driver.workers import Workers
 from launcher.plan import Plan, Trial, describe_plan
 from launcher.plan.profile.trials import fastest, keep_trial, kept_trial, trial_of
-from launcher.report.console import Phase, plain_table, status
+from launcher.report.console import Phase, status, table_of
 from launcher.report.text import seconds_text
 
 _ROUNDS = 4
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 class Tries:
     """The plans that a training tries before it takes one.
 
-    A plan that ends the workers falls out, and the others are tried by new ones.
+    A plan that crashes the workers is dropped; the rest run on new workers.
 
     Args:
         plans: the plans, the best by its prediction first.
         console: where progress and the result are shown.
-        knows: whether to take what was measured before.
+        knows: whether to use trials of earlier runs.
     """
 
     def __init__(self, plans: Sequence[Plan], console: Console, knows: bool) -> None:
@@ -40,10 +40,10 @@ class Tries:
         self._trials = {k: trial for k, trial in enumerate(known) if trial}
 
     def run(self, workers: Workers) -> bool:
-        """Try what is left on workers that have built the program.
+        """Try the remaining plans on workers that have built the program.
 
         Returns:
-            Whether the workers can go on; if not, new ones have to try the rest.
+            Whether the workers are usable; if not, new ones have to try the rest.
 
         Raises:
             RayEndedError: Ray ended.
@@ -57,26 +57,26 @@ class Tries:
         return True
 
     def _try(self, k: int, workers: Workers) -> bool:
-        plan, can_go_on, seconds, failure = self._plans[k], True, None, ""
+        plan, usable, seconds, failure = self._plans[k], True, None, ""
         try:
             workers.submit("begin_trial", plan.to_dict()).result()
             seconds = timed_rounds(lambda steps: max(workers.submit("run_trial", steps).each()))
         except HungError as error:
-            failure, can_go_on = str(error).splitlines()[0], False
+            failure, usable = str(error).splitlines()[0], False
         except WorkerError as error:  # the other workers may wait for the one that failed
-            failure, can_go_on = error.summary, not error.died and workers.count == 1
+            failure, usable = error.summary, not error.died and workers.count == 1
         self._trials[k] = trial_of(plan, seconds, failure)
-        if can_go_on:  # what ended the workers may have been something else
+        if usable:  # a crash may have another cause
             keep_trial(plan, self._trials[k])
-        return can_go_on
+        return usable
 
     def choose(self) -> Plan:
-        """Return the fastest plan, and show what came of all; the first one if each failed."""
+        """Return the fastest plan, and show all results; the first plan if each failed."""
         trials = [self._trials[k] for k in range(len(self._plans))]
         self._console.print(_table(trials))
         for trial in trials:
             if trial.failure:
-                _log.warning(f"{trial.plan} falls out: {trial.failure}")
+                _log.warning(f"{trial.plan} is dropped: {trial.failure}")
         chosen = fastest(self._plans, trials)
         if chosen is None:
             _log.warning("no plan that was tried could run; the best by its prediction is taken")
@@ -97,14 +97,12 @@ def timed_rounds(timed: Callable[[int], float]) -> float:
 
 
 def _table(trials: Sequence[Trial]) -> Table:
-    table = plain_table()
-    for name in ("plan", "predicted", "measured"):
-        table.add_column(name, justify="right" if table.columns else "left")
-    for trial in trials:
-        measured = trial.measured_step_seconds
-        table.add_row(
+    rows = [
+        (
             trial.plan,
             seconds_text(trial.predicted_step_seconds),
-            "failed" if measured is None else seconds_text(measured),
+            "failed" if trial.failure else seconds_text(trial.measured_step_seconds),
         )
-    return table
+        for trial in trials
+    ]
+    return table_of(("plan", "predicted", "measured"), rows, ("plan",))

@@ -83,7 +83,7 @@ class Workers:
             self._group.join(self._transport, advance)
 
     def infos(self, devices: int) -> list[WorkerInfo]:
-        """Return what is known of each worker, given the number of devices of each."""
+        """Return the description of each worker, given the number of devices of each."""
         return self._group.infos(self.submit("process").each(), devices)
 
     def clocks(self) -> list[Clock]:
@@ -95,7 +95,7 @@ class Workers:
         return Answers(self._group.submit(method, *arguments), self)
 
     def take_first(self, names: Sequence[str]) -> None:
-        """Have all workers go on with the first one's values of some arrays of the state."""
+        """Give all workers the first one's values of some arrays of the state."""
         if not self._servers:
             self.submit("take_first", names).result()
             return
@@ -121,7 +121,7 @@ def compile_everywhere(workers: Workers, begun: Answers, advance: Advance) -> fl
     Args:
         workers: the workers.
         begun: their answers to `begin_setup`.
-        advance: is told how many programs are compiled, of how many, over all workers.
+        advance: called with the compiled programs and their total, over all workers.
     """
     totals = begun.each()
     done = [0] * len(totals)

@@ -1,4 +1,4 @@
-"""What did a run do? Trackers, the plan as a table, the closing summary, plots and sweeps.
+"""Reports of a run: trackers, the plan as a table, the closing summary, plots and sweeps.
 
 Reports read plans and settings and write files and text. They start nothing but a process that
 draws, and import neither JAX nor Ray.
@@ -8,8 +8,8 @@ run; if it is registered by `@register`, in a module of yours that is imported b
 starts, it is opened for every run.
 """
 
-from launcher.report.trackers.registry import TRACKERS, TrackedRun, register
-from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.trackers.registry import TRACKERS, register
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 from launcher.report.trackers.wandb_tracker import open_wandb
 
 __all__ = ["TRACKERS", "Metrics", "TrackedRun", "Tracker", "open_wandb", "register"]

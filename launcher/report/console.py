@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, Self, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.progress import (
     BarColumn,
     Progress,
@@ -63,7 +63,7 @@ class RunConsole(Console):
     That is when nobody reads the output any more (`| head`), or the disk it goes to is full.
 
     Attributes:
-        phases: is told of each phase that `status` shows, how much of it is done, and of how much;
+        phases: called with each phase that `status` shows, how much of it is done, and of how much;
             None, None: it begins.
         open_line: the text of a phase whose line is begun and not ended, off a terminal.
     """
@@ -97,13 +97,27 @@ def line_printer(console: Console) -> Callable[[str], None]:
     return functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
 
 
-def plain_table() -> Table:
-    """Return an empty table without a frame, the same on a terminal and on a pipe."""
-    return Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+def table_of(
+    headers: Iterable[str], rows: Iterable[Iterable[str | Text]], left: Collection[str] = ()
+) -> Table:
+    """Return a table without a frame, the same on a terminal and on a pipe.
+
+    Args:
+        headers: the header of each column.
+        rows: the cells of each row; those too wide for the console are folded.
+        left: the headers of columns that are aligned to the left, not to the right.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for header in headers:
+        justify: JustifyMethod = "left" if header in left else "right"
+        table.add_column(header, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class Phase(StrEnum):
-    """What a run is doing until it ends: `phase` in its `status.json`."""
+    """The phases of a run until it ends: `phase` in its `status.json`."""
 
     STARTING = "starting"
     READING = "reading"
@@ -118,29 +132,29 @@ class Phase(StrEnum):
 
 @contextmanager
 def status(console: Console, text: str, phase: Phase | None = None) -> Iterator[Advance]:
-    """Show that a phase is under way and how far it has come, and in the end how long it took.
+    """Show a phase and its progress, and at the end the time it took.
 
     On a terminal there is a line with a running clock while the block runs, and a bar with the time
-    left where it tells how far it has come. One line remains, `<text> ... 3.2 s`; off a terminal it
+    left where its progress is known. One line remains, `<text> ... 3.2 s`; off a terminal it
     is all that is printed, but for a line every half minute.
 
     Args:
         console: the console.
-        text: what is done.
-        phase: what the run's `status.json` says meanwhile.
+        text: the phase in words.
+        phase: the phase in the run's `status.json`.
 
     Yields:
         `advance(share)`, or `advance(done, total, "programs")`, where a total of None is not known.
     """
-    told = getattr(console, "phases", ()) if phase else ()
-    for tell in told:
-        tell(phase, None, None, "")
+    shown_to = getattr(console, "phases", ()) if phase else ()
+    for show in shown_to:
+        show(phase, None, None, "")
     kind = _Bar if console.is_interactive else _PlainLines
     with kind(console, text) as shown:
 
         def advance(done: float, total: float | None = 1.0, unit: str = "") -> None:
-            for tell in told:
-                tell(phase, done, total, unit)
+            for show in shown_to:
+                show(phase, done, total, unit)
             shown.advance(done, total, unit)
 
         yield advance
@@ -236,12 +250,12 @@ class _Bar:
 
 
 class _Known(ProgressColumn):
-    """A column that is empty until it is known how much there is to do."""
+    """A column that is empty until the total is known."""
 
     def __init__(self, column: ProgressColumn) -> None:
         super().__init__()
         self._column = column
 
     def render(self, task: Task) -> RenderableType:
-        """Return the column of a phase that tells how far it has come."""
+        """Return the column of a phase whose progress is known."""
         return Text("") if task.total is None else self._column(task)

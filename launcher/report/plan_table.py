@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.report.console import plain_table
-from launcher.report.shardings import shardings_in_words
+from launcher.report.console import table_of
+from launcher.report.plan_record import shardings_in_words
 from launcher.report.text import (
     bytes_text,
     count_text,
@@ -101,7 +101,7 @@ def _bucket_line(plan: Plan) -> str:
 
 
 def server_line(plan: Plan) -> str:
-    """Return what goes through parameter servers a step, in one line; "" if there are none."""
+    """Return the traffic of parameter servers in a step, in one line; "" if there are none."""
     servers, workers = plan.reduction.servers, plan.reduction.workers
     exchanges = [x for part in plan.parts for x in part.exchanges]
     if not exchanges:
@@ -135,7 +135,7 @@ def _headline(plan: Plan) -> str:
 
 
 def _remat_in_words(stage: StagePlan) -> str:
-    """Return what a stage's backward pass computes again: by the plan, by the model itself."""
+    """Return a stage's rematerialisation, by the plan and by the model itself."""
     own = stage.own_checkpoints
     if own == len(stage.layers) and own:
         return "the model's"
@@ -151,7 +151,6 @@ def plan_table(plan: Plan) -> Table:
     device's capacity where that is known. `remat` has a column where the stages differ in it;
     layers that the model checkpoints itself are counted there.
     """
-    table = plain_table()
     capacity = plan.cluster.get("memory_bytes")
     columns: dict[str, list[str | Text]] = {
         "stage": [str(index) for index in range(len(plan.stages))],
@@ -167,11 +166,7 @@ def plan_table(plan: Plan) -> Table:
     }
     if len(set(columns["remat"])) == 1:
         del columns["remat"]
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    return table
+    return table_of(columns, zip(*columns.values(), strict=True))
 
 
 def _submesh(stage: StagePlan, devices_per_host: int) -> str:
@@ -181,14 +176,12 @@ def _submesh(stage: StagePlan, devices_per_host: int) -> str:
 
 def _profile_table(plan: Plan) -> Table:
     """Return the measurements (`parallel.cost=profile`): a row a distinct layer, mesh and size."""
-    table = plain_table()
-    for name in ("layers", "model", "rows", "forward", "backward", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
-    for found in plan.profiled:
-        seconds = [seconds_text(found.forward_seconds), seconds_text(found.backward_seconds)]
-        known = [str(found.rows), *seconds] if not found.failure else ["-", "-", "-"]
-        table.add_row(ranges_text(found.layers), str(found.model), *known, Text(found.failure))
-    return table
+    rows = []
+    for one in plan.profiled:
+        seconds = seconds_text(one.forward_seconds), seconds_text(one.backward_seconds)
+        known = (str(one.rows), *seconds) if not one.failure else ("-", "-", "-")
+        rows.append((ranges_text(one.layers), str(one.model), *known, one.failure))
+    return table_of(("layers", "model", "rows", "forward", "backward", ""), rows, ("",))
 
 
 def predictions(plan: Plan, tokens: int | None = None) -> str:

@@ -1,7 +1,7 @@
-"""What is known of a run by its folder alone: read strictly, and only as far as it is needed.
+"""Records of runs, read from their folders alone, and runs found by name.
 
-Folders may be damaged, half written, or another user's: their files are bounded in size, and what
-cannot be read is said in the record.
+Folders may be damaged, half written, or another user's: files are read up to a limit, and the
+record names those that cannot be read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from launcher.base.files import DamagedError, parse_json, read_text
+from launcher.config.errors import ConfigError, advice
 
 STATUS, SUMMARY, NOTE = "status.json", "summary.json", "note.txt"
 FOLDERS = ("outputs", "multirun")  # where runs are by default; of a sweep, a level deeper
@@ -30,7 +31,7 @@ _LONGEST_NOTE = 500  # characters
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells it. None is not known.
+    """A run by the files of its folder. None is not known.
 
     Attributes:
         id: its id, the folder's name.
@@ -50,12 +51,12 @@ class RunRecord:
         eta_seconds: time left.
         restarts: restarts after failures.
         plan: the plan in words.
-        exit_reason: how it ended, in full.
-        host: where its driver runs or ran.
+        exit_reason: the full reason of its end.
+        host: the host of its driver.
         job_id: its Slurm job.
-        updated_at: when it last said something, in seconds since the epoch.
-        note: what a user noted of it.
-        problem: what of its folder cannot be read.
+        updated_at: the last update, in seconds since the epoch.
+        note: the user's note.
+        problem: the files that cannot be read.
     """
 
     id: str
@@ -101,11 +102,11 @@ def find_runs(roots: Sequence[Path]) -> Iterator[Path]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return what a run's folder tells."""
+    """Read a run's folder."""
     problems: list[str] = []
     status, summary = (_read(folder / name, problems) for name in (STATUS, SUMMARY))
     state = _state(folder, status, summary)
-    far = status if state == status.get("phase") else {}  # of one that has died nothing goes on
+    far = status if state == status.get("phase") else {}  # a dead run has no progress
     record = RunRecord(
         id=folder.name,
         folder=folder,
@@ -135,7 +136,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _read_note(folder: Path) -> str | None:
-    """Return what a user noted of a run."""
+    """Return the user's note on a run."""
     try:
         return read_text(folder / NOTE, _LARGEST)[:_LONGEST_NOTE].strip() or None
     except (OSError, DamagedError):
@@ -154,7 +155,7 @@ def ending_of(reason: str) -> str:
 
 
 def ended_well(reason: str | None) -> bool:
-    """Return whether a run of this `exit_reason` has done what it was to do."""
+    """Return whether a run of this `exit_reason` ended successfully."""
     return reason is not None and ending_of(reason) in ("done", "planned")
 
 
@@ -224,3 +225,75 @@ def _folders(root: Path) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.yaml", STATUS, SUMMARY, "job.json"))
+
+
+def runs(dir: str | os.PathLike[str] | Sequence[str] = FOLDERS) -> list[dict[str, Any]]:
+    """Return all runs below a folder, newest first, as `pandas.DataFrame` takes them.
+
+    Args:
+        dir: the folder, or several; by default those of runs and of sweeps, in this one.
+
+    Returns:
+        The fields of `RunRecord` of each run, by name.
+
+    Example:
+        >>> launcher.runs("outputs")
+        []
+    """
+    roots = [dir] if isinstance(dir, str | os.PathLike) else list(dir)
+    return [record.to_dict() for record in read_runs([Path(root) for root in roots])]
+
+
+def read_runs(roots: Sequence[Path]) -> list[RunRecord]:
+    """Return the runs below folders, newest first."""
+    found = [read_run(folder) for folder in find_runs(roots)]
+    return sorted(found, key=lambda record: -(record.updated_at or 0.0))
+
+
+def runs_of(roots: Sequence[Path], name: str) -> list[Path]:
+    """Return the runs of a sweep that a folder's name gives, or the one run that it names."""
+    for folder in (Path(name), *(root / name for root in roots)):
+        inner = sorted(find_runs([folder]), key=_by_number) if folder.is_dir() else []
+        if inner and not any((folder / file).exists() for file in (STATUS, SUMMARY)):
+            return inner
+    return [one_run(roots, [name]).folder]
+
+
+def _by_number(folder: Path) -> tuple[str, int]:
+    name, _, number = folder.name.rpartition("-")
+    return (name, int(number)) if number.isdecimal() else (folder.name, -1)
+
+
+def one_run(roots: Sequence[Path], names: Sequence[str]) -> RunRecord:
+    """Return the run of this name; see `runs_named`."""
+    found = runs_named(roots, names)
+    if len(found) > 1:
+        raise ConfigError("launcher runs: one run is expected here", "Name only one.")
+    return found[0]
+
+
+def runs_named(roots: Sequence[Path], names: Sequence[str]) -> list[RunRecord]:
+    """Return the runs of these names: folders, ids, or the beginnings of ids that are clear."""
+    if not names:
+        raise ConfigError("launcher runs: no run is named", "launcher runs lists them.")
+    folders = {folder.name: folder for folder in find_runs(roots)}
+    found = []
+    for name in names:
+        path = Path(name)
+        if name in folders:
+            found.append(read_run(folders[name]))
+        elif os.sep in name and list(find_runs([path.parent])).count(path):
+            found.append(read_run(path))
+        else:
+            begins = [known for known in folders if known.startswith(name)]
+            if len(begins) != 1:
+                remedy = (
+                    f"It may be {', '.join(sorted(begins)[:5])}."
+                    if begins
+                    else advice(name, sorted(folders)[-20:], "Newest")
+                    if folders
+                    else f"There are none below {' and '.join(map(str, roots))}."
+                )
+                raise ConfigError(f"There is no run {name}", remedy)
+            found.append(read_run(folders[begins[0]]))
+    return found

@@ -168,7 +168,7 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _mishaps(summary: Summary) -> list[tuple[str, str]]:
-    """Return what went wrong on the way as (name, value) lines."""
+    """Return restarts, skipped updates and failed saves as (name, value) lines."""
     lines = []
     if summary.restarts:
         lines.append(("restarts", str(summary.restarts)))
@@ -182,7 +182,7 @@ def _mishaps(summary: Summary) -> list[tuple[str, str]]:
 def _whereabouts(
     run_dir: Path, summary: Summary, resume_command: str | None
 ) -> list[tuple[str, str]]:
-    """Return the run's files and what to do next as (name, value) lines."""
+    """Return the run's files and the next commands as (name, value) lines."""
     folder = shown_path(run_dir)
     lines = [("run folder", folder)]
     if (run_dir / METRICS).exists():

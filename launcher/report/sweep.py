@@ -16,16 +16,19 @@ from rich.text import Text
 
 from launcher.base.files import DamagedError, read_json, write_whole
 from launcher.base.reading import read_yaml
+from launcher.report.console import table_of
 from launcher.report.pages.sweep_page import SweptRun, sweep_report
 from launcher.report.run_record import STOPPED_EARLY, ended_well
 from launcher.report.summary import FILE_NAME, REPORT
-from launcher.report.tables import Column, side_by_side
-from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text, shown_path
+from launcher.report.text import bytes_text, flat, loss_text, percent_text, seconds_text, shown_path
 
-# Settings that name a run, and do not tell how it differs.
+# Settings that name a run, and are no difference between runs.
 IDENTITY = ("run.id", "run.dir", "wandb.name", "wandb.group")
 UNSET = "-"
 _LARGEST = 1e300  # no result is larger
+
+
+_Column = tuple[str, Sequence[str | Text]]
 
 
 class Result(NamedTuple):
@@ -67,10 +70,9 @@ def print_comparison(
 ) -> None:
     """Print a row a run: its name, the settings in which the runs differ, its results, its end.
 
-    Columns that are too many for the console's width continue in a further table. Runs that were
-    only planned are compared by their predictions. The best of each result among the successful
-    runs is marked with `*`. The errors of the others are printed below. A run without a summary is
-    shown as not finished.
+    Runs that were only planned are compared by their predictions. The best of each result among
+    the successful runs is marked with `*`. The errors of the others are printed below. A run
+    without a summary is shown as not finished.
 
     Args:
         console: the console to print to.
@@ -88,17 +90,15 @@ def print_comparison(
         Text(ending, style="" if _is_done(found) else "bold red")
         for found, (ending, _) in zip(summaries, endings, strict=True)
     ]
-    columns = [
-        Column("run", [Text(name) for name in names], "left"),
+    columns: list[_Column] = [
+        ("run", names),
         *_setting_columns([_settings(folder) for folder in folders]),
         *_result_columns(summaries),
-        *([] if jobs is None else [Column("job", [Text(job) for job in jobs], "left")]),
-        Column("ended", ended, "left"),
+        *([] if jobs is None else [("job", jobs)]),
+        ("ended", ended),
     ]
-    for number, table in enumerate(side_by_side(columns, console.width)):
-        if number:
-            console.print()
-        console.print(table)
+    headers, cells = zip(*columns, strict=True)
+    console.print(table_of(headers, zip(*cells, strict=True), ("run", "job", "ended")))
     for name, (_, reason) in zip(names, endings, strict=True):
         if reason:
             console.print(f"{name}: {reason}", soft_wrap=True)
@@ -133,18 +133,18 @@ def report_sweep(
         console.print(f"report  {shown_path(path)}", soft_wrap=True)
 
 
-def _setting_columns(settings: Sequence[Mapping[str, Any]]) -> list[Column]:
+def _setting_columns(settings: Sequence[Mapping[str, Any]]) -> list[_Column]:
     keys = _differing(settings)
     return [
-        Column(name, [Text(_shown(one.get(key))) for one in settings])
+        (name, [_shown(one.get(key)) for one in settings])
         for key, name in zip(keys, short_names(keys), strict=True)
     ]
 
 
-def _result_columns(summaries: Sequence[Mapping[str, Any]]) -> list[Column]:
+def _result_columns(summaries: Sequence[Mapping[str, Any]]) -> list[_Column]:
     planned = {summary.get("exit_reason") for summary in summaries if summary} == {"planned"}
     results = PLAN_RESULTS if planned else RESULTS
-    return [Column(result.header, _result_cells(result, summaries)) for result in results]
+    return [(result.header, _result_cells(result, summaries)) for result in results]
 
 
 def _common_prefix(folders: Sequence[Path]) -> str:
@@ -215,7 +215,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         tree = read_yaml(folder / "config.yaml")
     except (OSError, DamagedError, yaml.YAMLError):
         return {}
-    return _flat(tree) if isinstance(tree, dict) else {}
+    return flat(tree) if isinstance(tree, dict) else {}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -232,14 +232,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def _is_result(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and abs(value) < _LARGEST)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def _shown(value: Any) -> str:

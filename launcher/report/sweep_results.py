@@ -1,4 +1,4 @@
-"""What came of a sweep, for other programs and as a picture: `sweep.csv`, `plots/sweep.png`."""
+"""Results of a sweep, as a table and as a picture: `sweep.csv`, `plots/sweep.png`."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def _draw(
     values: Sequence[Mapping[str, str]],
     results: Mapping[str, Sequence[float | None]],
 ) -> None:
-    """Draw what came of the points against each swept setting; nothing of less than two results.
+    """Draw the results of the points against each swept setting, if there are two or more.
 
     Args:
         path: the picture.
         keys: the swept settings.
         values: what each point sets.
-        results: by name, what came of each point. Step times, predicted and measured, share axes.
+        results: the result of each point, by name. Step times, predicted and measured, share axes.
     """
     shown = [name for name, found in results.items() if sum(v is not None for v in found) > 1]
     times = [name for name in shown if name in (PREDICTED, MEASURED)]

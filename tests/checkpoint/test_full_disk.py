@@ -61,7 +61,7 @@ def test_a_run_on_a_disk_that_fills_up_loses_nothing_and_goes_on_where_there_is_
     assert err.count("\n") == 1, err
     said = (tmp_path / "full.out").read_text()
     assert "No space left on device. Free some space there" in said
-    assert "Training goes on." in said
+    assert "Training continues." in said
     assert "Traceback" not in said
     last = checkpoint.newest(tmp_path / "kept" / "checkpoints")
     assert last.step in range(1, 9)

@@ -45,8 +45,9 @@ from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record.run_log import predicted_cost
-from launcher.driver.tasks import evaluate, generate, prepare_data
-from launcher.driver.tasks.export import export
+from launcher.driver.tasks import evaluate, generate, prepare_data, task
+from launcher.driver.tasks.export import Export
+from launcher.inference import stored_model
 from launcher.plan import PlanError, local_shape
 from launcher.recipes import InputError, Model, build_dataset, build_model
 from launcher.recipes.checked_model import checked_loss, init_model
@@ -393,10 +394,8 @@ def task_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
         patch.setattr("launcher.cli.command._check", lambda *_: called.append("check"))
-        data = "tasks.prepare_data.prepare_data", "tasks.prepare_data.tokenize"
-        stored = "tasks.export.export", "tasks.generate.generate_text", "tasks.evaluate.evaluate"
-        for name in ("run._train", "run._plan", "tasks.calibrate.calibrate", *data, *stored):
-            patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
+        for name in task.TASKS:
+            patch.setattr(task.task_named(name), "run", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called
 
@@ -415,7 +414,7 @@ def export_told(config: Config):
             "export_hugging_face",
             lambda *paths, dtype, private: told.append((paths, dtype)),
         )
-        export(config, console)
+        Export().run(config, console)
     return told
 
 
@@ -429,11 +428,11 @@ def evaluate_told(config: Config):
         yield iter([[({"loss": (1.0, 1.0)}, 1)]])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "stored_model", lambda _, *which: told.append(which) or home)
+        patch.setattr(stored_model, "stored_model", lambda _, *which: told.append(which) or home)
         patch.setattr(evaluate, "run_settings", lambda *given: config)
         patch.setattr(evaluate, "model_answers", answers)
         patch.setattr(evaluate, "write_whole", lambda path, *_: told.append(path))
-        evaluate.evaluate(config, Console(file=io.StringIO()))
+        evaluate.Evaluate().run(config, Console(file=io.StringIO()))
     return told
 
 
@@ -447,12 +446,12 @@ def generate_told(config: Config):
         yield iter([])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "stored_model", lambda _, *which: told.append(which) or home)
+        patch.setattr(stored_model, "stored_model", lambda _, *which: told.append(which) or home)
         patch.setattr(generate, "run_settings", lambda *given: config)
         patch.setattr(generate, "tokenizer_of", lambda options: plain_bytes())
         patch.setattr(generate, "build_decoder", lambda *given: None)
         patch.setattr(generate, "model_answers", answers)
-        generate.generate_text(config, Console(file=io.StringIO()))
+        generate.Generate().run(config, Console(file=io.StringIO()))
     return told
 
 

@@ -264,7 +264,7 @@ def probes():
     often = merged(SHORT, {"train": {"eval_every": 1}})
     yield "", "train.keep_best", run(often, "eval_loss")
     yield "", "train.stop_early", run(often, 1)
-    yield "", "hooks", run(merged(SHORT, {"allow_modules": ["mine"]}), ["mine.hook"])
+    yield "", "hooks", run(merged(SHORT, {"allow_modules": ["mine"]}), ["mine.hook.Mine"])
     yield "", "train.checkpoint.at_end", run(SHORT, False)
     yield "", "train.checkpoint.every_steps", run(SHORT, 2)
     yield "", "train.checkpoint.every_minutes", run(SHORT, 1e-9)
@@ -493,7 +493,10 @@ def here(tmp_path, monkeypatch):
         "def build(options, steps): return optax.NAME(options.rate), lambda count: options.rate\n"
     )
     files |= {"optimizer": optimizer.replace("NAME", "sgd")}
-    files |= {"hook": "import sys\ndef on_step(*given): print(given, file=sys.stderr)\n"}
+    files |= {
+        "hook": "import sys\nfrom launcher.driver import Callback\nclass Mine(Callback):\n"
+        "    def on_step(self, *given): print(given, file=sys.stderr)\n"
+    }
     files |= {"other_optimizer": optimizer.replace("NAME", "adam")}
     for name, text in files.items():
         (tmp_path / "mine" / f"{name}.py").write_text(text)

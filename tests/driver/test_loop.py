@@ -13,8 +13,7 @@ import pytest
 from launcher import checkpoint
 from launcher.config.training import Checkpoint, Train
 from launcher.driver.loop import Cadence
-from launcher.driver.record.recorder import DivergedError
-from launcher.driver.record.special_steps import is_evaluated
+from launcher.driver.record.recorder import DivergedError, is_evaluated
 from launcher.driver.record.wall_clock import WallClock
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import build_dataset, build_model
@@ -172,7 +171,7 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
     training.say = say
     training.run()
     assert training.losses() == undisturbed.losses()
-    told = [f"{failure} Training goes on." for failure in training.failures]
+    told = [f"{failure} Training continues." for failure in training.failures]
     assert training.said == told
     assert told[0].startswith(f"cannot save step 2 in {training.folder}: ")
     assert checkpoint.newest(training.folder).step == 6

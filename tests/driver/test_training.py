@@ -17,7 +17,7 @@ from launcher.config.machines import Emulated
 from launcher.driver import training
 from launcher.driver.failures import FailedError
 from launcher.driver.folder import folder, plan_files
-from launcher.driver.folder.folder_handle import LostFolderError
+from launcher.driver.folder.folder import LostFolderError
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record import run_log

@@ -166,7 +166,7 @@ def test_a_plan_that_cannot_run_falls_out_and_is_not_tried_again(said: list[str]
     assert chosen.tried[0].measured_step_seconds is None
     why = "worker_0 failed: Error: RESOURCE_EXHAUSTED: out of memory"
     assert chosen.tried[0].failure == why
-    assert f"{chosen.tried[0].plan} falls out: {why}" in said
+    assert f"{chosen.tried[0].plan} is dropped: {why}" in said
     assert known_fastest(settings(OPEN), plans()) == chosen
 
 

@@ -8,6 +8,7 @@ from launcher import checkpoint
 from launcher.base.log import lines_to
 from launcher.base.stop import Stop
 from launcher.config.compose import load, to_dict
+from launcher.driver.callback import Callbacks
 from launcher.driver.loop import train
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.recorder import Recorder
@@ -109,7 +110,7 @@ class Training:
             settings.log_every,
             lambda seconds: {},
             settings.non_finite == "skip",
-            wall=self.wall,
+            callbacks=Callbacks(self.wall),
         )
 
     def _log(self, step, metrics):

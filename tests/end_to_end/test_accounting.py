@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launched import Launcher
 
-from launcher.report.breakdown.accounting import read_accounting
+from launcher.report.breakdown.step_breakdown import read_breakdown
 from launcher.report.pages.timeline import FILE, read_timeline
 
 WORDS = (
@@ -28,7 +28,7 @@ def test_a_run_in_two_processes_is_held_against_its_plan(
     code, out, err = Launcher(tmp_path, *WORDS, "run.id=first").end()
     assert (code, err) == (0, ""), out
     folder = tmp_path / "outputs" / "first"
-    found, summary = read_accounting(folder), json.loads((folder / "summary.json").read_text())
+    found, summary = read_breakdown(folder), json.loads((folder / "summary.json").read_text())
     assert found.step == 9
     step, predicted = found.measured_step_seconds, found.predicted_step_seconds
     assert sum(p.measured_seconds for p in found.parts) == pytest.approx(step)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launched import Launcher, summary
 
-from launcher.report.breakdown.accounting import read_accounting
+from launcher.report.breakdown.step_breakdown import read_breakdown
 from launcher.report.pages.timeline import FILE, read_timeline
 
 HERE, AHEAD = Path(__file__).parent, 500_000_000  # ns, as slow_net has it
@@ -40,7 +40,7 @@ def test_what_is_slow_in_two_processes_is_named(
     saves = ("train.checkpoint.every_steps=1",) if slow == "save" else ()
     folder, _ = trained(tmp_path, slow, *saves)
     culprit, said = CASES[slow]
-    found = read_accounting(folder)
+    found = read_breakdown(folder)
     assert found.culprit == culprit, found.parts
     assert said in found.sentence
     assert summary(folder)["differs"] == found.sentence
@@ -67,7 +67,7 @@ def test_a_clock_that_is_ahead_is_measured_said_and_corrected_for(
     offsets = sorted(clock["offset_ns"] for clock in clocks.values())
     # The driver's, and those of both workers.
     assert offsets == pytest.approx([0, 0, AHEAD], abs=1e6 + uncertainty)
-    found = read_accounting(folder)
+    found = read_breakdown(folder)
     assert found.clock_skew_seconds == pytest.approx(AHEAD / 1e9, abs=1e-3 + uncertainty / 1e9)
     assert "The processes' clocks were 50" in out
     assert found.measured_step_seconds < 0.4  # not half a second more

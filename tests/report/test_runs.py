@@ -245,9 +245,9 @@ def test_a_status_tells_each_step_and_the_end(here):
         while (found := read_run(Path("r"))).state != "compiling":
             time.sleep(0.01)
         assert (found.phase_done, found.phase_total, found.phase_unit) == (3, 12, "programs")
-        status.made(1, {"train/loss": 3.0, "perf/step_seconds": 0.5, "eval/loss": 2.0})
-        status.made(2, {"train/loss": float("nan"), "perf/step_seconds": 0.5})
-        status.end("interrupted, not saved since step 0")
+        status.on_step(1, {"train/loss": 3.0, "perf/step_seconds": 0.5, "eval/loss": 2.0})
+        status.on_step(2, {"train/loss": float("nan"), "perf/step_seconds": 0.5})
+        status.on_end(2, "interrupted, not saved since step 0")
     found = read_run(Path("r"))
     assert (found.state, found.step, found.loss, found.eval_loss) == ("interrupted", 2, None, 2.0)
     assert found.exit_reason == "interrupted, not saved since step 0"
@@ -301,7 +301,7 @@ def test_a_status_that_cannot_be_written_ends_nothing(here, monkeypatch, caplog)
     monkeypatch.setattr("launcher.driver.folder.status.write_whole", full)
     with Status(Path("r"), 10) as status:
         status.phase(Phase.TRAINING)
-        status.end("done")
+        status.on_end(2, "done")
     assert [r.getMessage() for r in caplog.records] == [
-        "status.json is not written (No space left on device); the run goes on"
+        "status.json is not written (No space left on device); the run continues"
     ]

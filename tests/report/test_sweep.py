@@ -2,9 +2,7 @@
 
 import io
 
-import pytest
 import yaml
-from rich.console import Console
 
 from launcher.report.console import make_console
 from launcher.report.summary import Summary, write_summary
@@ -100,52 +98,6 @@ def test_plans_are_compared_by_their_predictions(tmp_path, monkeypatch):
         "0                    1    70.0 ms      400.0   25.0%  *3.00 GiB  planned",
         "1                    2   *60.0 ms     *401.0   25.0%   6.00 GiB  planned",
     ]
-
-
-@pytest.mark.parametrize("width", [40, 80, 120, 200, 400])
-def test_no_header_is_folded_and_no_column_dropped_however_narrow_the_terminal(tmp_path, width):
-    runs = [
-        make_run(
-            tmp_path / "s" / f"s-{n}{'-long' * 14}",
-            {
-                "model": {
-                    "hidden_size": 64 * n,
-                    "a_header_of_thirty_four_characters": n,
-                    "num_layers": n,
-                    "widths": [512] * 20 * n,
-                },
-                "parallel": {"num_micro_batches": n, "schedule": f"{n}f{n}b", "remat": "none" * n},
-                "optimizer": {"final_learning_rate": n / 7, "name": f"optimizer {n}"},
-                "dataset": {"name": f"data {n}", "path": "/a/long/path/to/the/data" * n},
-            },
-            exit_reason="done",
-            step_seconds_median=0.1,
-        )
-        for n in (1, 2)
-    ]
-    file = io.StringIO()
-    console = Console(file=file, width=width, markup=False, highlight=False)
-    print_comparison(console, runs)
-    text = file.getvalue()
-    for header in (
-        *(
-            "a_header_of_thirty_four_characters",
-            "hidden_size",
-            "num_layers",
-            "widths",
-            "num_micro_batches",
-            "schedule",
-            "remat",
-        ),
-        *("final_learning_rate", "optimizer.name", "dataset.name", "path"),
-        *("loss", "eval", "step", "predicted", "samples/s", "ended"),
-    ):
-        assert text.split().count(header) == 1
-    assert "…" not in text
-    longest = max(len(line.rstrip()) for line in text.splitlines()[1:])
-    assert longest <= width
-    if width == 400:
-        assert text.split().count("run") == 1  # as one table, where there is room
 
 
 def test_runs_of_different_folders_keep_their_names(tmp_path):

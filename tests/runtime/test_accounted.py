@@ -14,7 +14,7 @@ from launcher.base.spans import Clock
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
-from launcher.report.breakdown.account import Known, account
+from launcher.report.breakdown.step_breakdown import Known, break_down
 from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime.execute import dispatch_table
 from launcher.train import worker as worker_module
@@ -64,7 +64,7 @@ def recorded(parallel, layers, width=WIDTH):
 
 
 def assert_named(culprit, plan, timeline):
-    found = account(plan, Known(32), 1, timeline.steps[1])
+    found = break_down(plan, Known(32), 1, timeline.steps[1])
     assert found.culprit == culprit, found.parts
     residue, difference = found.part("residue"), found.measured_step_seconds
     difference -= found.predicted_step_seconds
@@ -175,7 +175,7 @@ def test_data_that_comes_late_is_named(monkeypatch, micro_batches):
     worker.close()
     (spans,) = (one.spans for one in result.recordings)
     timeline = Timeline().with_step(3, [ProcessSpans("worker 0", spans, Clock())])
-    found = account(plan, Known(32), 3, timeline.steps[3])
+    found = break_down(plan, Known(32), 3, timeline.steps[3])
     assert found.culprit == "data"
     assert "devices wait for their batch" in found.sentence
     assert found.part("data").measured_seconds > 0.5 * found.measured_step_seconds

@@ -1,4 +1,4 @@
-"""The run folder `<run.dir>/<run.id>/`: who owns it, what is in it, and its lock.
+"""The run folder `<run.dir>/<run.id>/`: its owner, its content, its lock, and its open handle.
 
 `check` only looks, so that a wrong setting fails fast and leaves nothing behind. `claim` makes the
 folder and locks it, so that no two runs share one.
@@ -20,7 +20,6 @@ from launcher.base.files import clear_partial, open_own, set_aside
 from launcher.cluster.slurm.attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.folder.folder_handle import FolderHandle, open_handle
 from launcher.driver.folder.identity import check_same_run
 from launcher.driver.folder.make_folder import check_folder, make_folder
 from launcher.driver.folder.private_files import private_files
@@ -41,7 +40,7 @@ class RunFolder:
         next_batch: the index of the next batch, as that checkpoint says.
         handle: the open folder, while this process has claimed it.
         created: the folders that this process made for it, innermost first; empty if it existed.
-        status: tells what the run is doing, while it trains.
+        status: shows the state of the run, while it trains.
     """
 
     path: Path
@@ -155,7 +154,7 @@ def delete_on_error(
 
 
 def reload(home: RunFolder, config: Config) -> RunFolder:
-    """Return a claimed folder with what is its newest intact checkpoint now.
+    """Return a claimed folder with its present newest intact checkpoint.
 
     Call it while no worker writes: like `claim` it renames damaged checkpoints and deletes partial
     ones.
@@ -219,3 +218,70 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
 def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
     """Rename a damaged checkpoint; return the line that says so."""
     return f"checkpoint {set_aside(checkpoints / str(step), problem)}"
+
+
+class LostFolderError(OSError):
+    """The run's folder was deleted or renamed during training; the text is one line."""
+
+
+@dataclass(frozen=True)
+class FolderHandle:
+    """A folder that this process holds open.
+
+    Attributes:
+        path: the path that it was opened by.
+        descriptor: its file descriptor.
+    """
+
+    path: Path
+    descriptor: int
+
+    def check(self) -> None:
+        """Check that `path` still leads to the folder.
+
+        Raises:
+            LostFolderError: it does not.
+        """
+        if self._is_at(self.path):
+            return
+        if (now := self.current_path()) is not None:
+            raise LostFolderError(
+                f"the run folder {self.path} was renamed to {now} while the run trained: the run "
+                "ends. Rename it back to resume from its newest checkpoint."
+            )
+        raise LostFolderError(
+            f"the run folder {self.path} was deleted while the run trained: the run ends, and its "
+            "checkpoints are lost."
+        )
+
+    def current_path(self) -> Path | None:
+        """Return the folder's present path, or None if it is deleted or its path is not known."""
+        try:  # Linux only, and only for local folders
+            for path in (self.path, Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))):
+                if self._is_at(path):
+                    return path
+        except OSError:
+            pass
+        return None
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self.descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file system that fails now: assume nothing has changed
+            return True
+
+
+@contextmanager
+def open_handle(path: Path) -> Iterator[FolderHandle]:
+    """Hold a folder open for the duration of the context.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield FolderHandle(path.absolute(), descriptor)
+    finally:
+        os.close(descriptor)

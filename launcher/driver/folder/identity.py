@@ -12,9 +12,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from launcher.checkpoint import Account
 from launcher.config.compose import to_dict
@@ -22,6 +20,7 @@ from launcher.config.environment import dotted, unresolved
 from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config
 from launcher.recipes import fingerprint_dataset
+from launcher.report.text import flat
 
 _FIXED = (
     "model",
@@ -38,7 +37,7 @@ def fingerprints(config: Config) -> dict[str, str]:
     places = [dotted(place) for place in config.from_environment]
     return {
         key: _fingerprint(json.dumps(value))
-        for key, value in _flat(to_dict(config)).items()
+        for key, value in flat(to_dict(config)).items()
         if _is_fixed(key) and any(f"{place}.".startswith(f"{key}.") for place in places)
     }
 
@@ -56,7 +55,7 @@ def check_same_run(path: Path, step: int, stored: Account, config: Config) -> No
         ConfigError: a setting that must not change has changed, or the data has.
         launcher.recipes.InputError: the data cannot be used.
     """
-    before, now = _flat(stored.config), _flat(to_dict(config))
+    before, now = flat(stored.config), flat(to_dict(config))
     for key in filter(_is_fixed, sorted(before.keys() | now.keys())):
         value = now.get(key)
         if key in stored.fingerprints:
@@ -97,14 +96,3 @@ def _matches(fingerprint: str, text: str) -> bool:
 def _digest(text: str, salt: str) -> str:
     """Return a digest that takes 50 ms to compute, so that nobody can try many values."""
     return hashlib.scrypt(text.encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=32).hex()
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return `{"a": {"b": 1}}` as `{"a.b": 1}`."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

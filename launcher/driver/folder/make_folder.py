@@ -1,4 +1,4 @@
-"""Makes the folder `<run.dir>/<run.id>/`, and checks beforehand that it can be made or used."""
+"""Make the folder `<run.dir>/<run.id>/`, or check beforehand that it can be made or used."""
 
 from __future__ import annotations
 
@@ -40,11 +40,7 @@ def check_folder(config: Config) -> Path | None:
         return None
     path = Path(config.run.dir, config.run.id)
     if path.exists():
-        if not path.is_dir():
-            raise _no_folder(path)
-        if config.run.resume == "never":
-            raise _taken(path)
-        _check_owner(config.run, path)
+        _check_existing(config.run, path)
     return path
 
 
@@ -79,12 +75,9 @@ def _fresh_folder(run: Run, model_name: str) -> Path:
 def _own_folder(run: Run, run_id: str) -> Path:
     path = Path(run.dir, run_id)
     try:
-        path.mkdir(_mode(run), exist_ok=run.resume != "never")
+        path.mkdir(_mode(run))
     except FileExistsError:
-        if not path.is_dir():
-            raise _no_folder(path) from None
-        raise _taken(path) from None
-    _check_owner(run, path)
+        _check_existing(run, path)
     if not run.shared and (mode := stat.S_IMODE(path.stat().st_mode)) & OTHERS:
         try:
             path.chmod(mode & ~OTHERS)
@@ -138,7 +131,21 @@ def _check_exposed(config: Config) -> None:
         )
 
 
-def _check_owner(run: Run, path: Path) -> None:
+def _check_existing(run: Run, path: Path) -> None:
+    """Check that the run may use what is at `path`."""
+    key = f"run.id={path.name}"
+    if not path.is_dir():
+        raise ConfigError(
+            f"{key} cannot have a folder: {path} is a file",
+            "Choose another run.id, or move the file away.",
+            ["run.id"],
+        )
+    if run.resume == "never":
+        raise ConfigError(
+            f"{key} is taken: {path} exists, and run.resume=never",
+            "Choose another run.id, or use run.resume=auto to resume that run.",
+            ["run.id", "run.resume"],
+        )
     if not run.shared and not is_own(path):
         raise _of_another_user(path)
 
@@ -151,25 +158,9 @@ def _not_writable(parent: str, reason: str) -> ConfigError:
     )
 
 
-def _no_folder(path: Path) -> ConfigError:
-    return ConfigError(
-        f"run.id={path.name} cannot have a folder: {path} is a file",
-        "Choose another run.id, or move the file away.",
-        ["run.id"],
-    )
-
-
 def _of_another_user(path: Path) -> ConfigError:
     return ConfigError(
         f"run.id={path.name} cannot be private: {path} belongs to another user",
         "Choose another run.id, or set run.shared=true.",
         ["run.id"],
-    )
-
-
-def _taken(path: Path) -> ConfigError:
-    return ConfigError(
-        f"run.id={path.name} is taken: {path} exists, and run.resume=never",
-        "Choose another run.id, or use run.resume=auto to resume that run.",
-        ["run.id", "run.resume"],
     )

@@ -1,4 +1,4 @@
-"""The two files of a run's folder that say what was asked for and what was planned."""
+"""Settings and plan in a run's folder: `config.yaml` and `plan.json`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from launcher.base.output import complain
 from launcher.config.compose import to_written
 from launcher.config.machines import SlurmCluster
 from launcher.config.schema import Config
-from launcher.driver.folder.folder import LOCK, RunFolder
-from launcher.driver.folder.folder_handle import LostFolderError
+from launcher.driver.folder.folder import LOCK, LostFolderError, RunFolder
 from launcher.plan import Plan
 
 
@@ -35,7 +34,7 @@ def write_plan_alone(home: RunFolder, plan: Plan) -> None:
 
 
 def current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
-    """Return the folder's present path; recreate a deleted folder from what this process knows.
+    """Return the folder's present path; recreate a deleted folder from this process's memory.
 
     Then at least the metrics survive a command that was meant for another folder.
     """

@@ -1,6 +1,6 @@
-"""`status.json`: what a run is doing right now, kept fresh in its folder by a thread of the driver.
+"""`status.json`: the present state of a run, kept fresh in its folder by a thread of the driver.
 
-It never ends a run: a disk that does not take it is said once, and tried again.
+It never ends a run: a disk that cannot be written costs one warning, and is tried again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Self
 import psutil
 
 from launcher.base.files import write_whole
+from launcher.driver.callback import Callback
 from launcher.report.console import Phase
 from launcher.report.jsonl import json_number
 from launcher.report.run_record import STATUS, ending_of
@@ -31,7 +32,7 @@ _WINDOW = 50  # steps that the time left is estimated from
 _log = logging.getLogger(__name__)
 
 
-class Status:
+class Status(Callback):
     """Keeps `status.json` in a run's folder; a context, whose thread writes.
 
     Args:
@@ -78,7 +79,8 @@ class Status:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None and self._fields["exit_reason"] is None:
-            self.end("interrupted" if isinstance(error, KeyboardInterrupt) else _line(error))
+            stopped = isinstance(error, KeyboardInterrupt)
+            self.on_end(self._fields["step"], "interrupted" if stopped else _line(error))
         self._over = True
         self._changed.set()
         self._thread.join()
@@ -95,11 +97,11 @@ class Status:
     def phase(
         self, phase: Phase, done: float | None = None, total: float | None = None, unit: str = ""
     ) -> None:
-        """Say which phase it is, and how much of it is done, of how much; None: not known."""
+        """Show the phase, and how much of it is done, of how much; None: not known."""
         self.tell(phase=str(phase), phase_done=done, phase_total=total, phase_unit=unit)
 
-    def made(self, step: int, metrics: Metrics) -> None:
-        """Take a step that is made."""
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Show a finished step."""
         self._made.append((time.monotonic(), step))
         (began, first), steps = self._made[0], self._fields["steps"]
         each = (self._made[-1][0] - began) / (step - first) if step > first else None
@@ -113,14 +115,14 @@ class Status:
             **({} if evaluated is None else {"eval_loss": _number(evaluated)}),
         )
 
-    def restart(self, step: int) -> None:
-        """Say that another attempt begins after `step`."""
+    def on_restart(self, step: int, why: str) -> None:
+        """Show that another attempt begins after `step`."""
         self._made.clear()
         restarts = self._fields["restarts"] + 1
         self.tell(**_phase(Phase.RESTARTING), step=step, restarts=restarts, eta_seconds=None)
 
-    def end(self, reason: str) -> None:
-        """Say how the run has ended."""
+    def on_end(self, step: int, reason: str) -> None:
+        """Show how the run has ended."""
         self.tell(**_phase(ending_of(reason)), exit_reason=reason, eta_seconds=None)
 
     def _keep(self) -> None:
@@ -139,7 +141,7 @@ class Status:
             self._was_written = True
         except OSError as error:
             if self._was_written and not isinstance(error, FileNotFoundError):
-                _log.warning(f"{STATUS} is not written ({error.strerror}); the run goes on")
+                _log.warning(f"{STATUS} is not written ({error.strerror}); the run continues")
             self._was_written = False
 
 

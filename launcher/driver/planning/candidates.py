@@ -1,4 +1,4 @@
-"""Which plans a training tries before it takes one, and what is known of those tried before."""
+"""Plans that a training tries before it takes one, and the trials of earlier runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 def plans_to_try(config: Config, pool: DevicePool | None) -> Callable[[Plan], int]:
     """Return a function from the best plan to how many plans to try; 1: none is tried.
 
-    It is `parallel.try` or, if that is left open, a few where the training is long enough to pay
-    for it, or where what was measured before decides.
+    It is `parallel.try` or, if that is null, a few where the training is long enough to pay for
+    them, or where earlier trials decide.
     """
     parallel = config.parallel
     if pool is None or not isinstance(parallel, Auto):
@@ -43,12 +43,12 @@ def plans_to_try(config: Config, pool: DevicePool | None) -> Callable[[Plan], in
 
 
 def knows_trials(config: Config) -> bool:
-    """Return whether what was measured of plans before counts."""
+    """Return whether earlier trials of plans count."""
     return not (isinstance(config.parallel, Auto) and config.parallel.cost == "model")
 
 
 def known_fastest(config: Config, plans: Sequence[Plan]) -> Plan | None:
-    """Return the fastest of several plans, if all were measured before; it is said."""
+    """Return the fastest of several plans, with a log line, if all were measured before."""
     if len(plans) == 1 or not knows_trials(config):
         return None
     trials = [trial for plan in plans if (trial := kept_trial(plan))]
@@ -62,7 +62,7 @@ def known_fastest(config: Config, plans: Sequence[Plan]) -> Plan | None:
 
 
 def of_run(folder: Path, plans: Sequence[Plan]) -> Plan | None:
-    """Return the plan that a run has chosen by trying, if it is one of `plans`.
+    """Return the plan that a run chose by trials, if it is one of `plans`.
 
     Args:
         folder: the run's folder, with its `plan.json`.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.base.log import lines_to
+from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool, find_devices
 from launcher.cluster.ray.demand import check_demand, demand_of
 from launcher.cluster.ray.reach import choose_pool, gpus_of, reach
@@ -20,13 +21,13 @@ from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, RayCluster, SlurmCluster
 from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
-from launcher.config.parallel import Replay
+from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
 from launcher.recipes import InputError, check_dataset, find_module, needs_preparing
-from launcher.report.trackers.chosen import check_libraries, openers
+from launcher.report.trackers.registry import openers
 
 _log = logging.getLogger(__name__)
 
@@ -75,16 +76,14 @@ def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
         launcher.recipes.InputError: the data does not fit the model.
         OSError: a file cannot be read.
     """
-    check_libraries(config.report.trackers or ())
-    if not plan_only:
-        openers(config.report.trackers or ())  # a class of the user's is imported
+    openers(config.report.trackers or (), users=not plan_only)
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     pool = find_pool(config, plan_only)
     return Inputs(pool, find_start(config, finished))
 
 
 def check(config: Config, environ: Mapping[str, str]) -> Verdict:
-    """Check everything that a run checks before it traces, as far as it takes only a moment."""
+    """Do the fast checks of a run, all those before it traces."""
     try:
         return Verdict(tuple(_lines(config, environ)))
     except (ConfigError, InputError) as error:
@@ -110,8 +109,8 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     if isinstance(config.optimizer, CustomOptimizer):
         find_module("optimizer.module", config.optimizer.module)
     for hook in config.hooks:
-        find_module("hooks", hook)
-    check_libraries(config.report.trackers or ())
+        find_module("hooks", hook.rpartition(".")[0] or hook)
+    openers(config.report.trackers or (), users=False)
     if not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     with lines_to(said.append):
@@ -200,3 +199,19 @@ def _patterns(options: Optimizer) -> Iterator[str]:
         yield "optimizer.train_only"
     if options.lora.rank:
         yield "optimizer.lora.pattern"
+
+
+def measures_first(config: Config) -> bool:
+    """Return whether a training by these settings measures devices that no calibration is kept of.
+
+    The devices are this machine's, and the plan rests on what they can do.
+    """
+    is_here = not isinstance(config.cluster, Described | RayCluster | SlurmCluster)
+    parallel = config.parallel
+    return is_here and isinstance(parallel, Planned) and parallel.cost != "model"
+
+
+def is_kept(pool: DevicePool) -> bool:
+    """Return whether a calibration of these devices is kept, by these versions, if it is intact."""
+    path = cache_file("calibration", pool.device_kind, pool.num_devices)
+    return read_cached(path, lambda tree: tree) is not None

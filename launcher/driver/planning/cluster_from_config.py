@@ -12,7 +12,7 @@ from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Described
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config
-from launcher.driver.planning.calibrated_first import measures_first
+from launcher.driver.planning.check import measures_first
 from launcher.hardware.cluster_shape import is_nominal
 from launcher.hardware.gpu_memory import memory_share, usable_bytes
 from launcher.plan import ClusterShape, local_shape

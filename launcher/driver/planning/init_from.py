@@ -83,7 +83,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
 
 
 def _check_settings(config: Config, named: str, path: Path) -> None:
-    """Check that a model of Hugging Face's means what the settings say, shapes aside.
+    """Check a Hugging Face model against the settings, shapes aside.
 
     Raises:
         ConfigError: it does not, or it is of another family.
@@ -114,7 +114,7 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
 
 
 def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None:
-    """Check that what a checkpoint or a file holds of a model fits this one.
+    """Check that the model in a checkpoint or a file fits this one.
 
     Args:
         named: `train.init_from`, for the message.
@@ -135,7 +135,7 @@ def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None
 
 
 def _remedy(path: Path) -> str:
-    """Return what helps where the arrays of a start are not those of the model."""
+    """Return the remedy where the arrays of a start are not those of the model."""
     if (path / METADATA).exists():
         return _RUNS_REMEDY
     return _FOLDERS_REMEDY if (path / CONFIG).exists() else _ARRAYS_REMEDY

@@ -69,7 +69,7 @@ class Traced:
 
 
 def prepare(config: Config, console: Console, finished: int = 0) -> Prepared:
-    """Look at what is here, trace and plan; show the plan.
+    """Check data and devices, trace and plan; show the plan.
 
     Args:
         config: checked settings.
@@ -106,7 +106,7 @@ def trace(config: Config, console: Console, found: Inputs, measures: bool = Fals
 
 
 def plan(config: Config, console: Console, traced: Traced, plan_only: bool = False) -> Prepared:
-    """Plan what was traced and show the plan; raise like `prepare`.
+    """Plan a traced program and show the plan; raise like `prepare`.
 
     Args:
         config: checked settings.

@@ -1,4 +1,4 @@
-"""Whether the data's tokens are those that the model to start from has learned."""
+"""Check of the data's tokens against the tokenizer of the model to start from."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
 
 
 def _maker(dataset: Any) -> _Maker | None:
-    """Return what made the data's tokens; None where they do not tell, or are none."""
+    """Return the tokenizer of the data's tokens; None if it is not recorded, or there are none."""
     if isinstance(dataset, Bytes):
         return _Maker(BYTES, BYTES, "dataset.name")
     if isinstance(dataset, Documents):

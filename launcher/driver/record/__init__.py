@@ -1,6 +1,6 @@
-"""What a run writes down as it trains, and what follows from that.
+"""The record of a run: its metrics, trackers, breakdown, pictures and summary.
 
-`recorder` takes the steps from the loop, and `run_log` hands them to the trackers and sums the run
-up. `accounts`, `wall_clock` and `timelines` say where the time goes; `best`, `hooks` and `samples`
-follow the steps. It may import the other three rooms; only what lies beside them may import it.
+`recorder` takes the steps from the loop, and `run_log` passes them to the trackers and sums the run
+up. `accounts`, `wall_clock` and `timelines` divide the time; `best` and `samples` follow the steps.
+It may import the rooms below it; only the modules beside these rooms may import it.
 """

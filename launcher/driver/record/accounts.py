@@ -1,4 +1,4 @@
-"""The accounting of a run under way, kept in its folder."""
+"""Breakdown of a running training's time, written to its folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.wall_clock import WallClock, with_lost
 from launcher.plan import Plan
-from launcher.report.breakdown.account import Known, account
-from launcher.report.breakdown.accounting import Accounting, read_accounting
 from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown.step_breakdown import (
+    Known,
+    StepBreakdown,
+    break_down,
+    read_breakdown,
+)
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 
@@ -51,7 +55,7 @@ class Accounts:
         self.wall.move(plan_seconds, "starting", "planning")
 
     def record(self, step: int, parts: Sequence[ProcessSpans]) -> None:
-        """Take a recorded step, and write what is known by now."""
+        """Take a recorded step, and write the breakdown."""
         self._recorded = step, parts
         self.write(self._finished)
 
@@ -61,12 +65,12 @@ class Accounts:
         self.wall.move(compile_seconds or 0.0, "starting", "compiling")
 
     def write(self, finished: int) -> None:
-        """Write what is known after `finished` steps; a full disk costs a warning."""
+        """Write the breakdown after `finished` steps; a full disk costs a warning."""
         self._finished = finished
         _save(self.result(self._folder, {}), self._folder)
 
-    def result(self, folder: Path, measured: Mapping[str, Any]) -> Accounting:
-        """Return the accounting as far as it is known.
+    def result(self, folder: Path, measured: Mapping[str, Any]) -> StepBreakdown:
+        """Return the breakdown as far as it is known.
 
         Args:
             folder: the run's folder.
@@ -82,11 +86,11 @@ class Accounts:
             memory_now=measured.get("memory_bytes"),
             memory_peak=measured.get("peak_memory_bytes"),
         )
-        found = account(self._plan, known, step, parts, self.wall.good)
+        found = break_down(self._plan, known, step, parts, self.wall.good)
         return replace(found, finished_steps=self._finished)
 
-    def finish(self, folder: Path, finished: int, measured: Mapping[str, Any]) -> Accounting:
-        """Return the accounting of the run, and write it; call it last.
+    def finish(self, folder: Path, finished: int, measured: Mapping[str, Any]) -> StepBreakdown:
+        """Return the breakdown of the run, and write it; call it last.
 
         A full disk costs a warning here, too.
         """
@@ -98,7 +102,7 @@ class Accounts:
         return found
 
 
-def _save(found: Accounting, folder: Path) -> None:
+def _save(found: StepBreakdown, folder: Path) -> None:
     try:
         found.save(folder)
     except OSError as error:
@@ -112,9 +116,9 @@ def _newest(folder: Path) -> tuple[int | None, Sequence[ProcessSpans]]:
 
 
 def _before(home: RunFolder, config: Config, devices: int) -> Goodput:
-    """Return what the wall time of the run's earlier starts went into."""
+    """Return the wall time of the run's earlier starts, divided."""
     price = config.cluster.price_per_device_hour
-    earlier = read_accounting(home.path)
+    earlier = read_breakdown(home.path)
     if earlier is None:
         return Goodput(devices=devices, price_per_device_hour=price)
     records = read_metrics(home.path / METRICS)

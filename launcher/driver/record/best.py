@@ -1,22 +1,27 @@
-"""The best evaluation so far: which checkpoint is kept for it, and when a run ends early."""
+"""The best evaluation so far, which decides on the checkpoint to keep and on an early end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from launcher import checkpoint
 from launcher.config.training import Train
+from launcher.driver.callback import Callback
 from launcher.recipes import InputError
+from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.run_record import STOPPED_EARLY
 
 _ANY = "eval/loss"  # of every evaluation
 
 
-class Best:
+class Best(Callback):
     """Follows a metric of the evaluations: one that is named an accuracy rises, any other falls.
 
     Args:
         settings: the section `train`.
+        folder: the run's folder, whose metrics hold earlier evaluations.
 
     Attributes:
         step: the step of the best evaluation; None before the first one.
@@ -24,33 +29,47 @@ class Best:
         reason: why the run is to end early, None while it is not.
     """
 
-    def __init__(self, settings: Train) -> None:
+    def __init__(self, settings: Train, folder: Path) -> None:
+        self._metrics = folder / METRICS
         self._keeps, self._patience = settings.keep_best is not None, settings.stop_early
         self._setting = settings.keep_best or "eval_loss"
         self.metric = self._setting.replace("eval_", "eval/", 1)
         self._sign = -1.0 if "accuracy" in self._setting else 1.0
-        self.begin([])
+        self._forget()
 
-    def begin(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Begin anew after the steps that were recorded, each a table of metrics."""
+    def on_start(self, step: int, folder: Path) -> None:
+        """Read the evaluations up to `step` from the run's metrics."""
+        self.on_restart(step, "")
+
+    def on_restart(self, step: int, why: str) -> None:
+        """Return to the evaluations up to `step`."""
+        self._forget()
+        for record in read_metrics(self._metrics) if step else ():
+            if record["step"] <= step:
+                self.on_evaluation(record["step"], record)
+
+    def _forget(self) -> None:
         self.step: int | None = None
         self.value = float("nan")
         self.reason: str | None = None
         self._since = 0
-        for record in records:
-            self.add(record["step"], record)
 
     @property
     def follows(self) -> bool:
-        """Whether what follows an evaluation depends on it."""
+        """Whether the loop must wait for each evaluation's result."""
         return self._keeps or self._patience > 0
 
     def is_to_keep(self, step: int) -> bool:
         """Return whether the state after a step is the best, and is to be saved."""
         return self._keeps and self.step == step
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step.
+    def on_save(self, step: int, path: Path) -> None:
+        """Mark the checkpoint of the best evaluation, which then stays."""
+        if self.is_to_keep(step):
+            checkpoint.write_best(path.parent, step, self.metric, self.value)
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Compare an evaluation with the best one.
 
         Raises:
             InputError: its evaluation does not have the metric.

@@ -1,31 +1,33 @@
-"""The pictures of a run, drawn into its folder, and the files of it that trackers record."""
+"""Pictures and report of a run, written into its folder, and the files that trackers record."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.base.files import write_whole
 from launcher.plan import Plan, timeline
-from launcher.report.breakdown import accounting
-from launcher.report.pages.memory_plot import plot_memory
-from launcher.report.pages.plots import plot_loss
+from launcher.report.breakdown import step_breakdown
+from launcher.report.breakdown.step_breakdown import StepBreakdown
+from launcher.report.pages.plots import plot_loss, plot_memory
+from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import FILE, read_timeline
 from launcher.report.pages.timeline_plot import plot_timeline
-from launcher.report.summary import REPORT
+from launcher.report.summary import REPORT, Summary
 
 TIMELINE = Path("plots/timeline.png")
 
 _log = logging.getLogger(__name__)
 
-# What trackers record of a run's folder, by name.
+# Files of a run's folder that trackers record, by name.
 ARTIFACTS = {
     "plan": "plan.json",
     "config": "config.yaml",
     "timeline": FILE,
-    "accounting": accounting.FILE,
+    "accounting": step_breakdown.FILE,
     "report": REPORT,
     "profile": "profile",
 }
@@ -51,7 +53,7 @@ def draw_pictures(
 ) -> dict[str, Path]:
     """Draw a run's pictures into its folder; return the paths by name of those that are drawn.
 
-    What prevents one, such as a full disk, is said in a line, and ends no run.
+    A picture that cannot be written, for instance on a full disk, costs a warning.
 
     Args:
         folder: the run's folder.
@@ -73,3 +75,34 @@ def draw_pictures(
         except OSError as error:
             _log.warning(f"plots/{name}.png cannot be written: {error.strerror}")
     return pictures
+
+
+def write_report(
+    folder: Path,
+    summary: Summary,
+    plan: Plan,
+    config: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]] = (),
+    accounting: StepBreakdown | None = None,
+    restarts: Sequence[str] = (),
+) -> None:
+    """Write `report.html` of a run; an error is a warning, and ends no run.
+
+    Args:
+        folder: the run's folder, with its recorded steps.
+        summary: its summary.
+        plan: its plan.
+        config: its settings, without secrets.
+        records: its logged steps.
+        accounting: the breakdown of its time, None where that is not known.
+        restarts: the message of each restart.
+    """
+    try:
+        recorded = read_timeline(folder / FILE)
+        steps = {step: recorded.spans(step) for step in recorded.steps}
+        found = Reported(
+            summary, plan, timeline(plan), config, records, steps, accounting, restarts
+        )
+        write_whole(folder / REPORT, run_report(found).encode())
+    except Exception as error:
+        _log.warning(f"{REPORT} cannot be written: {error}")

@@ -1,29 +1,24 @@
-"""Turns the workers' measurements of a step into what is logged, and detects divergence."""
+"""Recorder of steps: builds the logged metrics, detects divergence, calls the callbacks."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from launcher.base.spans import SpanRecorder
+from launcher.config.training import Train
+from launcher.driver.callback import Callbacks
+from launcher.driver.record.timelines import Timelines
 from launcher.driver.record.wall_clock import WallClock
 from launcher.report.breakdown.goodput import Goodput
 from launcher.report.trackers.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal
 
 if TYPE_CHECKING:
-    from launcher.driver.folder.status import Status
-    from launcher.driver.record.best import Best
-    from launcher.driver.record.hooks import Hooks
-    from launcher.driver.record.samples import Samples
-    from launcher.driver.record.timelines import Timelines
-    from launcher.train.sampling import Sample
     from launcher.train.step_result import StepResult
-
 
 FINITE = ("train/loss", "train/grad_norm")
 MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
@@ -48,31 +43,6 @@ class DivergedError(Exception):
         self.step = step
 
 
-@dataclass(frozen=True)
-class Followers:
-    """What is told of every step that goes on the record.
-
-    Attributes:
-        best: follows the evaluations.
-        hooks: the user's.
-        status: tells others what the run is doing.
-    """
-
-    best: Best | None = None
-    hooks: Hooks | None = None
-    status: Status | None = None
-    samples: Samples | None = None
-
-    def tell(self, result: StepResult, metrics: Metrics) -> None:
-        """Tell of a step and its metrics."""
-        if self.status:
-            self.status.made(result.step, metrics)
-        if self.best:
-            self.best.add(result.step, metrics)
-        if self.hooks:
-            self.hooks.stepped(result, metrics)
-
-
 class Recorder:
     """Logs every `log_every`-th step, the last one, and those that are out of the ordinary.
 
@@ -81,12 +51,11 @@ class Recorder:
         log_every: the number of steps from one logged step to the next.
         performance: returns the `perf/...` metrics of a step that took so many seconds.
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
-        timelines: takes what workers record of steps; None: nothing is recorded.
-        wall: counts the run's wall time.
-        followers: are told of every step, logged or not.
+        callbacks: the run's callbacks, called for every step, logged or not.
 
     Attributes:
-        timelines: as given.
+        callbacks: as given.
+        timelines: collects what workers record of steps; None: nothing is recorded.
         wall: counts the run's wall time.
         spans: takes what the driver does while a step is recorded.
         finished_steps: the newest finished step, 0 before the first.
@@ -99,15 +68,13 @@ class Recorder:
         log_every: int,
         performance: Callable[[float], Metrics],
         skips: bool = False,
-        timelines: Timelines | None = None,
-        wall: WallClock | None = None,
-        followers: Followers | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
-        self._followers = followers or Followers()
-        self.timelines = timelines
-        self.spans = timelines.spans if timelines else SpanRecorder()
+        self.callbacks = callbacks or Callbacks()
+        self.timelines = self.callbacks.of(Timelines)
+        self.spans = self.timelines.spans if self.timelines else SpanRecorder()
         self._log = log
-        self.wall = wall or WallClock(Goodput(), time.time())
+        self.wall = self.callbacks.of(WallClock) or WallClock(Goodput(), time.time())
         self._skips = skips
         self._skipped_in_a_row = 0
         self._log_every = log_every
@@ -117,7 +84,7 @@ class Recorder:
         self.first_step_at: float | None = None
 
     def begin(self, finished_steps: int) -> None:
-        """Forget the steps after `finished_steps`, from which the run goes on."""
+        """Forget the steps after `finished_steps`, from which the run resumes."""
         self._unlogged, self._skipped_in_a_row = None, 0
         self.finished_steps = finished_steps
 
@@ -145,29 +112,15 @@ class Recorder:
         if bad or result.step % self._log_every == 0 or "eval/loss" in result.metrics:
             self.log_newest()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
-        if not bad:
-            self._followers.tell(result, {**result.metrics, **rates})
-            return
-        key, value = bad[0], result.metrics[bad[0]]
-        if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
-            raise DivergedError(key, value, result.step)
-        _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
-        self._followers.tell(result, {**result.metrics, **rates})
-
-    @property
-    def best(self) -> Best | None:
-        """What follows the evaluations; None: nothing depends on them."""
-        return self._followers.best
-
-    @property
-    def samples(self) -> Samples | None:
-        """What the model writes; None: nothing."""
-        return self._followers.samples
-
-    def take_sample(self, sample: Sample) -> None:
-        """Take what the model has written after a step."""
-        if self._followers.samples:
-            self._followers.samples.take(sample)
+        if bad:
+            key, value = bad[0], result.metrics[bad[0]]
+            if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
+                raise DivergedError(key, value, result.step)
+            _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
+        metrics = {**result.metrics, **rates}
+        self.callbacks.call("on_step", result.step, metrics)
+        if "eval/loss" in metrics:
+            self.callbacks.call("on_evaluation", result.step, metrics)
 
     def lap(self, phase: str, result: StepResult | None = None) -> None:
         """Count the wall time since the last lap.
@@ -190,3 +143,28 @@ class Recorder:
         if self._unlogged:
             self._log(*self._unlogged)
         self._unlogged = None
+
+
+def is_evaluated(step: int, settings: Train) -> bool:
+    """Return whether an evaluation follows `step`: every so many steps, and after the last one."""
+    every = settings.eval_every
+    return every > 0 and (step % every == 0 or step == settings.steps)
+
+
+def profiled_step(steps: int, finished: int, recorded: Set[int] = frozenset()) -> int | None:
+    """Return the step that is run task by task to time the stages.
+
+    It is the second, which is warm; or the next one that is not `recorded`, and None if there is
+    none.
+    """
+    last = min(finished + 2, steps)
+    return next((k for k in (*range(last, steps + 1), finished + 1) if k not in recorded), None)
+
+
+def warm_up(finished: int, dry_steps: int = 0) -> range:
+    """Return the first steps after a start at `finished`, whose times are not representative.
+
+    The first is cold, unless dry steps came before it; the second is profiled, and the third was
+    queued behind the second.
+    """
+    return range(finished + (2 if dry_steps else 1), finished + 4)

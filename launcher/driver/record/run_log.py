@@ -17,27 +17,24 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from launcher import checkpoint
 from launcher.base.stop import ENDINGS
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.script import SCRIPT
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
+from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.best import Best
-from launcher.driver.record.hooks import Hooks
-from launcher.driver.record.pictures import ARTIFACTS, TIMELINE, draw_pictures
-from launcher.driver.record.recorder import FINITE, Followers, Recorder
-from launcher.driver.record.report_file import write_report
-from launcher.driver.record.special_steps import warm_up
+from launcher.driver.record.pictures import ARTIFACTS, TIMELINE, draw_pictures, write_report
+from launcher.driver.record.recorder import FINITE, Recorder, warm_up
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import Plan, describe_plan, timeline
-from launcher.report.breakdown.accounting import Accounting
-from launcher.report.breakdown.accounting_table import (
-    accounting_tables,
+from launcher.report.breakdown.step_breakdown import (
+    StepBreakdown,
+    breakdown_tables,
     in_summary,
-    print_accounting,
+    print_breakdown,
 )
 from launcher.report.console import line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
@@ -46,9 +43,8 @@ from launcher.report.pages.plot_process import PlotProcess
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.step_lines import ConsoleTracker
 from launcher.report.summary import Summary, print_summary, write_summary
-from launcher.report.trackers.chosen import openers
-from launcher.report.trackers.registry import TrackedRun, open_trackers
-from launcher.report.trackers.tracker import CompositeTracker, Metrics, Tracker
+from launcher.report.trackers.registry import open_trackers, openers
+from launcher.report.trackers.tracker import CompositeTracker, Metrics, TrackedRun, Tracker
 
 
 def write_planned(
@@ -71,7 +67,7 @@ def write_planned(
 
 
 def predicted_cost(config: Config, plan: Plan) -> float | None:
-    """Return what the run's steps cost by the plan, None where no price is given."""
+    """Return the predicted cost of the run's steps, None where no price is given."""
     price = config.cluster.price_per_device_hour
     hours = plan.predicted_step_seconds * config.train.steps / 3600
     return None if price is None else hours * plan.num_devices * price
@@ -99,7 +95,6 @@ class RunLog:
         accounts: where the time goes.
         compile_seconds: compile time of the newest attempt, None before.
         failed_saves: a line for each checkpoint that could not be saved.
-        hooks: the run's hooks.
         best: follows its evaluations.
     """
 
@@ -124,41 +119,32 @@ class RunLog:
         self.accounts = Accounts(home, config, plan, plan_seconds)
         report = config.report
         steps, traced = report.timeline_steps or (), report.profiler_steps or ()
-        self.hooks, self.best = Hooks(config.hooks), Best(config.train)
+        self.best = Best(config.train, home.path)
         from launcher.driver.record.samples import Samples  # it reads checkpoints: not for planning
 
-        self._samples = Samples(
+        samples = Samples(
             config,
             home.path,
             plan.num_parameters,
             line_printer(console),
             lambda *table: self._trackers.table(*table),
         )
+        timelines = Timelines(home.path, steps, traced, self.accounts.record)
+        self._callbacks = Callbacks(home.status, self.accounts.wall, self.best, timelines, samples)
         self.recorder = Recorder(
             self._log,
             config.train.log_every,
             self._performance(),
             skips=config.train.non_finite == "skip",
-            timelines=Timelines(home.path, steps, traced, self.accounts.record),
-            wall=self.accounts.wall,
-            followers=Followers(self.best, self.hooks, home.status, self._samples),
+            callbacks=self._callbacks,
         )
         if home.status:
             home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
-        self._begin(home.finished_steps)
-
-    def _begin(self, finished_steps: int) -> None:
-        """Let the record go on after `finished_steps`."""
-        self.recorder.begin(finished_steps)
-        records = read_metrics(self._home.path / METRICS) if finished_steps else []
-        self.best.begin(record for record in records if record["step"] <= finished_steps)
+        self.recorder.begin(home.finished_steps)
 
     def saved(self, step: int) -> None:
-        """Note that the state after `step` is saved: whether it is the best, and for the hooks."""
-        if self.best.is_to_keep(step):
-            folder = self._home.checkpoints
-            checkpoint.write_best(folder, step, self.best.metric, self.best.value)
-        self.hooks.saved(step, self._home.checkpoints / str(step))
+        """Call the callbacks for the complete checkpoint after `step` steps."""
+        self._callbacks.call("on_save", step, self._home.checkpoints / str(step))
 
     def open(self, finished_steps: int) -> None:
         """Prepare for an attempt that begins after `finished_steps`; later steps are logged again.
@@ -184,6 +170,8 @@ class RunLog:
         self._registered = open_trackers(run, chosen)
         for name, table in plan_tables(self._plan).items():
             self._trackers.table(name, *table)
+        self._callbacks.add_hooks(self._config.hooks)
+        self._callbacks.call("on_start", finished_steps, path)
 
     @property
     def _trackers(self) -> CompositeTracker:
@@ -206,13 +194,11 @@ class RunLog:
         """
         self._restarts.append(why)
         self._trackers.alert(f"{self._home.id}: restart", why)
-        self._begin(finished_steps)
-        self.accounts.wall.lose(finished_steps)
+        self.recorder.begin(finished_steps)
+        self._callbacks.call("on_restart", finished_steps, why)
         if self._shown:
             self._shown.finish({})
         self._shown = None
-        if self._home.status:
-            self._home.status.restart(finished_steps)
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk: no checkpoint may be newer than they are.
@@ -259,30 +245,26 @@ class RunLog:
             restarts: number of restarts by this process.
             path: the run's folder, which may have been moved.
         """
-        if self._home.status:
-            self._home.status.end(reason)
-        if self.recorder.timelines:
-            self.recorder.timelines.end()
-        metrics = path / METRICS
-        if self._metrics:
-            self._metrics.move(metrics)
-        records = self._metrics.records() if self._metrics else read_metrics(metrics)
-        summary, accounting = self._summary(reason, restarts, records, path)
         with ExitStack() as stack:  # each of these also where one before it fails
+            stack.callback(self._callbacks.call, "on_end", self.recorder.finished_steps, reason)
+            metrics = path / METRICS
+            if self._metrics:
+                self._metrics.move(metrics)
+            records = self._metrics.records() if self._metrics else read_metrics(metrics)
+            summary, breakdown = self._summary(reason, restarts, records, path)
             resume_command = self._resume_command(reason)
-            stack.callback(self._samples.show_rest)
             stack.callback(print_summary, self._console, path, summary, resume_command)
-            stack.callback(print_accounting, self._console, accounting)
+            stack.callback(print_breakdown, self._console, breakdown)
             stack.callback(self._trackers.finish, summary.to_dict())
             write_summary(path, summary)
             settings = redacted(self._config)
-            about = self._plan, settings, records, accounting, self._restarts
+            about = self._plan, settings, records, breakdown, self._restarts
             write_report(path, summary, *about)
             pictures = draw_pictures(path, self._plan, records, summary.peak_memory_bytes)
             last = records[-1] if records else {}
             compared = beside_measured(self._plan, summary, last)
             self._trackers.table("plan/beside_measured", *compared)
-            for name, table in accounting_tables(accounting).items():
+            for name, table in breakdown_tables(breakdown).items():
                 self._trackers.table(name, *table)
             for name, picture in pictures.items():
                 self._trackers.image(name, picture)
@@ -292,7 +274,7 @@ class RunLog:
 
     def _summary(
         self, reason: str, restarts: int, records: list[dict[str, Any]], path: Path
-    ) -> tuple[Summary, Accounting]:
+    ) -> tuple[Summary, StepBreakdown]:
         before = self._home.finished_steps
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at

@@ -1,4 +1,4 @@
-"""Samples of a run: what its model writes, shown and kept as it learns."""
+"""Samples of a run: texts by its model, shown and stored during training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from launcher.base.files import write_whole
 from launcher.base.output import without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.record.special_steps import is_evaluated
+from launcher.driver.callback import Callback
+from launcher.driver.record.recorder import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
 from launcher.recipes import InputError, tokenizer_of
 from launcher.recipes.data.corpus.tokenizers import Tokenizer
@@ -25,8 +26,8 @@ _MOST_ROWS = 100  # of the table that trackers get
 _log = logging.getLogger(__name__)
 
 
-class Samples:
-    """Says when the model is to write, and takes what it has written.
+class Samples(Callback):
+    """Decides when the model writes samples, shows and stores them.
 
     Args:
         config: the run's settings.
@@ -36,7 +37,7 @@ class Samples:
         table: takes a table, for trackers.
 
     Attributes:
-        unsaid: what is still to be shown: the sample after the last step, at the run's end.
+        unsaid: lines to show at the run's end, those of the sample after the last step.
     """
 
     def __init__(
@@ -69,17 +70,17 @@ class Samples:
         return due and bool(self._can)
 
     def take(self, sample: Sample) -> None:
-        """Show a sample, keep it, and hand it to the trackers; what cannot be is a warning."""
+        """Show and store a sample and pass it to the trackers; a failure is a warning."""
         try:
             if sample.problem:
                 self._can = False  # it would be the same each time
-                _log.warning(f"the model writes no samples ({sample.problem}); the run goes on")
+                _log.warning(f"the model writes no samples ({sample.problem}); the run continues")
             else:
                 self._take(sample)
         except Exception as error:  # of any class: the tokenizer may be the user's
             _log.warning(
                 f"the sample after step {sample.step} cannot be shown ({problem_of(error)}); "
-                "the run goes on"
+                "the run continues"
             )
 
     def _take(self, sample: Sample) -> None:
@@ -98,7 +99,7 @@ class Samples:
             folder.mkdir(exist_ok=True)
             write_whole(folder / f"{sample.step}.txt", "\n\n".join(texts) + "\n", durable=False)
         except OSError as error:
-            _log.warning(f"the sample is not kept ({error.strerror}); the run goes on")
+            _log.warning(f"the sample is not kept ({error.strerror}); the run continues")
         self._rows = self._rows[-_MOST_ROWS:]
         self._table(FOLDER, ("step", "text"), self._rows)
         if sample.step < self._config.train.steps:
@@ -106,7 +107,7 @@ class Samples:
         else:
             self.unsaid = said
 
-    def show_rest(self) -> None:
+    def on_end(self, step: int, reason: str) -> None:
         """Show the sample after the last step, if it has not been shown."""
         self._show(["", *self.unsaid] if self.unsaid else [])
         self.unsaid = []
@@ -116,7 +117,7 @@ class Samples:
             self._say(line)
 
     def _prepare(self) -> bool:
-        """Find out whether and from which texts the model can go on."""
+        """Return whether the model can write samples, and prepare their prompts."""
         config = self._config
         asked = config.train.sample_every is not None
         if self._bytes > LARGEST and not asked:
@@ -135,7 +136,7 @@ class Samples:
                 _log.info(f"no samples: {error}")
             return False
         except Exception as error:  # of any class: decoder and tokenizer may be the user's
-            _log.warning(f"no samples: {problem_of(error)}; the run goes on")
+            _log.warning(f"no samples: {problem_of(error)}; the run continues")
             return False
         # Longer texts would have to be read anew.
         longest = max(len(prompt) for prompt in self.prompts)
@@ -144,5 +145,5 @@ class Samples:
 
 
 def printable(text: str) -> list[str]:
-    """Return the lines of a text, without what a terminal would obey."""
+    """Return the lines of a text, without terminal control sequences."""
     return without_control(text.expandtabs(4)).split("\n")

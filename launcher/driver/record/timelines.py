@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.base.spans import Clock, SpanRecorder
+from launcher.driver.callback import Callback
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 
 if TYPE_CHECKING:
@@ -19,16 +20,16 @@ TRACES = "profile"
 _log = logging.getLogger(__name__)
 
 
-class Timelines:
+class Timelines(Callback):
     """Writes the timeline of a step once all workers have handed theirs in.
 
-    What the file holds of other steps, perhaps of an earlier start of the run, stays.
+    Other steps in the file, perhaps of an earlier start of the run, stay.
 
     Args:
         folder: the run's folder.
         steps: the steps to record.
         traced: the steps of which JAX's profiler writes a trace.
-        take: is given each step that is whole, and what each process recorded, on one clock.
+        take: called with each complete step and the spans of each process, on one clock.
 
     Attributes:
         steps: the steps to record.
@@ -57,20 +58,20 @@ class Timelines:
         self._clocks, self._found = clocks, {}
 
     def add(self, recordings: Iterable[Recording]) -> None:
-        """Take what workers have recorded; a step that is whole is written."""
+        """Take recordings of workers; a complete step is written."""
         for recording in recordings:
             parts = self._found.setdefault(recording.step, {})
             parts[recording.process] = recording
             if len(parts) >= len(self._clocks):
                 self._write(recording.step, [parts[i] for i in sorted(parts)])
 
-    def end(self) -> None:
-        """Say which steps are not in the file, as a worker has not handed its part in."""
-        for step, parts in self._found.items():
+    def on_end(self, step: int, reason: str) -> None:
+        """Warn of steps that are not in the file, as a worker did not send its part."""
+        for recorded, parts in self._found.items():
             missing = [f"worker {i}" for i in range(len(self._clocks)) if i not in parts]
             if missing:
                 whose = ", ".join(missing)
-                _log.warning(f"no timeline of step {step}: what {whose} recorded has not come")
+                _log.warning(f"no timeline of step {recorded}: what {whose} recorded has not come")
 
     def _write(self, step: int, recordings: Sequence[Recording]) -> None:
         parts = [

@@ -1,4 +1,4 @@
-"""The wall time of a run under way, divided by what it goes into."""
+"""Wall time of a running training, divided into phases."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from launcher.driver.callback import Callback
 from launcher.report.breakdown.goodput import Goodput
 
 _MOST_LOST = 100_000  # steps since a checkpoint
 
 
-class WallClock:
-    """Counts each moment of a run once: what runs from one `lap` to the next.
+class WallClock(Callback):
+    """Counts each moment of a run in one phase, from one `lap` to the next.
 
     Args:
         before: of the run's earlier starts.
@@ -21,7 +22,7 @@ class WallClock:
         clock: returns seconds since the epoch.
 
     Attributes:
-        good: what the time went into, up to the last lap.
+        good: the time by phases, up to the last lap.
         held_up: seconds for which saves held training up, of this process.
         steps: the steps that this process has made, each as often as it made it.
     """
@@ -42,7 +43,7 @@ class WallClock:
         return seconds
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds of one phase to another, as far as they are there."""
+        """Move seconds from one phase to another, at most all of them."""
         self.good = self.good.moved(seconds, source, target)
 
     def save(self) -> None:
@@ -67,10 +68,10 @@ class WallClock:
         self._newest.append((step, seconds - stalled))
         self.steps += 1
 
-    def lose(self, finished: int) -> None:
-        """Count what was done after step `finished`, and since the last lap, to what is redone."""
+    def on_restart(self, step: int, why: str) -> None:
+        """Count the work after `step`, and the time since the last lap, as redone."""
         self.lap("redone")
-        lost = sum(seconds for step, seconds in self._newest if step > finished)
+        lost = sum(seconds for lost, seconds in self._newest if lost > step)
         self.move(lost, "training", "redone")
         self._newest.clear()
 
@@ -78,13 +79,13 @@ class WallClock:
 def with_lost(
     before: Goodput, counted: int, finished: int, records: Iterable[Mapping[str, Any]]
 ) -> Goodput:
-    """Return what an earlier start's time went into, once it is known which of its steps count.
+    """Correct an earlier start's time by its metrics, once it is known which steps count.
 
-    A start that was killed could not tell of its newest steps; their metrics do.
+    A killed attempt never reported its last steps; they are recovered from the metrics.
 
     Args:
-        before: what it told.
-        counted: the newest step of which it told.
+        before: the time as reported.
+        counted: the newest step in that report.
         finished: the newest step that a checkpoint holds.
         records: its logged steps.
     """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-
-from rich.console import Console
+from collections.abc import Iterator
 
 from launcher.cluster.devices import find_devices
 from launcher.cluster.measure_links import measure_links
 from launcher.cluster.measure_servers import measure_servers
-from launcher.config.machines import Cluster
+from launcher.config.schema import Config
 from launcher.driver.planning.cluster_from_config import pool_shape
+from launcher.driver.tasks.task import Task
 from launcher.plan import ClusterShape
 from launcher.plan.profile.calibration import (
     HostLinks,
@@ -19,94 +19,84 @@ from launcher.plan.profile.calibration import (
     keep_store_rates,
     measure,
 )
-from launcher.report.console import plain_table, status
+from launcher.report.console import RunConsole, status, table_of
 from launcher.report.text import seconds_text
 
 _log = logging.getLogger(__name__)
 
 
-def calibrate(cluster: Cluster, console: Console) -> int:
-    """Measure the devices, store the result and show it.
+class Calibrate(Task):
+    """Measure the devices of the cluster, store the rates and show them."""
 
-    Of several hosts it also measures what sums over them cost, by collectives and through parameter
-    servers.
+    name = "calibrate"
 
-    Returns:
-        The exit code: 1 if the result could not be stored.
+    def run(self, config: Config, console: RunConsole) -> int:
+        """Measure the devices, store the result and show it.
 
-    Raises:
-        ConfigError: the devices asked for are not here.
-        PlanError: they cannot be measured.
-        ClusterError: the workers that measure could not be started.
-    """
-    pool = find_devices(cluster)
-    _log.info(pool.note)
-    nominal = pool_shape(pool)
-    with status(console, "measuring the devices under full load"):
-        calibration, path = measure(nominal)
-    shape = calibration.applied(nominal)
-    if pool.hosts > 1:
-        with status(console, "measuring sums over the hosts"):
-            between = HostLinks(measure_links(pool))
-        path = keep_host_links(nominal, between) and path
-        shape = between.applied(shape)
-    table = plain_table()
-    for name in ("of each device", "measured", "nominal"):
-        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
-    rows = [
-        ("16-bit products", f"{shape.flops / 1e12:.3g} TFLOP/s", f"{nominal.flops / 1e12:.3g}"),
-        (
-            "32-bit products",
-            f"{shape.flops_fp32 / 1e12:.3g} TFLOP/s",
-            f"{nominal.flops_fp32 / 1e12:.3g}",
-        ),
-        (
-            "memory",
-            f"{shape.memory_bandwidth / 1e9:.3g} GB/s",
-            f"{nominal.memory_bandwidth / 1e9:.3g}",
-        ),
-        ("link", f"{shape.intra_host / 1e9:.3g} GB/s", f"{nominal.intra_host / 1e9:.3g}"),
-        ("latency", seconds_text(shape.latency), seconds_text(nominal.latency)),
-        (
-            "start of a program",
-            seconds_text(shape.dispatch_overhead),
-            seconds_text(nominal.dispatch_overhead),
-        ),
-    ]
-    if pool.hosts > 1:
-        rates_of_hosts = f"{shape.inter_host / 1e9:.3g} GB/s", f"{nominal.inter_host / 1e9:.3g}"
-        rows.insert(4, ("link between hosts", *rates_of_hosts))
-        with status(console, "measuring sums through a parameter server"):
-            rates = StoreRates(*measure_servers(pool))
-        path = keep_store_rates(nominal, rates) and path
-        rows += _store_rows(rates, nominal)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    if shape.effective_parallelism is not None and shape.num_devices > 1:
-        count, shares = shape.num_devices, (shape.effective_parallelism, shape.product_parallelism)
-        times, products = (count / (share or shape.effective_parallelism) for share in shares)
-        _log.info(
-            f"one device alone is {times:.1f} times as fast as with all {count} at work, and "
-            f"{products:.1f} times in matrix products"
-        )
-    if path is None:
-        return 1
-    _log.info(f"plans for this machine use it from now on: {path}")
-    return 0
+        On several hosts it also measures sums over them, by collectives and by parameter servers.
 
+        Returns:
+            The exit code: 1 if the result could not be stored.
 
-def _store_rows(rates: StoreRates, nominal: ClusterShape) -> list[tuple[str, str, str]]:
-    """Return the lines of the table about parameter servers."""
-    speeds = (("put", "a worker's puts"), ("add", "a server's sums"), ("get", "a worker's gets"))
-    return [
-        ("store's latency", seconds_text(rates.latency), seconds_text(nominal.store_latency)),
-        *(
-            (
-                words,
-                f"{getattr(rates, name) / 1e9:.3g} GB/s",
-                f"{getattr(nominal, f'store_{name}') / 1e9:.3g}",
+        Raises:
+            ConfigError: the devices asked for are not here.
+            PlanError: they cannot be measured.
+            ClusterError: the workers that measure could not be started.
+        """
+        pool = find_devices(config.cluster)
+        _log.info(pool.note)
+        nominal = pool_shape(pool)
+        with status(console, "measuring the devices under full load"):
+            calibration, path = measure(nominal)
+        shape = calibration.applied(nominal)
+        if pool.hosts > 1:
+            with status(console, "measuring sums over the hosts"):
+                between = HostLinks(measure_links(pool))
+            path = keep_host_links(nominal, between) and path
+            shape = between.applied(shape)
+        rates = None
+        if pool.hosts > 1:
+            with status(console, "measuring sums through a parameter server"):
+                rates = StoreRates(*measure_servers(pool))
+            path = keep_store_rates(nominal, rates) and path
+        names = ("of each device", "measured", "nominal")
+        console.print(table_of(names, _rows(shape, nominal, rates), names[:1]))
+        if shape.effective_parallelism is not None and shape.num_devices > 1:
+            count = shape.num_devices
+            shares = shape.effective_parallelism, shape.product_parallelism
+            times, products = (count / (share or shape.effective_parallelism) for share in shares)
+            _log.info(
+                f"one device alone is {times:.1f} times as fast as with all {count} at work, and "
+                f"{products:.1f} times in matrix products"
             )
-            for name, words in speeds
-        ),
-    ]
+        if path is None:
+            return 1
+        _log.info(f"plans for this machine use it from now on: {path}")
+        return 0
+
+
+def _rows(
+    shape: ClusterShape, nominal: ClusterShape, rates: StoreRates | None = None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the lines of the table, with those about other hosts if their `rates` are known."""
+
+    def line(name: str, of: str, unit: float, word: str) -> tuple[str, str, str]:
+        return name, f"{getattr(shape, of) / unit:.3g} {word}", f"{getattr(nominal, of) / unit:.3g}"
+
+    def seconds(name: str, of: str) -> tuple[str, str, str]:
+        return name, seconds_text(getattr(shape, of)), seconds_text(getattr(nominal, of))
+
+    yield line("16-bit products", "flops", 1e12, "TFLOP/s")
+    yield line("32-bit products", "flops_fp32", 1e12, "TFLOP/s")
+    yield line("memory", "memory_bandwidth", 1e9, "GB/s")
+    yield line("link", "intra_host", 1e9, "GB/s")
+    if rates:
+        yield line("link between hosts", "inter_host", 1e9, "GB/s")
+    yield seconds("latency", "latency")
+    yield seconds("start of a program", "dispatch_overhead")
+    if rates:
+        shape = rates.applied(shape)
+        yield seconds("store's latency", "store_latency")
+        yield line("a worker's puts", "store_put", 1e9, "GB/s")
+        yield line("a server's sums", "store_add", 1e9, "GB/s")
+        yield line("a worker's gets", "store_get", 1e9, "GB/s")

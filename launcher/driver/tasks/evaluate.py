@@ -7,68 +7,74 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
-from launcher import checkpoint
 from launcher.base.files import write_whole
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.prepare_data import prepare_first
+from launcher.driver.tasks.task import CheckpointTask
 from launcher.inference.answers import model_answers, stored_plan
 from launcher.inference.export_tokenizer import warn_of_other_tokens
 from launcher.inference.model_workers import EvaluationWorker, Means
-from launcher.inference.stored_model import refused, run_settings, stored_model
+from launcher.inference.stored_model import run_settings
 from launcher.plan import Plan
 from launcher.recipes import Batches, Dataset, InputError, build_dataset, bytes_per_target
-from launcher.report.console import status
+from launcher.report.console import RunConsole, status
 
 
-def evaluate(config: Config, console: Console) -> int:
-    """Print what the run's model comes to on held-out data, and write it; return the exit code.
+class Evaluate(CheckpointTask):
+    """Evaluate a run's model on held-out data."""
 
-    Raises:
-        ConfigError: there is no such checkpoint.
-        InputError: the data cannot be used, or holds nothing out.
-        OSError: a file cannot be read or written.
-    """
-    asked = config.evaluate
-    source, home = stored_model(config, asked.step, asked.best, "evaluate")
-    _check_model_is_theirs(config, home)
-    settings = run_settings(config, home)
-    target = _target(config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json")
-    warn_of_other_tokens(settings, config)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
-    prepare_first(config, console)
-    size = config.train.global_batch_size
-    dataset = build_dataset(config.dataset, config.model, size, config.run.seed)
-    batches, plan = _batches(config, dataset), stored_plan(home)
-    given = replace(config, optimizer=settings.optimizer)
-    counts = batches, _rows(size, plan)
-    asked_of = EvaluationWorker, given, source, plan, asked.ema, counts, console
-    try:
-        with model_answers(*asked_of) as told, status(console, f"evaluating {source}") as advance:
-            found = means(_counted(told, lambda done: advance(done, batches, "batches")))
-    except checkpoint.Mismatch as error:
-        raise refused(config, f"cannot be evaluated: {source}: {error}", "evaluate") from None
-    found |= _derived(config, found["loss"], int(found["rows"]))
-    about = {"checkpoint": str(source), "dataset": config.dataset.name, "data": dataset.describe}
-    write_whole(target, json.dumps({**about, **found}, indent=2) + "\n", not config.run.shared)
-    for name, value in found.items():
-        console.print(f"{name:<14} {value:.6g}")
-    console.print(f"written to {target}", soft_wrap=True)
-    return 0
+    name, verb = "evaluate", "be evaluated"
+
+    def use(self, config: Config, console: RunConsole, source: Path, home: Path) -> int:
+        """Print the metrics of the run's model on held-out data, and write them.
+
+        Raises:
+            ConfigError: there is no such checkpoint.
+            InputError: the data cannot be used, or holds nothing out.
+            OSError: a file cannot be read or written.
+        """
+        _check_model_is_theirs(config, home)
+        settings = run_settings(config, home)
+        target = _target(
+            config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
+        )
+        warn_of_other_tokens(settings, config)
+        prepare_first(config, console)
+        size = config.train.global_batch_size
+        dataset = build_dataset(config.dataset, config.model, size, config.run.seed)
+        batches, plan = _batches(config, dataset), stored_plan(home)
+        given = replace(config, optimizer=settings.optimizer)
+        counts = batches, _rows(size, plan)
+        asked_of = EvaluationWorker, given, source, plan, config.evaluate.ema, counts, console
+        with (
+            model_answers(*asked_of) as answers,
+            status(console, f"evaluating {source}") as advance,
+        ):
+            found = means(_counted(answers, lambda done: advance(done, batches, "batches")))
+        found |= _derived(config, found["loss"], int(found["rows"]))
+        about = {
+            "checkpoint": str(source),
+            "dataset": config.dataset.name,
+            "data": dataset.describe,
+        }
+        write_whole(target, json.dumps({**about, **found}, indent=2) + "\n", not config.run.shared)
+        for name, value in found.items():
+            console.print(f"{name:<14} {value:.6g}")
+        console.print(f"written to {target}", soft_wrap=True)
+        return 0
 
 
 def _other_data(config: Config, settings: Config) -> str:
-    """Return what tells the file of other data than the run's from that of its own, which stays."""
+    """Return the suffix of the file for other data than the run's own."""
     if config.dataset == settings.dataset:
         return ""
     said = json.dumps(to_dict(config)["dataset"], sort_keys=True)
@@ -94,7 +100,7 @@ def means(batches: Iterable[list[Means]]) -> dict[str, float]:
     """Return the means over all rows of the model's metrics, and `rows`, their number.
 
     Args:
-        batches: of each batch what its pieces come to.
+        batches: the means of each batch's pieces.
 
     Raises:
         InputError: there is no row.
@@ -110,7 +116,7 @@ def means(batches: Iterable[list[Means]]) -> dict[str, float]:
 
 
 def _counted(batches: Iterable[list[Means]], tell: Callable[[int], None]) -> Iterator[list[Means]]:
-    """Yield batches, and tell how many there have been."""
+    """Yield batches, and pass their number so far to `tell`."""
     for number, batch in enumerate(batches, start=1):
         yield batch
         tell(number)
@@ -136,13 +142,13 @@ def _batches(config: Config, dataset: Dataset) -> int:
 
 
 def _rows(batch_size: int, plan: Plan | None) -> int:
-    """Return how many rows are evaluated together: as many as a device has of a microbatch."""
+    """Return the rows evaluated together: a device's share of a microbatch."""
     slices = 1 if plan is None else plan.num_micro_batches * plan.num_replicas
     return max(1, batch_size // slices)
 
 
 def _derived(config: Config, loss: float, rows: int) -> dict[str, float]:
-    """Return what a mean loss of the next token stands for, in nats."""
+    """Return the metrics derived from a mean next-token loss, in nats."""
     is_masked = hasattr(config.model, "mask_every")
     if is_masked or getattr(config.model, "vocab_size", None) is None:
         return {}

@@ -5,11 +5,8 @@ They go to one `.npz` file, or to a folder as Hugging Face's `transformers` read
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
-
-from rich.console import Console
 
 from launcher import checkpoint
 from launcher.base.files import DamagedError
@@ -18,47 +15,47 @@ from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.folder.private_files import private_files
+from launcher.driver.tasks.task import CheckpointTask
 from launcher.inference.export_tokenizer import exported_tokenizer
-from launcher.inference.stored_model import refused, run_settings, stored_model
+from launcher.inference.stored_model import run_settings
 from launcher.recipes.data.masking import with_mask_token
 from launcher.recipes.models.hugging_face import family_named
-from launcher.report.console import status
+from launcher.report.console import RunConsole, status
 
 
-def export(config: Config, console: Console) -> int:
-    """Write the model of the run's newest checkpoint, or of `export.step`; return the exit code.
+class Export(CheckpointTask):
+    """Write the weights of a run's checkpoint for other programs."""
 
-    Raises:
-        ConfigError: there is no such checkpoint, its model has no such format, or what is to be
-            written cannot be made where it is wanted.
-        OSError: it cannot be written.
-    """
-    asked = config.export
-    source, home = stored_model(config, asked.step, asked.best, "export")
-    target = _target(config, home, source)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
-    private = not config.run.shared
-    theirs = _theirs(config, home) if config.export.format == "hf" else None
-    with private_files(config.run), status(console, f"writing {target}"):
-        try:
+    name, verb = "export", "be exported"
+
+    def use(self, config: Config, console: RunConsole, source: Path, home: Path) -> int:
+        """Write the model of the checkpoint.
+
+        Raises:
+            ConfigError: there is no such checkpoint, its model has no such format, or what is to be
+                written cannot be made where it is wanted.
+            OSError: it cannot be written.
+        """
+        target = _target(config, home, source)
+        private = not config.run.shared
+        theirs = _theirs(config, home) if config.export.format == "hf" else None
+        with private_files(config.run), status(console, f"writing {target}"):
             is_there = (home / "config.yaml").exists()
             lora = run_settings(config, home).optimizer.lora if is_there else Lora()
             model = checkpoint.FinishedModel(source, lora, config.export.ema)
             if theirs is None:
                 count = checkpoint.export_model(model, target, private=private)
             else:
+                dtype = config.export.dtype
                 count = checkpoint.export_hugging_face(
-                    model, target, theirs, dtype=config.export.dtype, private=private
+                    model, target, theirs, dtype=dtype, private=private
                 )
-        except checkpoint.Mismatch as error:
-            problem = f"cannot be exported: {source}: {error}"
-            raise refused(config, problem, "export") from None
-    console.print(f"{count} arrays of {source} are in {target}", soft_wrap=True)
-    return 0
+        console.print(f"{count} arrays of {source} are in {target}", soft_wrap=True)
+        return 0
 
 
 def _theirs(config: Config, home: Path) -> Folder:
-    """Return what a folder of a run's model is to hold.
+    """Return the content of the Hugging Face folder of a run's model.
 
     Raises:
         ConfigError: `transformers` has no such model.

@@ -1,54 +1,53 @@
-"""`task=generate`: go on with texts, by a run's checkpoint, under the run's own plan."""
+"""`task=generate`: continue texts by a run's checkpoint, on the run's own plan."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from launcher import checkpoint
 from launcher.base.output import answer, without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.tasks.task import CheckpointTask
 from launcher.inference.answers import model_answers, stored_plan
 from launcher.inference.model_workers import TextWorker
-from launcher.inference.stored_model import run_settings, stored_model
+from launcher.inference.stored_model import run_settings
 from launcher.recipes import tokenizer_of
 from launcher.recipes.data.corpus.tokenizers import Tokenizer
 from launcher.recipes.models.decoding import build_decoder
-from launcher.report.console import status
+from launcher.report.console import RunConsole, status
 
 _LARGEST = 2**20  # bytes of a file of prompts
 
 
-def generate_text(config: Config, console: Console) -> int:
-    """Print how the model goes on with the prompts; return the exit code.
+class Generate(CheckpointTask):
+    """Continue texts by a run's checkpoint, on the run's own plan."""
 
-    A single prompt's text is printed as it is made, several when all of them are. A text ends with
-    the token that ends a document.
+    name, verb, answers = "generate", "generate", True
 
-    Raises:
-        ConfigError: there is no such checkpoint, or the prompts cannot be used.
-        InputError: the model has no decoder, or its data is no text.
-        OSError: a file cannot be read.
-    """
-    asked = config.generate
-    source, home = stored_model(config, asked.step, asked.best, "generate")
-    settings = run_settings(config, home)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
-    build_decoder(settings.model, settings.train.precision)  # before any process is started
-    tokenizer = tokenizer_of(settings.dataset)
-    texts = _prompts(config, tokenizer)
-    prompts = [encoded(tokenizer, text, settings) for text in texts]
-    # The run's method may not fit the devices of this task, and its plan says all that is needed.
-    given = replace(settings, generate=asked, cluster=config.cluster, parallel=config.parallel)
-    asked_of = TextWorker, given, source, stored_plan(home), asked.ema, (prompts,), console
-    try:
+    def use(self, config: Config, console: RunConsole, source: Path, home: Path) -> int:
+        """Print the prompts and their continuations.
+
+        A single prompt's text is printed as it is made, several when all of them are. A text ends
+        with the token that ends a document.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or the prompts cannot be used.
+            InputError: the model has no decoder, or its data is no text.
+            OSError: a file cannot be read.
+        """
+        asked = config.generate
+        settings = run_settings(config, home)
+        build_decoder(settings.model, settings.train.precision)  # before any process is started
+        tokenizer = tokenizer_of(settings.dataset)
+        texts = _prompts(config, tokenizer)
+        prompts = [encoded(tokenizer, text, settings) for text in texts]
+        # The run's method may not fit this task's devices; its plan is all that is needed.
+        given = replace(settings, generate=asked, cluster=config.cluster, parallel=config.parallel)
+        asked_of = TextWorker, given, source, stored_plan(home), asked.ema, (prompts,), console
         with model_answers(*asked_of) as tokens:
             rows = _ended(tokens, tokenizer.end_token)
             with status(console, "compiling"):
@@ -61,10 +60,6 @@ def generate_text(config: Config, console: Console) -> int:
                     made.append(row)
                     advance(len(made), asked.max_new_tokens, "tokens")
             return _print_all(texts, prompts, tokenizer, made)
-    except checkpoint.Mismatch as error:
-        raise ConfigError(
-            f"run.id={config.run.id} cannot generate: {source}: {error}", "", ["run.id"]
-        ) from None
 
 
 def _print_all(
@@ -73,7 +68,7 @@ def _print_all(
     tokenizer: Tokenizer,
     rows: Sequence[list[int]],
 ) -> int:
-    """Print prompts with what follows, of which `rows` holds a token of each; return the code."""
+    """Print prompts and continuations; each row holds a token of each. Return the exit code."""
     for number, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
         column = (row[number] for row in rows)
         made = list(itertools.takewhile(lambda token: token != tokenizer.end_token, column))
@@ -97,7 +92,7 @@ def _ended(tokens: Iterable[list[int]], end_token: int | None) -> Iterator[list[
 
 
 def _stream(text: str, prompt: Sequence[int], tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
-    """Print a prompt and what follows; a piece of text is printed when it is whole."""
+    """Print a prompt and its continuation, each piece of text as soon as it is complete."""
     code, made, shown = answer(without_control(text), end=""), [], ""
     for token in tokens:
         if code:
@@ -121,8 +116,8 @@ def decoded_after(
     Args:
         text: the prompt's text; of "" the tokens stand alone.
         prompt: its tokens.
-        tokenizer: what has made them.
-        made: those that follow.
+        tokenizer: their tokenizer.
+        made: the tokens that follow.
     """
     if not text:
         return tokenizer.decode(made)
@@ -130,12 +125,12 @@ def decoded_after(
 
 
 def default_prompt(tokenizer: Tokenizer) -> str:
-    """Return what a text begins with where nothing is said: "" is the beginning of a document."""
+    """Return the default prompt; "" is the beginning of a document."""
     return "import " if tokenizer.end_token is None else ""
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """Return the texts to go on with; "" is the beginning of a document."""
+    """Return the texts to continue; "" is the beginning of a document."""
     path = config.generate.prompts
     if path is None:
         return config.prompt or [default_prompt(tokenizer)]

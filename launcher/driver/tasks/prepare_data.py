@@ -10,29 +10,35 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.tasks.task import Task
 from launcher.recipes import needs_preparing, prepare_dataset
-from launcher.report.console import status
+from launcher.report.console import RunConsole, status
 
 if TYPE_CHECKING:
     from launcher.recipes.datasets.documents.options import Documents
 
 
-def prepare_data(config: Config, console: Console) -> int:
-    """Make of the data what a training needs, or what is missing of it; return the exit code.
+class PrepareData(Task):
+    """Prepare the dataset for a training."""
 
-    Raises:
-        ConfigError: nothing is ever made of this data.
-        launcher.recipes.InputError: it, or the tokenizer, cannot be used.
-        OSError: a file cannot be read or written.
-    """
-    if not _prepare_here(config, console):
-        raise ConfigError(
-            f"task={config.task} is for documents and pictures, and of dataset="
-            f"{config.dataset.name} nothing is made",
-            "Use dataset=jsonl, parquet, arrow, documents, pictures or webdataset.",
-            ["task", "dataset.name"],
-        )
-    return 0
+    name = "prepare_data"
+
+    def run(self, config: Config, console: RunConsole) -> int:
+        """Prepare the data for a training, as far as that is not done; return the exit code.
+
+        Raises:
+            ConfigError: this data needs no preparation.
+            launcher.recipes.InputError: it, or the tokenizer, cannot be used.
+            OSError: a file cannot be read or written.
+        """
+        if not _prepare_here(config, console):
+            raise ConfigError(
+                f"task={config.task} is for documents and pictures, and of dataset="
+                f"{config.dataset.name} nothing is made",
+                "Use dataset=jsonl, parquet, arrow, documents, pictures or webdataset.",
+                ["task", "dataset.name"],
+            )
+        return 0
 
 
 def prepare_first(config: Config, console: Console) -> None:
@@ -42,7 +48,7 @@ def prepare_first(config: Config, console: Console) -> None:
 
 
 def _prepare_here(config: Config, console: Console) -> bool:
-    """Prepare the data, and say what there is now; return whether there is anything to prepare."""
+    """Prepare the data and print its description; return whether it needs preparation at all."""
     source = getattr(config.dataset, "path", config.dataset.name)
     processes = config.prepare.processes or len(os.sched_getaffinity(0))
     with status(console, f"preparing {source}") as progress:
@@ -52,32 +58,39 @@ def _prepare_here(config: Config, console: Console) -> bool:
     return made is not None
 
 
-def tokenize(config: Config, console: Console) -> int:
-    """Train a tokenizer on the documents of `dataset`; return the exit code.
+class Tokenize(Task):
+    """Train a tokenizer on the dataset's documents."""
 
-    Raises:
-        ConfigError: the dataset has no documents, or the file cannot be made.
-        launcher.recipes.InputError: they cannot be used.
-        OSError: a file cannot be read or written.
-    """
-    from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
-    from launcher.recipes.datasets.documents.dataset import preparation
+    name = "tokenize"
 
-    options, path = _documents(config), Path(config.tokenize.path).expanduser()
-    if os.path.lexists(path) or not path.parent.is_dir():
-        is_there = os.path.lexists(path)
-        raise ConfigError(
-            f"tokenize.path={config.tokenize.path} "
-            + (
-                "is there already" if is_there else f"cannot be made: {path.parent} is not a folder"
-            ),
-            "Name another file." if is_there else "Make it first.",
-            ["tokenize.path"],
-        )
-    with status(console, f"training a tokenizer on {options.path}"):
-        size = train_tokenizer(preparation(options), config.tokenize.vocab_size, path)
-    console.print(f"a tokenizer of {size:,} tokens is in {path}", soft_wrap=True)
-    return 0
+    def run(self, config: Config, console: RunConsole) -> int:
+        """Train a tokenizer on the documents of `dataset`; return the exit code.
+
+        Raises:
+            ConfigError: the dataset has no documents, or the file cannot be made.
+            launcher.recipes.InputError: they cannot be used.
+            OSError: a file cannot be read or written.
+        """
+        from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+        from launcher.recipes.datasets.documents.dataset import preparation
+
+        options, path = _documents(config), Path(config.tokenize.path).expanduser()
+        if os.path.lexists(path) or not path.parent.is_dir():
+            is_there = os.path.lexists(path)
+            raise ConfigError(
+                f"tokenize.path={config.tokenize.path} "
+                + (
+                    "is there already"
+                    if is_there
+                    else f"cannot be made: {path.parent} is not a folder"
+                ),
+                "Name another file." if is_there else "Make it first.",
+                ["tokenize.path"],
+            )
+        with status(console, f"training a tokenizer on {options.path}"):
+            size = train_tokenizer(preparation(options), config.tokenize.vocab_size, path)
+        console.print(f"a tokenizer of {size:,} tokens is in {path}", soft_wrap=True)
+        return 0
 
 
 def _documents(config: Config) -> Documents:

@@ -1,4 +1,4 @@
-"""Goodput: what the wall time of a run went into, over all of its starts, and what it cost. Pure.
+"""Goodput: the wall time of a run over all of its starts, by phases, and its cost. Pure.
 
 The word is that of "ML Goodput" (Google, 2024): of the time for which the devices were held, the
 share in which the model was trained.
@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-# What the time goes into, in the order in which it is shown.
+# The phases, in the order in which they are shown.
 PHASES = (
     "training",
     "compiling",
@@ -25,7 +25,7 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run's wall time by what they went into; their sum is the wall time.
+    """Seconds of a run's wall time by phases; their sum is the wall time.
 
     Attributes:
         training_seconds: steps that count, without the waits below.
@@ -78,7 +78,7 @@ class Goodput:
         return dataclasses.replace(self, **more)
 
     def moved(self, seconds: float, source: str, target: str) -> Goodput:
-        """Return it with seconds that turned out to belong to another phase, as far as there are.
+        """Return it with seconds moved to another phase, at most all of them.
 
         Args:
             seconds: how many; below 0, none.

@@ -1,32 +1,21 @@
-"""Which assumption of a plan failed where its step takes another time than predicted. Pure."""
+"""Verdict on a step that takes another time than predicted: the assumption that failed. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from launcher.report.breakdown.step_parts import StepSeconds
+from launcher.plan.breakdown import StepSeconds
 from launcher.report.text import percent_text, seconds_text
 
 TOLERANCE = 0.25  # of the predicted step
-_ALIKE = 1.5  # stages whose measured and predicted seconds differ by no more than this are alike
-_SHARE = 1 / 3  # of the difference that something else has to explain before the bubble is named
+_ALIKE = 1.5  # ratios of stages that differ by no more than this factor count as equal
+_SHARE = 1 / 3  # of the difference: a cause that explains less yields to the bubble
+_CALIBRATE = "task=calibrate measures them"
 
 
-class Judgement(NamedTuple):
-    """What explains most of a difference, in a word and in a sentence; both "" where there is none.
-
-    Attributes:
-        culprit: see `Accounting.culprit`.
-        sentence: which assumption failed, and what to do.
-    """
-
-    culprit: str
-    sentence: str
-
-
-class _Found(NamedTuple):
+class _Cause(NamedTuple):
     culprit: str
     excess: float  # seconds of a step
     because: str
@@ -35,148 +24,127 @@ class _Found(NamedTuple):
 
 def judged(
     predicted: StepSeconds, measured: StepSeconds, stages_of: Mapping[int, Sequence[int]]
-) -> Judgement:
-    """Return what explains most of the difference between a predicted and a measured step.
+) -> tuple[str, str]:
+    """Return the cause of most of the difference between a predicted and a measured step.
 
     Args:
         predicted: the plan's step.
-        measured: the step as it was.
+        measured: the recorded step.
         stages_of: the stages of each mesh.
+
+    Returns:
+        The culprit (see `StepBreakdown.culprit`) and a sentence that says which assumption failed
+        and what to do; both "" where the difference is within `TOLERANCE`.
     """
     difference = measured.step_seconds - predicted.step_seconds
     if abs(difference) <= TOLERANCE * predicted.step_seconds:
-        return Judgement("", "")
-    candidates = [
-        _compute(predicted, measured, difference),
-        *_links(predicted, measured, stages_of),
-        *_others(predicted, measured),
-    ]
+        return "", ""
     sign = 1 if difference > 0 else -1
-    best = max((c for c in candidates if c), key=lambda c: sign * c.excess)
+    candidates = [
+        *_compute(predicted, measured, sign),
+        *_links(predicted, measured, stages_of),
+        *(_part(name, predicted, measured) for name in _PARTS if name != "bubble"),
+    ]
+    best = max(candidates, key=lambda cause: sign * cause.excess)
     if sign * best.excess < _SHARE * abs(difference):
-        best = _bubble(predicted, measured)
-    return Judgement(
-        best.culprit, f"{_headline(predicted, measured)}, {best.because}: {best.remedy}"
-    )
+        best = _part("bubble", predicted, measured)
+    headline = _headline(predicted.step_seconds, measured.step_seconds)
+    return best.culprit, f"{headline}, mostly by {best.because}: {best.remedy}"
 
 
-def _headline(predicted: StepSeconds, measured: StepSeconds) -> str:
-    there, then = measured.step_seconds, predicted.step_seconds
-    off = there / then - 1 if then else 0.0
+def _headline(predicted: float, measured: float) -> str:
+    off = measured / predicted - 1 if predicted else 0.0
     how = f"{percent_text(abs(off))} {'more' if off > 0 else 'less'} than"
     if off > 1:
         how = f"{1 + off:.1f} times"
-    return f"the step takes {seconds_text(there)}, {how} the predicted {seconds_text(then)}"
+    return f"the step takes {seconds_text(measured)}, {how} the predicted {seconds_text(predicted)}"
 
 
 def _not(measured: float, predicted: float) -> str:
     return f"{seconds_text(measured)} a step instead of {seconds_text(predicted)}"
 
 
-def _compute(predicted: StepSeconds, measured: StepSeconds, difference: float) -> _Found | None:
-    """Return the stage that explains most, or all of them where they are off alike."""
+def _compute(predicted: StepSeconds, measured: StepSeconds, sign: int) -> Iterator[_Cause]:
+    """Yield the stage that explains most, or all stages where they are off by a like factor."""
     pairs = {
         s: (predicted.stages[s].busy_seconds, measured.stages[s].busy_seconds)
         for s in predicted.stages.keys() & measured.stages.keys()
     }
     if not pairs:
-        return None
-    sign = 1 if difference > 0 else -1
+        return
     worst = max(sorted(pairs), key=lambda s: sign * (pairs[s][1] - pairs[s][0]))
-    before, there = pairs[worst]
-    excess = there - before
+    before, after = pairs[worst]
     ratios = {s: b / a for s, (a, b) in pairs.items() if a > 0}
     rest = [ratio for s, ratio in ratios.items() if s != worst]
     others = statistics.median(rest) if rest else None
     own = ratios.get(worst, float("inf"))
-    alike = others is not None and 1 / _ALIKE < own / others < _ALIKE
-    if len(pairs) == 1 or not alike:
-        than = f", the other stages {others:.1f} times their own" if others is not None else ""
-        return _Found(
-            f"stage {worst}",
-            excess,
-            f"mostly by the compute of stage {worst}: its passes and update take "
-            f"{_not(there, before)}{than}",
-            "the seconds of its layers are not as assumed; parallel.cost=profile measures them",
+    if others is not None and 1 / _ALIKE < own / others < _ALIKE:
+        ratio = statistics.median(ratios.values())
+        yield _Cause(
+            "compute",
+            after - before,
+            f"the compute of all stages, which takes {ratio:.1f} times what was predicted",
+            f"the devices' rates are not as assumed; {_CALIBRATE}, parallel.cost=profile this "
+            "model's layers",
         )
-    ratio = statistics.median(ratios.values())
-    return _Found(
-        "compute",
-        excess,
-        f"mostly by the compute of all stages, which takes {ratio:.1f} times what was predicted",
-        "the devices' rates are not as assumed; task=calibrate measures them, "
-        "parallel.cost=profile this model's layers",
+        return
+    than = f", the other stages {others:.1f} times their own" if others is not None else ""
+    yield _Cause(
+        f"stage {worst}",
+        after - before,
+        f"the compute of stage {worst}: its passes and update take {_not(after, before)}{than}",
+        "the seconds of its layers are not as assumed; parallel.cost=profile measures them",
     )
 
 
 def _links(
     predicted: StepSeconds, measured: StepSeconds, stages_of: Mapping[int, Sequence[int]]
-) -> list[_Found]:
-    """Return what each pair of meshes waited for arrays of the other, both ways together."""
+) -> Iterator[_Cause]:
+    """Yield each pair of meshes that wait for arrays of one another, both ways together."""
     pairs = {(min(link), max(link)) for link in (*predicted.waits, *measured.waits)}
-    found = []
     for a, b in sorted(pairs):
-        before, there = (
+        before, after = (
             side.waits.get((a, b), 0.0) + side.waits.get((b, a), 0.0)
             for side in (predicted, measured)
         )
-        names = [",".join(map(str, stages_of.get(mesh, [mesh]))) for mesh in (a, b)]
-        found.append(
-            _Found(
-                f"link {names[0]}-{names[1]}",
-                there - before,
-                f"mostly by the link between stage {names[0]} and stage {names[1]}: their devices "
-                f"wait for arrays on their way for {_not(there, before)}",
-                "transfers are not as fast as assumed; task=calibrate measures them",
-            )
+        first, second = (",".join(map(str, stages_of.get(mesh, [mesh]))) for mesh in (a, b))
+        yield _Cause(
+            f"link {first}-{second}",
+            after - before,
+            f"the link between stage {first} and stage {second}: their devices wait for arrays in "
+            f"transfer for {_not(after, before)}",
+            f"transfers are not as fast as assumed; {_CALIBRATE}",
         )
-    return found
 
 
-def _others(predicted: StepSeconds, measured: StepSeconds) -> list[_Found]:
-    before, there = predicted.parts, measured.parts
-
-    def excess(part: str) -> float:
-        return there[part] - before[part]
-
-    return [
-        _Found(
-            "data",
-            excess("data"),
-            f"mostly by the data: devices wait for their batch for {seconds_text(there['data'])} "
-            "a step",
-            "a batch is assumed to be there in time; make it faster, or prepare it beforehand",
-        ),
-        _Found(
-            "saves",
-            excess("saves"),
-            f"mostly by saves, which hold training up for {seconds_text(there['saves'])} a step",
-            "saving is assumed to take no time; save less often "
-            "(train.checkpoint.every_steps, every_minutes), or to a faster disk",
-        ),
-        _Found(
-            "driver",
-            excess("driver"),
-            "mostly by sending programs off, for which devices wait for "
-            f"{_not(there['driver'], before['driver'])}",
-            "programs are too small for their number; take fewer microbatches",
-        ),
-        _Found(
-            "collectives",
-            excess("collectives"),
-            "mostly by collectives, which take "
-            f"{_not(there['collectives'], before['collectives'])}",
-            "sums among devices are not as fast as assumed; task=calibrate measures them",
-        ),
-    ]
-
-
-def _bubble(predicted: StepSeconds, measured: StepSeconds) -> _Found:
-    before, there = predicted.parts["bubble"], measured.parts["bubble"]
-    return _Found(
-        "bubble",
-        there - before,
-        f"mostly by devices that wait for one another, for {_not(there, before)}",
+_PARTS = {  # the reason, with the seconds of each side, and the remedy
+    "data": (
+        "the data: devices wait for their batch for {measured} a step",
+        "a batch is assumed to be there in time; make it faster, or prepare it beforehand",
+    ),
+    "saves": (
+        "saves, which hold training up for {measured} a step",
+        "saving is assumed to take no time; save less often "
+        "(train.checkpoint.every_steps, every_minutes), or to a faster disk",
+    ),
+    "driver": (
+        "the dispatch of programs, for which devices wait for {both}",
+        "programs are too small for their number; take fewer microbatches",
+    ),
+    "collectives": (
+        "collectives, which take {both}",
+        f"they are not as fast as assumed; {_CALIBRATE}",
+    ),
+    "bubble": (
+        "devices that wait for one another, for {both}",
         "tasks do not overlap as assumed; parallel.cost=profile measures them with all devices at "
         "work",
-    )
+    ),
+}
+
+
+def _part(name: str, predicted: StepSeconds, measured: StepSeconds) -> _Cause:
+    before, after = predicted.parts[name], measured.parts[name]
+    because, remedy = _PARTS[name]
+    words = because.format(measured=seconds_text(after), both=_not(after, before))
+    return _Cause(name, after - before, words, remedy)

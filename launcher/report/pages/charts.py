@@ -21,7 +21,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a chart, in percent from its upper left corner, and what it says."""
+    """A point of a chart, in percent from its upper left corner, and its label."""
 
     x: float
     y: float
@@ -53,7 +53,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """What a line is drawn from: points (x, y), and those that are best.
+    """Data of a line: points (x, y), and the best of them.
 
     Attributes:
         name: its name.

@@ -71,7 +71,7 @@ class PlotProcess:
 
 
 def main() -> None:
-    """Draw what standard input asks for; fail where it ends first."""
+    """Draw the timeline read from standard input; fail where that ends early."""
     for name in _DRAWS_WITH:
         importlib.import_module(name)
     tasks, path, title, step_seconds = json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""Plots of a run: the loss over its steps, and what all plots have in common.
+"""Plots of a run, its loss over the steps and its memory, and the canvas of all plots.
 
 Matplotlib is imported only when a plot is drawn, and used without global state (no pyplot).
 """
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.base.files import write_whole
-from launcher.report.text import loss_text
+from launcher.report.text import bytes_text, loss_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from launcher.plan.plan import Plan
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 TRAIN, EVAL = "#0072B2", "#D55E00"
@@ -116,3 +118,34 @@ def save_figure(figure: Figure, path: Path) -> Path:
     figure.savefig(picture, dpi=150, format="png", pil_kwargs={"compress_level": 1})
     write_whole(path, picture.getvalue())
     return path
+
+
+def plot_memory(plan: Plan, measured: int | None, path: Path, title: str = "") -> Path:
+    """Draw each stage's predicted memory of a device, and the peak of all as a line.
+
+    Args:
+        plan: the plan.
+        measured: the measured peak in bytes, None where it is unknown.
+        path: the PNG file to write; its folder is created.
+        title: the title of the plot.
+
+    Returns:
+        `path`.
+    """
+    stages = range(len(plan.stages))
+    used = [stage.memory_bytes for stage in plan.stages]
+    capacity = plan.cluster.get("memory_bytes")
+    figure, [axes] = canvas(width=8.0, height=1.6 + 0.35 * len(used))
+    unit = 2.0**30 if max([*used, measured or 0]) >= 2**30 else 2.0**20
+    if capacity is not None:
+        axes.barh(stages, capacity / unit, color=IDLE, label=f"there is: {bytes_text(capacity)}")
+    axes.barh(stages, [each / unit for each in used], color=TRAIN, label="predicted")
+    if measured is not None:
+        label = f"measured, at most: {bytes_text(measured)}"
+        axes.axvline(measured / unit, color=EVAL, linewidth=1.8, label=label)
+    axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
+    axes.invert_yaxis()
+    axes.set_xlabel("memory of a device, " + ("GiB" if unit == 2.0**30 else "MiB"))
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return save_figure(figure, path)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launcher.report.breakdown.accounting import Accounting
 from launcher.report.breakdown.goodput import PHASES
+from launcher.report.breakdown.step_breakdown import StepBreakdown
 from launcher.report.pages.charts import Chart, chart, metric
 from launcher.report.pages.page import page_from
 from launcher.report.pages.timeline_plot import measured_picture, predicted_picture
@@ -19,6 +19,7 @@ from launcher.report.text import (
     bytes_text,
     clock_text,
     count_text,
+    flat,
     loss_text,
     percent_text,
     rate_text,
@@ -35,7 +36,7 @@ _SMALL = 0.002  # of the step: parts of it that are shorter are not drawn
 
 @dataclass(frozen=True)
 class Reported:
-    """What the report of a run is made of.
+    """Content of the report of a run.
 
     Attributes:
         summary: the run's summary.
@@ -44,8 +45,8 @@ class Reported:
         config: its settings, without secrets.
         records: its logged steps.
         recorded: the spans of each recorded step.
-        accounting: where its time went, None where that is not known.
-        restarts: what was said at each restart.
+        accounting: the breakdown of its time, None where that is not known.
+        restarts: the message of each restart.
     """
 
     summary: Summary
@@ -54,7 +55,7 @@ class Reported:
     config: Mapping[str, Any] = field(default_factory=dict)
     records: Sequence[Mapping[str, Any]] = ()
     recorded: Mapping[int, Sequence[Span]] = field(default_factory=dict)
-    accounting: Accounting | None = None
+    accounting: StepBreakdown | None = None
     restarts: Sequence[str] = ()
 
 
@@ -115,7 +116,7 @@ def run_report(found: Reported) -> str:
         "shares": list(_shares(found.accounting)),
         "goodput": found.accounting.goodput if found.accounting else None,
         "restarts": found.restarts,
-        "settings": [(key, _setting(value)) for key, value in _flat(found.config)],
+        "settings": [(key, _setting(value)) for key, value in flat(found.config).items()],
     }
     return page_from("run.html.jinja", content)
 
@@ -233,7 +234,7 @@ def _charts(records: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
     return (one for one in drawn if one)
 
 
-def _parts(accounting: Accounting | None) -> Iterator[Both]:
+def _parts(accounting: StepBreakdown | None) -> Iterator[Both]:
     if accounting is None or not accounting.parts:
         return
     step = max(accounting.predicted_step_seconds, accounting.measured_step_seconds or 0.0)
@@ -252,21 +253,13 @@ def _parts(accounting: Accounting | None) -> Iterator[Both]:
             )
 
 
-def _shares(accounting: Accounting | None) -> Iterator[Share]:
+def _shares(accounting: StepBreakdown | None) -> Iterator[Share]:
     if accounting is None or not accounting.goodput.wall_seconds:
         return
     good = accounting.goodput
     for phase in PHASES:
         if seconds := good.seconds(phase):
             yield Share(phase, seconds_text(seconds), seconds / good.wall_seconds * 100)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _setting(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The report of a sweep: all points, and step time and memory against what was swept. Pure."""
+"""Report of a sweep: all points, with step time and memory against each swept setting. Pure."""
 
 from __future__ import annotations
 

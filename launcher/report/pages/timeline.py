@@ -170,7 +170,7 @@ def _rows(spans: Iterable[tuple[int, Span]]) -> list[list[tuple[int, Span]]]:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read what `Timeline.save` wrote; of anything else, or of no file, an empty timeline."""
+    """Read a file of `Timeline.save`; an empty timeline where there is none, or another."""
     try:
         return _from_trace(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -23,7 +23,7 @@ _LEGEND = {
 
 @dataclass(frozen=True)
 class Bar:
-    """A box of a lane: its place in percent, its look, and what it says."""
+    """A box of a lane: its place in percent, its look, and its label."""
 
     row: int
     left: float

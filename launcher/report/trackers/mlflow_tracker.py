@@ -6,13 +6,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.registry import TrackedRun
-from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.text import flat
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,6 +31,8 @@ class MlflowTracker(Tracker):
     Args:
         run: the run to record.
     """
+
+    needs = ("mlflow", "sqlalchemy", "alembic")
 
     def __init__(self, run: TrackedRun) -> None:
         self._tracked = run
@@ -67,7 +69,7 @@ class MlflowTracker(Tracker):
         self._log_file(path, name if path.is_dir() else "")
 
     def alert(self, title: str, text: str) -> None:
-        """Record what is out of the ordinary as a tag."""
+        """Record an alert as a tag."""
         client, run = self._open()
         self._alerts += 1
         client.set_tag(run, f"alert.{self._alerts}", f"{title}: {text}"[:_LONGEST_PARAM])
@@ -119,15 +121,7 @@ class MlflowTracker(Tracker):
             self._newest = int(found[0].data.metrics.get("step", 0))
             return run
         made = client.create_run(experiment, run_name=self._tracked.id, tags={RUN_TAG: folder})
-        params = [Param(k, str(v)[:_LONGEST_PARAM]) for k, v in _flat(self._tracked.config)]
+        params = [Param(k, str(v)[:_LONGEST_PARAM]) for k, v in flat(self._tracked.config).items()]
         for at in range(0, len(params), _MOST_PARAMS):
             client.log_batch(made.info.run_id, params=params[at : at + _MOST_PARAMS])
         return str(made.info.run_id)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

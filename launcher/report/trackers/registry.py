@@ -1,53 +1,42 @@
-"""The registry of trackers that record a run beside its folder and the console.
+"""Registry of the trackers that record a run beside its folder and the console.
 
-Each is opened once a run, in the order of registration, and called on a thread of its own. None of
-them can end a run or hold it up: one that fails is reported once and left out from then on, one
-that is slow gets what its queue holds. A tracker's warnings to the user go to a logger below
-`launcher`.
+`report.trackers` names ours and users' classes; a registered tracker is opened for every run. None
+can end a run or hold it up: each is called on a thread of its own, one that fails is reported once
+and gets no more calls, and one that is slow gets what its queue holds. A tracker's warnings go to a
+logger below `launcher`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import TypeVar
 
-from launcher.report.trackers.queued import QueuedTracker
-from launcher.report.trackers.tracker import Metrics, Tracker
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run as its trackers see it.
-
-    Attributes:
-        id: the run's id.
-        folder: the run's folder.
-        config: the resolved settings, without the values of `cluster.slurm.env`.
-    """
-
-    id: str
-    folder: Path
-    config: Mapping[str, Any]
-
+from launcher.base.libraries import lacking
+from launcher.config.errors import ConfigError
+from launcher.report.trackers.queued import QueuedTracker, first_line
+from launcher.report.trackers.tracker import TrackedRun, Tracker
 
 Opener = Callable[[TrackedRun], Tracker | None]
 _AnyOpener = TypeVar("_AnyOpener", bound=Opener)
 
 _log = logging.getLogger(__name__)
 
+OURS = {  # imported when chosen
+    "wandb": "launcher.report.trackers.wandb_tracker.open_wandb",
+    "tensorboard": "launcher.report.trackers.tensorboard_tracker.TensorBoardTracker",
+    "mlflow": "launcher.report.trackers.mlflow_tracker.MlflowTracker",
+}
 TRACKERS: dict[str, Opener] = {}
 NONE_CHOSEN: Mapping[str, Opener] = {}
-SUMMARY_FIELDS = ("wandb_url", "wandb_sync_command")  # what a tracker may say in the summary
 
 
 def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
     """Register a tracker under a name, as a decorator.
 
     Args:
-        name: what messages call it. A second tracker of the same name replaces the first.
+        name: the name for messages. A second tracker of the same name replaces the first.
 
     Returns:
         The decorator of a class or function that takes a `TrackedRun` and returns its `Tracker`, or
@@ -61,6 +50,40 @@ def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
     return decorate
 
 
+def openers(names: Iterable[str], users: bool = True) -> dict[str, Opener]:
+    """Return the class or function that opens each tracker, by its name.
+
+    Args:
+        names: the setting `report.trackers`.
+        users: whether to import users' classes, or to leave them out.
+
+    Raises:
+        ConfigError: there is no such class, its module cannot be imported, or a library that it
+            needs is not installed; the message says how to install it.
+    """
+    return {name: _opener(name) for name in names if users or name in OURS}
+
+
+def _opener(name: str) -> Opener:
+    module, _, last = OURS.get(name, name).rpartition(".")
+    try:
+        opener: Opener = getattr(import_module(module), last)
+        if not callable(opener):
+            raise TypeError(f"{last} is not a class or function")
+    except Exception as error:
+        problem = f"report.trackers names {name}, which cannot be loaded: {error}"
+        raise ConfigError(
+            problem, "It is a class that takes a TrackedRun.", ["report.trackers"]
+        ) from error
+    if command := lacking(*getattr(opener, "needs", ())):
+        raise ConfigError(
+            f"report.trackers names {name}, and a library that it needs is not installed",
+            f"Install it with: {command}.",
+            ["report.trackers"],
+        )
+    return opener
+
+
 def open_trackers(
     run: TrackedRun, chosen: Mapping[str, Opener] = NONE_CHOSEN
 ) -> tuple[Tracker, ...]:
@@ -68,7 +91,7 @@ def open_trackers(
 
     Args:
         run: the run.
-        chosen: those that its settings choose, by name; those that are registered follow them.
+        chosen: those that its settings choose, by name; the registered ones follow them.
     """
     opened = []
     for name, opener in {**chosen, **TRACKERS}.items():
@@ -78,75 +101,5 @@ def open_trackers(
             _log.warning(f"{name}: {first_line(error)}; the run is not recorded there")
             continue
         if tracker is not None:
-            opened.append(QueuedTracker(name, GuardedTracker(name, tracker)))
+            opened.append(QueuedTracker(name, tracker))
     return tuple(opened)
-
-
-class GuardedTracker(Tracker):
-    """Passes everything on to a tracker until it fails.
-
-    Its first failure is reported in one line and ends its recording, never the run.
-
-    Args:
-        name: what the line calls the tracker.
-        tracker: the tracker to guard.
-    """
-
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self._name, self._tracker = name, tracker
-        self._failed = False
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table, unless the tracker has failed."""
-        self._attempt(lambda: self._tracker.table(name, columns, rows))
-
-    def rewind(self, first_step: int) -> None:
-        """Go back, unless the tracker has failed."""
-        self._attempt(lambda: self._tracker.rewind(first_step))
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record a step, unless the tracker has failed."""
-        self._attempt(lambda: self._tracker.log(step, metrics))
-
-    def image(self, name: str, path: Path) -> None:
-        """Record a picture, unless the tracker has failed."""
-        self._attempt(lambda: self._tracker.image(name, path))
-
-    def artifact(self, name: str, path: Path) -> None:
-        """Record a file or a folder, unless the tracker has failed."""
-        self._attempt(lambda: self._tracker.artifact(name, path))
-
-    def alert(self, title: str, text: str) -> None:
-        """Tell of something, unless the tracker has failed."""
-        self._attempt(lambda: self._tracker.alert(title, text))
-
-    def summary_fields(self) -> Mapping[str, Any]:
-        """Return the tracker's fields, also after a failure: part of the run is recorded."""
-        try:
-            fields = self._tracker.summary_fields()
-            return {name: str(fields[name]) for name in SUMMARY_FIELDS if fields.get(name)}
-        except Exception as error:
-            self._fail(error)
-            return {}
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Finish the tracker, unless it has failed."""
-        self._attempt(lambda: self._tracker.finish(summary))
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
-            action()
-        except (Exception, SystemExit) as error:  # wandb passes its service's end on as an exit
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failed:
-            _log.warning(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
-        self._failed = True
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.report.trackers.registry import TrackedRun
-from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -25,6 +24,8 @@ class TensorBoardTracker(Tracker):
         run: the run to record.
     """
 
+    needs = ("tensorboardX",)
+
     def __init__(self, run: TrackedRun) -> None:
         self._folder = run.folder / FOLDER
         self._writer: SummaryWriter | None = None
@@ -39,7 +40,7 @@ class TensorBoardTracker(Tracker):
         self._open().add_text(name, text, self._step)
 
     def rewind(self, first_step: int) -> None:
-        """Have TensorBoard drop what was logged from `first_step` on."""
+        """Have TensorBoard drop the steps from `first_step` on."""
         self._close()
         self._goes_on = False
         self._open(purge_step=first_step)
@@ -61,7 +62,7 @@ class TensorBoardTracker(Tracker):
         self._open().add_image(name, imread(path)[..., :3], self._step, dataformats="HWC")
 
     def alert(self, title: str, text: str) -> None:
-        """Record what is out of the ordinary as text."""
+        """Record an alert as text."""
         self._alerts += 1
         self._open().add_text(f"alerts/{self._alerts}", f"**{title}**\n\n{text}", self._step)
 

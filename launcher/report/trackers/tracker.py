@@ -1,12 +1,12 @@
-"""The interface of everything that records a run, and the keys of its metrics."""
+"""Interface of everything that records a run, and the keys of its metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 Metrics = Mapping[str, float | None]
 
@@ -28,15 +28,35 @@ METRIC_KEYS = (
 )
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as its trackers see it.
+
+    Attributes:
+        id: the run's id.
+        folder: the run's folder.
+        config: the resolved settings, without the values of `cluster.slurm.env`.
+    """
+
+    id: str
+    folder: Path
+    config: Mapping[str, Any]
+
+
 class Tracker:
     """Records one run.
 
-    Every tracker of a run is handed the same things in the same order. The methods of this class
-    do nothing: override those whose input the tracker can hold.
+    Every tracker of a run receives the same calls in the same order. The methods of this class do
+    nothing: override those whose input the tracker can hold.
+
+    Attributes:
+        needs: modules that the tracker imports and that not every installation has.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ()
+
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table: the plan's before the first step, what was measured after the last."""
+        """Record a table: the plan's before the first step, the measured ones after the last."""
 
     def rewind(self, first_step: int) -> None:
         """Go back after a restart: `first_step` and the steps after it are logged again."""
@@ -56,7 +76,7 @@ class Tracker:
         """Record a file or a folder of the run under a name such as "plan", after the last step."""
 
     def alert(self, title: str, text: str) -> None:
-        """Tell the user at once of what is out of the ordinary: a restart, a loss that is nan."""
+        """Alert the user at once: to a restart, or a loss that is not finite."""
 
     def summary_fields(self) -> Mapping[str, Any]:
         """Return the fields of `Summary` that only this tracker knows, such as its URL.
@@ -73,41 +93,48 @@ class Tracker:
         """
 
 
+class ForwardingTracker(Tracker):
+    """Forwards every call; subclasses define how in `forward`."""
+
+    def forward(self, call: Callable[[Tracker], None]) -> None:
+        """Make `call` on the tracker or trackers behind this one."""
+        raise NotImplementedError
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Forward a table."""
+        self.forward(lambda to: to.table(name, columns, rows))
+
+    def rewind(self, first_step: int) -> None:
+        """Forward a restart."""
+        self.forward(lambda to: to.rewind(first_step))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Forward the metrics of a step."""
+        self.forward(lambda to: to.log(step, metrics))
+
+    def image(self, name: str, path: Path) -> None:
+        """Forward a picture."""
+        self.forward(lambda to: to.image(name, path))
+
+    def artifact(self, name: str, path: Path) -> None:
+        """Forward a file or folder."""
+        self.forward(lambda to: to.artifact(name, path))
+
+    def alert(self, title: str, text: str) -> None:
+        """Forward an alert."""
+        self.forward(lambda to: to.alert(title, text))
+
+
 @dataclass(frozen=True)
-class CompositeTracker(Tracker):
-    """Passes everything on to several trackers, in order."""
+class CompositeTracker(ForwardingTracker):
+    """Forwards every call to several trackers, in order."""
 
     trackers: tuple[Tracker, ...]
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table with every tracker."""
+    def forward(self, call: Callable[[Tracker], None]) -> None:
+        """Make `call` on every tracker."""
         for tracker in self.trackers:
-            tracker.table(name, columns, rows)
-
-    def rewind(self, first_step: int) -> None:
-        """Go back with every tracker."""
-        for tracker in self.trackers:
-            tracker.rewind(first_step)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record a step with every tracker."""
-        for tracker in self.trackers:
-            tracker.log(step, metrics)
-
-    def image(self, name: str, path: Path) -> None:
-        """Record a picture with every tracker."""
-        for tracker in self.trackers:
-            tracker.image(name, path)
-
-    def artifact(self, name: str, path: Path) -> None:
-        """Record a file or a folder with every tracker."""
-        for tracker in self.trackers:
-            tracker.artifact(name, path)
-
-    def alert(self, title: str, text: str) -> None:
-        """Tell of something by every tracker."""
-        for tracker in self.trackers:
-            tracker.alert(title, text)
+            call(tracker)
 
     def summary_fields(self) -> dict[str, Any]:
         """Return the fields of all trackers together."""

@@ -1,4 +1,4 @@
-"""Record a run with Weights & Biases, without ever standing in its way.
+"""Record a run with Weights & Biases, without ending or delaying it.
 
 Everything wandb writes goes into the run folder, and its own output is off. wandb is imported only
 when a run is recorded.
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.tracking import Wandb
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.registry import TrackedRun, first_line
-from launcher.report.trackers.tracker import Metrics, Tracker
+from launcher.report.trackers.queued import first_line
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     import wandb
@@ -108,8 +108,8 @@ class WandbTracker(Tracker):
             settings=wandb.Settings(
                 silent=True,
                 console="off",
-                # The command line and the repository are no business of theirs: a word of it may
-                # be a secret. What the run was told is in its config.
+                # Leave out the command line and the repository: they may hold secrets. The run's
+                # settings are in its config.
                 x_disable_meta=True,
                 disable_git=True,
                 save_code=False,
@@ -173,7 +173,7 @@ class WandbTracker(Tracker):
             run.alert(title, text, level="WARN", wait_duration=0)
 
     def summary_fields(self) -> dict[str, str | None]:
-        """Return where the run is to be seen, or how to upload it."""
+        """Return the run's URL, or the command that uploads it."""
         return {"wandb_url": self.url, "wandb_sync_command": self.sync_command}
 
     def finish(self, summary: Mapping[str, Any]) -> None:

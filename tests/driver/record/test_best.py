@@ -1,4 +1,4 @@
-"""The best evaluation's state stays, a run without progress ends early, and hooks are called."""
+"""The best state stays, a run without progress ends early, and callbacks are called."""
 
 import json
 import sys
@@ -10,11 +10,11 @@ from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.training import Train
+from launcher.driver.callback import Callbacks, HookError, find_hook
 from launcher.driver.record.best import Best
-from launcher.driver.record.hooks import HookError, Hooks
-from launcher.driver.record.recorder import Followers, Recorder
+from launcher.driver.record.recorder import Recorder
 from launcher.recipes import InputError
-from launcher.train.step_result import StepResult
+from launcher.report.jsonl import METRICS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from trained_here import Training
@@ -23,9 +23,9 @@ LEARNS, WORSENS = "optimizer.learning_rate=1e-2", "optimizer.learning_rate=30"
 
 
 def after(train, *values, name="loss"):
-    best = Best(train)
+    best = Best(train, Path("none"))
     for step, value in enumerate(values, 1):
-        best.add(step, {"eval/loss": 0.0, f"eval/{name}": value})
+        best.on_evaluation(step, {"eval/loss": 0.0, f"eval/{name}": value})
     return best
 
 
@@ -46,12 +46,22 @@ def test_a_run_ends_after_as_many_evaluations_without_progress():
     assert not best.is_to_keep(2)  # as nobody asked for that
 
 
-def test_what_was_recorded_counts_after_a_restart():
-    best = Best(Train(stop_early=2, keep_best="eval_loss"))
-    best.begin([{"step": 1, "train/loss": 9.0}, {"step": 2, "eval/loss": 1.0}])
-    best.add(4, {"eval/loss": 2.0})
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_was_recorded_counts_after_a_restart(tmp_path, restarts):
+    best = Best(Train(stop_early=2, keep_best="eval_loss"), tmp_path)
+    recorded = (
+        {"step": 1, "train/loss": 9.0},
+        {"step": 2, "eval/loss": 1.0},
+        {"step": 3, "eval/loss": 0.5},
+    )
+    (tmp_path / METRICS).write_text("".join(f"{json.dumps(record)}\n" for record in recorded))
+    best.on_start(2, tmp_path)
+    for _ in range(restarts):
+        best.on_evaluation(4, {"eval/loss": 0.25})
+        best.on_restart(2, "worker 0 died")
+    best.on_evaluation(4, {"eval/loss": 2.0})
     assert (best.step, best.reason) == (2, None)
-    best.add(6, {"eval/loss": 2.0})
+    best.on_evaluation(6, {"eval/loss": 2.0})
     assert best.reason
 
 
@@ -67,20 +77,19 @@ def test_a_metric_that_an_evaluation_lacks_is_refused():
 class Kept(Training):
     """As `Training`, with what `RunLog` adds."""
 
-    hooks = None
+    hooks = ()
 
     def run(self, monkeypatch):
-        best = Best(self.config.train)
+        self.best = Best(self.config.train, self.folder)
+        callbacks = Callbacks(self.best)
+        callbacks.add_hooks(self.hooks)
 
         def recorder(*given, **named):
-            return Recorder(*given, followers=Followers(best, self.hooks), **named)
+            return Recorder(*given, **{**named, "callbacks": callbacks})
 
         def saving(*given):
             def saved(step):
-                if best.is_to_keep(step):
-                    checkpoint.write_best(self.folder, step, best.metric, best.value)
-                if self.hooks:
-                    self.hooks.saved(step, self.folder / str(step))
+                callbacks.call("on_save", step, self.folder / str(step))
 
             return Saving(*given, saved=saved)
 
@@ -88,7 +97,6 @@ class Kept(Training):
 
         monkeypatch.setattr("trained_here.Recorder", recorder)
         monkeypatch.setattr("trained_here.Saving", saving)
-        self.best = best
         return super().run()
 
 
@@ -116,56 +124,85 @@ def test_a_run_that_no_longer_improves_saves_and_ends(tmp_path, monkeypatch):
 
 
 HOOK = """
+from launcher.driver import Callback
+
 calls = []
-def on_step(step, metrics): calls.append(("step", step, "train/loss" in metrics))
-def on_evaluation(step, metrics): calls.append(("evaluation", step, "eval/loss" in metrics))
-def on_save(step, path): calls.append(("save", step, (path / "checksums.json").exists()))
+
+class Mine(Callback):
+    def on_step(self, step, metrics): calls.append(("step", step, "train/loss" in metrics))
+    def on_evaluation(self, step, metrics):
+        calls.append(("evaluation", step, "eval/loss" in metrics))
+    def on_save(self, step, path): calls.append(("save", step, (path / "checksums.json").exists()))
+
+instance = Mine()
 """
 
 
-def test_hooks_are_told_of_steps_evaluations_and_complete_saves(tmp_path, monkeypatch):
-    (tmp_path / "my_hook.py").write_text(HOOK)
+@pytest.mark.parametrize("name", ["Mine", "instance"])
+def test_a_hook_is_called_for_steps_evaluations_and_complete_saves(name, tmp_path, monkeypatch):
+    (tmp_path / f"my_{name}.py").write_text(HOOK)
     monkeypatch.syspath_prepend(tmp_path)
     run = Kept(tmp_path / "c", "train.checkpoint.every_steps=4", LEARNS)
-    run.hooks = Hooks(["my_hook"])
+    run.hooks = [f"my_{name}.{name}"]
     run.run(monkeypatch)
-    calls = sys.modules["my_hook"].calls
+    calls = sys.modules[f"my_{name}"].calls
     assert [step for name, step, _ in calls if name == "step"] == [1, 2, 3, 4, 5, 6]
     assert [step for name, step, _ in calls if name == "evaluation"] == [3, 6]
     assert [step for name, step, _ in calls if name == "save"] == [4, 6]
     assert all(right for *_, right in calls)
 
 
-def test_a_hook_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
-    (tmp_path / "bad_hook.py").write_text(
-        "def on_step(step, metrics):\n    raise ValueError('x')\n"
+BAD = """
+from launcher.driver import Callback
+
+class Bad(Callback):
+    def on_step(self, step, metrics):
+        raise ValueError("x")
+
+    on_end = on_step
+
+plain = object()
+"""
+
+
+def test_a_hook_that_fails_is_named_with_its_line(tmp_path, monkeypatch, said):
+    (tmp_path / "bad_hook.py").write_text(BAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    callbacks = Callbacks()
+    callbacks.add_hooks(["bad_hook.Bad"])
+    callbacks.call("on_start", 0, tmp_path)
+    with pytest.raises(HookError) as error:
+        callbacks.call("on_step", 3, {})
+    failed = f"failed at step 3: ValueError: x ({tmp_path}/bad_hook.py:6)"
+    assert str(error.value) == (
+        f"hooks=[bad_hook.Bad]: on_step {failed}. The run ends; fix the hook, or leave it out, and "
+        "run the same command again with its run.id"
     )
-    (tmp_path / "no_hook.py").write_text("")
+    assert said == []
+    callbacks.call("on_end", 3, "done")  # the run has ended: nothing is left to stop
+    assert said == [f"hooks=[bad_hook.Bad]: on_end {failed}"]
+
+
+def test_hooks_that_are_none_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "a_hook.py").write_text(BAD)
     (tmp_path / "broken_hook.py").write_text("\nx = 1 / 0\n")
     (tmp_path / "cut_hook.py").write_text("def on_step(\n")
     (tmp_path / "poor_hook.py").write_text("import not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    hooks = Hooks(["bad_hook"])
-    with pytest.raises(HookError) as error:
-        hooks.stepped(StepResult(3, {}, 0.0), {})
-    assert str(error.value) == (
-        "hooks=[bad_hook]: on_step failed at step 3: ValueError: x "
-        f"({tmp_path}/bad_hook.py:2). The run ends; fix the hook, or leave it out, and run the "
-        "same command again with its run.id"
-    )
-    with pytest.raises(InputError, match=r"hooks=\[no_hook\] has no function on_step"):
-        Hooks(["no_hook"])
+    for name in ("a_hook.plain", "a_hook.Callbacks", "a_hook"):
+        with pytest.raises(InputError, match=rf"hooks=\[{name}\] is no callback; .*MyCallback$"):
+            find_hook(name)
     with pytest.raises(InputError) as error:
-        Hooks(["broken_hook"])
+        find_hook("broken_hook.Mine")
     assert str(error.value) == (
         "hooks=broken_hook cannot be imported: ZeroDivisionError: division by zero "
         f"({tmp_path}/broken_hook.py:2)"
     )
     with pytest.raises(InputError, match=r"SyntaxError: .* \(cut_hook.py, line 1\)$"):
-        Hooks(["cut_hook"])
+        find_hook("cut_hook.Mine")
     with pytest.raises(InputError, match=r"No module named 'not_there' \(.*poor_hook.py:1\)$"):
-        Hooks(["poor_hook"])
+        find_hook("poor_hook.Mine")
     with pytest.raises(InputError, match="hooks=not_there is not found"):
-        Hooks(["not_there"])
+        find_hook("not_there.Mine")
     with pytest.raises(ConfigError, match=r"hooks=my\.hook is code that this run is not allowed"):
         load(["hooks=[my.hook]"])

@@ -14,12 +14,13 @@ import pytest
 
 from launcher.base.spans import Clock
 from launcher.checkpoint import Background
+from launcher.driver.callback import Callbacks
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.recorder import Recorder
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import local_shape
-from launcher.report.breakdown.accounting import read_accounting
+from launcher.report.breakdown.step_breakdown import read_breakdown
 from launcher.runtime.execute import dispatch_table
 from launcher.train import worker as worker_module
 
@@ -43,7 +44,7 @@ class Accounted(Training):
         timelines = Timelines(self.home, [RECORDED], take=self.accounts.record)
         timelines.begin([Clock()])
         return Recorder(
-            self._log, 1, lambda seconds: {}, timelines=timelines, wall=self.accounts.wall
+            self._log, 1, lambda seconds: {}, callbacks=Callbacks(timelines, self.accounts.wall)
         )
 
     def plan_of(self, step):
@@ -55,7 +56,7 @@ class Accounted(Training):
         steady = [line["perf/step_seconds"] for line in self.lines[RECORDED + 1 :]]
         measured = {"step_seconds_median": statistics.median(steady)} if steady else {}
         self.accounts.finish(self.home, self.recorder.finished_steps, measured)
-        return read_accounting(self.home)
+        return read_breakdown(self.home)
 
     def run_and_add_up(self):
         found = self.run()

@@ -15,7 +15,8 @@ from launcher.driver.record.run_log import RunLog
 from launcher.plan import local_shape
 from launcher.report import TRACKERS, Tracker, register
 from launcher.report.console import make_console
-from launcher.report.trackers.registry import TrackedRun, open_trackers
+from launcher.report.trackers.registry import open_trackers
+from launcher.report.trackers.tracker import TrackedRun
 from launcher.train.program import build_program
 from launcher.train.step_result import StepResult
 

@@ -67,9 +67,9 @@ def test_the_last_sample_is_the_last_thing_shown(tmp_path):
     assert told.due()
     told.samples.take(Sample(10, (tuple(b"\n" * 30),)))
     assert told.lines == []
-    told.samples.show_rest()
+    told.samples.on_end(10, "done")
     assert told.lines == ["", "sample after step 10:", "  a", *["  "] * (MOST_LINES - 1)]
-    told.samples.show_rest()
+    told.samples.on_end(10, "done")
     assert len(told.lines) == MOST_LINES + 2
 
 
@@ -119,7 +119,7 @@ def test_a_sample_that_cannot_be_kept_ends_no_run(tmp_path, caplog):
     (tmp_path / "samples").write_text("a file")
     told.samples.take(Sample(4, (tuple(b"bc"),)))
     assert told.lines == ["sample after step 4:", "  abc"]
-    assert "the sample is not kept (File exists); the run goes on" in caplog.text
+    assert "the sample is not kept (File exists); the run continues" in caplog.text
 
 
 def failing(problem):
@@ -140,7 +140,8 @@ def test_a_text_that_cannot_be_decoded_ends_no_run(tmp_path, caplog):
     assert told.lines == []
     (line,) = caplog.messages
     assert line == (
-        "the sample after step 4 cannot be shown (KeyError: 'Invalid token: 737'); the run goes on"
+        "the sample after step 4 cannot be shown (KeyError: 'Invalid token: 737'); "
+        "the run continues"
     )
     told.samples._tokenizer = whole
     told.samples.take(Sample(8, ((98,),)))
@@ -152,7 +153,7 @@ def test_a_model_that_fails_to_write_is_not_asked_again(tmp_path, caplog):
     assert told.samples.is_due(4)
     told.samples.take(Sample(4, problem="TypeError: no such shape"))
     assert caplog.messages == [
-        "the model writes no samples (TypeError: no such shape); the run goes on"
+        "the model writes no samples (TypeError: no such shape); the run continues"
     ]
     assert (told.lines, told.due()) == ([], [])
 
@@ -160,4 +161,4 @@ def test_a_model_that_fails_to_write_is_not_asked_again(tmp_path, caplog):
 def test_a_tokenizer_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(samples, "tokenizer_of", failing(ValueError("not mine\nat all")))
     assert Told(tmp_path).due() == []
-    assert caplog.messages == ["no samples: ValueError: not mine; the run goes on"]
+    assert caplog.messages == ["no samples: ValueError: not mine; the run continues"]

@@ -35,11 +35,11 @@ def test_a_step_is_written_once_each_process_has_handed_its_own_in(timelines, tm
     events = json.loads((tmp_path / FILE).read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"]
     assert sorted(names) == ["driver", "worker 0", "worker 1"]
-    timelines.end()
+    timelines.on_end(3, "done")
     assert said == []
 
 
 def test_a_part_that_never_came_is_told(timelines, said):
     timelines.add([Recording(3, 0, (SPAN,))])
-    timelines.end()
+    timelines.on_end(3, "done")
     assert said == ["no timeline of step 3: what worker 1 recorded has not come"]

@@ -2,15 +2,17 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher.base.log import lines_to
 from launcher.cluster.devices import DevicePool
+from launcher.config.compose import load
 from launcher.config.machines import Emulated
 from launcher.driver.planning.cluster_from_config import pool_shape
-from launcher.driver.tasks.calibrate import calibrate
+from launcher.driver.tasks.calibrate import Calibrate
 from launcher.hardware.gpu_memory import memory_share
 from launcher.plan.profile import calibration
 from launcher.report.console import make_console
@@ -36,13 +38,13 @@ def test_what_could_not_be_kept_is_not_said_to_be_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     home.touch()  # which is no folder
     with lines_to(print):
-        assert calibrate(cluster, make_console()) == 1
+        assert Calibrate().run(replace(load([]), cluster=cluster), make_console()) == 1
     out = capsys.readouterr().out
     assert "cannot be written (Not a directory): the measurement is not kept" in out
     assert "from now on" not in out
     home.unlink()
     with lines_to(print):
-        assert calibrate(cluster, make_console()) == 0
+        assert Calibrate().run(replace(load([]), cluster=cluster), make_console()) == 0
     out = capsys.readouterr().out
     assert "plans for this machine use it from now on" in out
     assert "not kept" not in out

@@ -13,8 +13,8 @@ from launcher.base.spans import Clock, Span
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape, timeline
-from launcher.report.breakdown.account import Known, account
 from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown.step_breakdown import Known, break_down
 from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import ProcessSpans
 from launcher.report.summary import Summary
@@ -80,7 +80,7 @@ def found(plan):
         settings,
         records,
         {3: spans},
-        account(plan, Known(8), 3, parts, goodput),
+        break_down(plan, Known(8), 3, parts, goodput),
         [f"worker 1 died\n{HOSTILE}"],
     )
 

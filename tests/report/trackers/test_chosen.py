@@ -7,8 +7,8 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.report.pages.plots import plot_loss
-from launcher.report.trackers.chosen import check_libraries, openers
-from launcher.report.trackers.registry import TrackedRun, open_trackers
+from launcher.report.trackers.registry import open_trackers, openers
+from launcher.report.trackers.tracker import TrackedRun
 
 CONFIG = {"model": {"hidden_size": 98765}}
 
@@ -143,8 +143,8 @@ def test_a_class_that_is_not_there_is_said(name, problem):
 def test_a_library_that_is_missing_is_named(name, library, monkeypatch):
     monkeypatch.setattr("launcher.base.libraries.find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=rf"Install it with: pip install .*'{library}"):
-        check_libraries(["wandb", name])
-    check_libraries(["wandb", "my_pkg.Mine"])
+        openers(["wandb", name])
+    assert [*openers(["wandb", "my_pkg.Mine"], users=False)] == ["wandb"]
 
 
 @pytest.mark.parametrize(

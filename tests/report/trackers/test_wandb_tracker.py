@@ -8,7 +8,8 @@ import pytest
 from launcher.config.tracking import Wandb
 from launcher.report.pages.plots import plot_loss
 from launcher.report.trackers import wandb_tracker
-from launcher.report.trackers.registry import GuardedTracker, TrackedRun
+from launcher.report.trackers.queued import QueuedTracker
+from launcher.report.trackers.tracker import TrackedRun
 from launcher.report.trackers.wandb_tracker import open_wandb
 
 pytestmark = pytest.mark.devices
@@ -37,7 +38,7 @@ def open_it(run_dir, **settings):
     config = {**CONFIG, "wandb": vars(Wandb(**settings))}
     run = TrackedRun("run-1", run_dir, config)
     tracker = open_wandb(run)
-    return tracker and GuardedTracker("wandb", tracker)
+    return tracker and QueuedTracker("wandb", tracker)
 
 
 def recorded(run_dir):

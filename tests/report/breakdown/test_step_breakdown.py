@@ -5,36 +5,36 @@ import json
 import pytest
 
 from launcher.base.files import DamagedError
-from launcher.report.breakdown.accounting import (
+from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown.step_breakdown import (
     FILE,
     PARTS,
-    Accounting,
-    LinkAccount,
+    LinkWait,
     Memory,
-    StageAccount,
-    StageRow,
+    StageBreakdown,
+    StageSeconds,
+    StepBreakdown,
     StepPart,
-    read_accounting,
+    read_breakdown,
 )
-from launcher.report.breakdown.goodput import Goodput
 
-WHOLE = Accounting(
+WHOLE = StepBreakdown(
     predicted_step_seconds=1.0,
     step=3,
     measured_step_seconds=2.0,
     samples_per_second=16.0,
     memory=Memory(now=10, peak=20),
     parts=tuple(StepPart(name, 0.125, 0.25) for name in PARTS),
-    stages=(StageAccount(StageRow(0, 0.5, 0.25, 0.125, 0.125), StageRow(0, 2.0)),),
-    links=(LinkAccount((0, 2), (1,), 0.0, 0.25),),
+    stages=(StageBreakdown(StageSeconds(0, 0.5, 0.25, 0.125, 0.125), StageSeconds(0, 2.0)),),
+    links=(LinkWait((0, 2), (1,), 0.0, 0.25),),
     goodput=Goodput(training_seconds=90.0, starting_seconds=10.0),
 )
 
 
 def test_it_is_read_as_it_was_written(tmp_path):
-    assert read_accounting(tmp_path) is None
+    assert read_breakdown(tmp_path) is None
     WHOLE.save(tmp_path)
-    assert read_accounting(tmp_path) == WHOLE
+    assert read_breakdown(tmp_path) == WHOLE
     tree = json.loads((tmp_path / FILE).read_text())
     assert tree["goodput"]["goodput"] == 0.9
     assert tree["goodput"]["wall_seconds"] == 100.0
@@ -49,20 +49,20 @@ def test_it_is_read_as_it_was_written(tmp_path):
 def test_the_row_of_a_stage_adds_up():
     assert WHOLE.stages[0].predicted.step_seconds == 1.0
     assert WHOLE.part("bubble") == StepPart("bubble", 0.125, 0.25)
-    assert Accounting(1.0).part("bubble") == StepPart("bubble", 0.0, 0.0)
+    assert StepBreakdown(1.0).part("bubble") == StepPart("bubble", 0.0, 0.0)
 
 
 def test_what_is_no_number_is_null(tmp_path):
-    Accounting(1.0, measured_step_seconds=float("nan")).save(tmp_path)
+    StepBreakdown(1.0, measured_step_seconds=float("nan")).save(tmp_path)
     assert json.loads((tmp_path / FILE).read_text())["measured_step_seconds"] is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"goodput": {}, "parts": 3}'])
 def test_a_file_that_is_damaged_is_none(tmp_path, text):
     (tmp_path / FILE).write_text(text)
-    assert read_accounting(tmp_path) is None
+    assert read_breakdown(tmp_path) is None
 
 
 def test_a_part_that_is_missing_is_named():
     with pytest.raises(DamagedError, match="predicted_step_seconds is missing"):
-        Accounting.from_dict({"goodput": {}})
+        StepBreakdown.from_dict({"goodput": {}})

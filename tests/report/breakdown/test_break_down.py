@@ -13,15 +13,16 @@ from layered import layered_step
 import launcher
 from launcher.base.spans import Clock
 from launcher.plan import local_shape
+from launcher.plan.breakdown import predicted_seconds
 from launcher.plan.pipeline import timeline
-from launcher.report.breakdown.account import Known, account
-from launcher.report.breakdown.accounting_table import (
-    accounting_tables,
-    in_summary,
-    print_accounting,
-)
 from launcher.report.breakdown.goodput import Goodput
-from launcher.report.breakdown.predicted_parts import predicted_seconds
+from launcher.report.breakdown.step_breakdown import (
+    Known,
+    break_down,
+    breakdown_tables,
+    in_summary,
+    print_breakdown,
+)
 from launcher.report.console import make_console
 from launcher.report.pages.timeline import ProcessSpans
 from launcher.report.plan_table import bottleneck
@@ -101,7 +102,7 @@ def recorded(plan):
 def test_the_figures_of_an_accounting_agree():
     plan = plan_of()
     known = Known(samples=32, tokens=320, saves_seconds=0.1, memory_peak=7)
-    found = account(plan, known, 3, recorded(plan), Goodput(training_seconds=1.0))
+    found = break_down(plan, known, 3, recorded(plan), Goodput(training_seconds=1.0))
     assert found.step == 3
     assert sum(p.predicted_seconds for p in found.parts) == pytest.approx(
         found.predicted_step_seconds
@@ -121,7 +122,7 @@ def test_the_figures_of_an_accounting_agree():
     assert found.memory.peak == 7
     assert found.sentence
 
-    tables = accounting_tables(found)
+    tables = breakdown_tables(found)
     assert [*tables] == ["accounting", "measured_stages"]
     assert all(len(row) == len(t.columns) for t in tables.values() for row in t.rows)
     assert tables["accounting"].rows[-1][:3] == ["step", found.predicted_step_seconds, step]
@@ -133,21 +134,21 @@ def test_how_far_clocks_are_apart_is_said():
     events = pipeline_events(
         plan.tasks(), lengths, lambda src, dst: 0.001, process_of=lambda mesh: mesh // 2
     )
-    assert account(plan, Known(32), 3, events).clock_skew_seconds == 0.0
+    assert break_down(plan, Known(32), 3, events).clock_skew_seconds == 0.0
     clocks = Clock(2_000_000, 40_000), Clock(-3_000_000, 60_000)
     there = [ProcessSpans(e.process, e.spans, c) for e, c in zip(events, clocks, strict=True)]
-    found = account(plan, Known(32), 3, [*there, ProcessSpans("driver", (), Clock())])
+    found = break_down(plan, Known(32), 3, [*there, ProcessSpans("driver", (), Clock())])
     assert found.clock_skew_seconds == pytest.approx(0.005)
     assert found.clock_uncertainty_seconds == pytest.approx(0.0001)
     console = make_console(io.StringIO())
-    print_accounting(console, found)
+    print_breakdown(console, found)
     assert (
         "The processes' clocks were 5.00 ms apart, which is corrected for; times of two processes "
         "may be off by 0.10 ms.\n"
     ) in console.file.getvalue()
-    alone = account(plan, Known(32), 3, recorded(plan))
+    alone = break_down(plan, Known(32), 3, recorded(plan))
     console = make_console(io.StringIO())
-    print_accounting(console, alone)
+    print_breakdown(console, alone)
     assert "clocks" not in console.file.getvalue()
 
 
@@ -159,14 +160,14 @@ def test_utilisation_counts_what_is_computed_again_only_where_it_is_said():
         predicted_tflops_per_device=1.0,
         predicted_tflops_per_device_with_remat=1.25,
     )
-    found = account(plan, Known(32), 3, recorded(plan))
+    found = break_down(plan, Known(32), 3, recorded(plan))
     expected = plan.flops_per_step / found.measured_step_seconds / plan.num_devices / 1e9
     assert found.mfu == pytest.approx(expected)
     assert found.mfu_with_remat == pytest.approx(1.25 * expected)
 
 
 def test_without_a_recorded_step_there_is_what_is_known():
-    found = account(plan_of(), Known(32, median_step_seconds=0.5))
+    found = break_down(plan_of(), Known(32, median_step_seconds=0.5))
     assert (found.step, found.measured_step_seconds, found.samples_per_second) == (None, 0.5, 64.0)
     assert found.parts == found.stages == ()
-    assert accounting_tables(found) == {}
+    assert breakdown_tables(found) == {}

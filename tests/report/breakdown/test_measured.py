@@ -2,13 +2,13 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launcher.base.spans import Clock, Span
-from launcher.report.breakdown.accounting import PARTS
-from launcher.report.breakdown.intervals import length, minus, overlap, united
-from launcher.report.breakdown.step_parts import measured_seconds
+from launcher.report.breakdown.measured import length, measured_seconds, minus, overlap, united
+from launcher.report.breakdown.step_breakdown import PARTS
 from launcher.report.breakdown.verdict import judged
 from launcher.report.pages.timeline import ProcessSpans
 from launcher.schedule import SCHEDULES, Kind
@@ -18,7 +18,7 @@ from events import MS, ORIGIN, lengths, pipeline_events
 
 
 def parts_of(events):
-    return measured_seconds(events, {}, {})
+    return measured_seconds(events)
 
 
 def test_intervals_are_sets_of_moments():
@@ -82,7 +82,8 @@ def test_idle_moments_have_reasons_and_the_start_of_the_recording_is_no_part_of_
         span("device 0 collectives", 145, 147, "collective"),
         span("device 0 gradient sums", 149, 156, "gradient sum"),
     )
-    found = measured_seconds([ProcessSpans("worker 0", spans, Clock())], {0: 0.25}, {})
+    stage = SimpleNamespace(forward_seconds=1.0, backward_seconds=3.0, update_seconds=0.0)
+    found = measured_seconds([ProcessSpans("worker 0", spans, Clock())], [stage])
     ms = {name: round(1e3 * seconds, 6) for name, seconds in found.parts.items()}
     assert 1e3 * found.step_seconds == pytest.approx(56)
     expected = {"compute": 18, "collectives": 7, "data": 10, "driver": 20, "residue": 1}
@@ -93,7 +94,7 @@ def test_idle_moments_have_reasons_and_the_start_of_the_recording_is_no_part_of_
     assert 1e3 * row.idle_seconds == pytest.approx(10 + 20 + 1)
     assert row.others_seconds == pytest.approx(0)
     assert row.step_seconds == pytest.approx(found.step_seconds)
-    assert measured_seconds([ProcessSpans("worker 0", spans[:3], Clock())], {}, {}) is None
+    assert measured_seconds([ProcessSpans("worker 0", spans[:3], Clock())]) is None
 
 
 SLOW = 0.030  # seconds that each slow thing takes longer
@@ -133,12 +134,10 @@ def test_what_is_slow_is_named(culprit, meshes, process_of):
         slow.step_seconds += 10 * SLOW
     stages_of = {mesh: [mesh] for mesh in range(meshes)}
     assert judged(plain, plain, stages_of) == ("", "")
-    found = judged(plain, slow, stages_of)
-    assert found.culprit == culprit
+    found, sentence = judged(plain, slow, stages_of)
+    assert found == culprit
     named = {"link": f"the link between stage {which.replace('-', ' and stage ')}"}
-    assert named.get(what, f"the compute of {culprit}" if what == "stage" else what) in (
-        found.sentence
-    )
+    assert named.get(what, f"the compute of {culprit}" if what == "stage" else what) in sentence
     more = {name: slow.parts[name] - plain.parts[name] for name in PARTS}
     difference = slow.step_seconds - plain.step_seconds
     assert sum(more.values()) == pytest.approx(difference)
@@ -150,10 +149,10 @@ def test_stages_that_are_all_slow_are_the_devices():
     plain = parts_of(pipeline_events(tasks, lengths))
     slow = parts_of(pipeline_events(tasks, lambda task: 2 * lengths(task)))
     stages_of = {mesh: [mesh] for mesh in range(4)}
-    found = judged(plain, slow, stages_of)
-    assert found.culprit == "compute"
-    assert "all stages, which takes 2.0 times what was predicted" in found.sentence
-    assert "task=calibrate" in found.sentence
-    fast = judged(slow, plain, stages_of)
-    assert fast.culprit == "compute"
-    assert "50.0% less than" in fast.sentence
+    found, sentence = judged(plain, slow, stages_of)
+    assert found == "compute"
+    assert "all stages, which takes 2.0 times what was predicted" in sentence
+    assert "task=calibrate" in sentence
+    found, sentence = judged(slow, plain, stages_of)
+    assert found == "compute"
+    assert "50.0% less than" in sentence

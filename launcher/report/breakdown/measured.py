@@ -1,4 +1,4 @@
-"""Where the time of a recorded step went, device by device. Pure.
+"""Division of a recorded step's time, device by device. Pure.
 
 A device computes, takes part in a collective, or is idle. An idle moment belongs to the first of
 these that holds:
@@ -9,42 +9,32 @@ these that holds:
 - bubble: another device computes, or an array is on its way elsewhere;
 - residue: none of it.
 
-What only the beginning of the recording took, with all devices idle, is no part of the step.
+Time that only the start of the recording takes, with all devices idle, is no part of the step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from launcher.base.spans import Span
-from launcher.report.breakdown.accounting import PARTS, StageRow
-from launcher.report.breakdown.intervals import Intervals, length, minus, overlap, united
+from launcher.plan.breakdown import PARTS, StageSeconds, StepSeconds
 from launcher.report.pages.timeline import ProcessSpans
+
+if TYPE_CHECKING:
+    from launcher.plan.stage_plan import StagePlan
+
+# Moments as disjoint intervals in ascending order, in nanoseconds.
+Intervals: TypeAlias = list[tuple[float, float]]
 
 _NS = 1e9
 _SUM, _COLLECTIVE = "gradient sum", "collective"
 _FORWARD = "forward"
 _FUSED = "forward_backward"
 _SLACK = 50_000  # ns by which a device may begin before the arrival of its input was seen
-
-
-@dataclass
-class StepSeconds:
-    """One side of an accounting: the time of a step, split.
-
-    Attributes:
-        step_seconds: the step.
-        parts: seconds of each of `PARTS`, in the mean over the devices.
-        stages: each stage's row.
-        waits: seconds that the devices of a mesh waited for arrays, by (mesh that sent, it).
-    """
-
-    step_seconds: float
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    stages: dict[int, StageRow] = field(default_factory=dict)
-    waits: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class _Device:
 
 @dataclass(frozen=True)
 class _Step:
-    """The moments of a step, in nanoseconds: what any device and process did."""
+    """The moments of a step, in nanoseconds, over all devices and processes."""
 
     window: Intervals
     busy: Intervals
@@ -74,16 +64,14 @@ class _Step:
 
 
 def measured_seconds(
-    parts: Sequence[ProcessSpans],
-    forward_share: Mapping[int, float],
-    update_share: Mapping[int, float],
+    parts: Sequence[ProcessSpans], stages: Sequence[StagePlan] = ()
 ) -> StepSeconds | None:
-    """Return where the time of a recorded step went; None if no device's lane is in it.
+    """Return the time of a recorded step, divided; None if no device's lane is in it.
 
     Args:
-        parts: what each process recorded, on one clock.
-        forward_share: of a stage whose passes are one program, the forward pass's share of it.
-        update_share: of the update of its devices, a stage's share.
+        parts: the spans that each process recorded, on one clock.
+        stages: the plan's stages. Their predicted seconds divide a program of both passes into
+            these, and an update between the stages on the same devices.
     """
     devices = [device for part in parts for device in _devices(part)]
     if not devices:
@@ -91,7 +79,7 @@ def measured_seconds(
     step = _step(parts, devices)
     total = length(step.window)
     found = StepSeconds(total / _NS)
-    rows: dict[int, list[StageRow]] = defaultdict(list)
+    rows: dict[int, list[StageSeconds]] = defaultdict(list)
     waits: dict[tuple[int, int], list[float]] = defaultdict(list)
     count = {mesh: sum(d.mesh == mesh for d in devices) for mesh in {d.mesh for d in devices}}
     for device in devices:
@@ -100,7 +88,7 @@ def measured_seconds(
             found.parts[name] += seconds / _NS / len(devices)
         for source, seconds in waited.items():
             waits[source, device.mesh].append(seconds / _NS)
-        for row in _rows(device, step, forward_share, update_share):
+        for row in _rows(device, step, stages):
             rows[row.stage].append(row)
     found.waits = {link: sum(each) / count[link[1]] for link, each in waits.items()}
     found.stages = {stage: _mean(rows[stage]) for stage in sorted(rows)}
@@ -183,12 +171,7 @@ def _split(device: _Device, step: _Step) -> tuple[dict[str, float], dict[int, fl
     return found, waited
 
 
-def _rows(
-    device: _Device,
-    step: _Step,
-    forward_share: Mapping[int, float],
-    update_share: Mapping[int, float],
-) -> list[StageRow]:
+def _rows(device: _Device, step: _Step, plans: Sequence[StagePlan]) -> list[StageSeconds]:
     """Return the rows of the stages on a device, in seconds."""
     runs = united(_times(device.runs))
     sums = length(overlap(minus(united(_times(device.sums)), runs), step.window))
@@ -200,11 +183,11 @@ def _rows(
         if stage is None:
             update += seconds
             continue
-        share = {_FORWARD: 1.0, _FUSED: forward_share.get(stage, 0.5)}.get(run.kind, 0.0)
+        share = {_FORWARD: 1.0, _FUSED: _forward_share(plans, stage)}.get(run.kind, 0.0)
         forward[stage] += seconds * share
         backward[stage] += seconds * (1 - share)
     stages = sorted({*forward, *backward})
-    shares = {stage: update_share.get(stage, 0.0) for stage in stages}
+    shares = {s: plans[s].update_seconds if plans else 0.0 for s in stages}
     whole = sum(shares.values())
     busy = length(overlap(runs, step.window)) + sums
     idle = length(step.window) - busy
@@ -213,19 +196,59 @@ def _rows(
         of_update = update * (shares[stage] / whole if whole else 1 / len(stages))
         own = forward[stage] + backward[stage] + of_update
         parts = forward[stage], backward[stage], of_update, idle, busy - own
-        found.append(StageRow(stage, *(seconds / _NS for seconds in parts)))
+        found.append(StageSeconds(stage, *(seconds / _NS for seconds in parts)))
     return found
 
 
-def _mean(rows: Sequence[StageRow]) -> StageRow:
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(rows)
+def _forward_share(plans: Sequence[StagePlan], stage: int) -> float:
+    if not plans:
+        return 0.5
+    forward, backward = plans[stage].forward_seconds, plans[stage].backward_seconds
+    return forward / max(forward + backward, 1e-12)
 
-    return StageRow(
-        rows[0].stage,
-        mean(row.forward_seconds for row in rows),
-        mean(row.backward_seconds for row in rows),
-        mean(row.update_seconds for row in rows),
-        mean(row.idle_seconds for row in rows),
-        mean(row.others_seconds for row in rows),
-    )
+
+def _mean(rows: Sequence[StageSeconds]) -> StageSeconds:
+    columns = zip(*(dataclasses.astuple(row) for row in rows), strict=True)
+    stage, *seconds = (sum(column) / len(rows) for column in columns)
+    return StageSeconds(int(stage), *seconds)
+
+
+def united(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Return the moments that are in any of the intervals, which may overlap in any order."""
+    found: Intervals = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def minus(these: Intervals, others: Intervals) -> Intervals:
+    """Return the moments of `these` that are not in `others`."""
+    found: Intervals = []
+    k = 0
+    for start, end in these:
+        while k < len(others) and others[k][1] <= start:
+            k += 1
+        at = k
+        while at < len(others) and others[at][0] < end:
+            if others[at][0] > start:
+                found.append((start, others[at][0]))
+            start = max(start, others[at][1])
+            at += 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def overlap(these: Intervals, others: Intervals) -> Intervals:
+    """Return the moments that are in both."""
+    return minus(these, minus(these, others))
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return how long disjoint intervals are together."""
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,102 @@
+"""Tasks that the launcher does on this machine by checked settings, and their registry."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar
+
+from launcher.base.stop import Stop
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from launcher.cluster.slurm.rendezvous import Rendezvous
+    from launcher.config.schema import Config
+    from launcher.report.console import RunConsole
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A value of the setting `task`.
+
+    Attributes:
+        name: the value.
+        answers: whether standard output is the answer alone, and progress goes to standard error.
+        interruptible: whether a signal ends it at once; if not, it handles signals itself.
+        stop: the signals received.
+        rendezvous: with the other tasks of the Slurm job that this process belongs to.
+    """
+
+    name: ClassVar[str]
+    answers: ClassVar[bool] = False
+    interruptible: ClassVar[bool] = True
+    stop: Stop = field(default_factory=Stop)
+    rendezvous: Rendezvous | None = None
+
+    @abstractmethod
+    def run(self, config: Config, console: RunConsole) -> int:
+        """Do the task by checked settings; return the exit code.
+
+        Raises:
+            ConfigError: a setting is wrong.
+            launcher.recipes.InputError: the data or a user's module cannot be used.
+            OSError: a file cannot be read or written.
+        """
+
+
+class CheckpointTask(Task):
+    """A task that needs a run's checkpoint, by the section of the settings with its name.
+
+    Attributes:
+        verb: in "run.id=… cannot …", where the checkpoint does not fit.
+    """
+
+    verb: ClassVar[str]
+
+    def run(self, config: Config, console: RunConsole) -> int:
+        """Find the checkpoint and use it; return the exit code."""
+        from launcher import checkpoint  # imports JAX
+        from launcher.inference.stored_model import refused, stored_model
+
+        asked = getattr(config, self.name)
+        source, home = stored_model(config, asked.step, asked.best, self.name)
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's warnings do not apply here
+        try:
+            return self.use(config, console, source, home)
+        except checkpoint.Mismatch as error:
+            raise refused(config, f"cannot {self.verb}: {source}: {error}", self.name) from None
+
+    @abstractmethod
+    def use(self, config: Config, console: RunConsole, source: Path, home: Path) -> int:
+        """Use the checkpoint `source` of the run in the folder `home`; return the exit code."""
+
+
+TASKS: dict[str, type[Task] | str] = {  # a dotted name is imported when the task runs
+    "train": "launcher.driver.run.Train",
+    "plan": "launcher.driver.run.PlanOnly",
+    "calibrate": "launcher.driver.tasks.calibrate.Calibrate",
+    "evaluate": "launcher.driver.tasks.evaluate.Evaluate",
+    "export": "launcher.driver.tasks.export.Export",
+    "generate": "launcher.driver.tasks.generate.Generate",
+    "prepare_data": "launcher.driver.tasks.prepare_data.PrepareData",
+    "tokenize": "launcher.driver.tasks.prepare_data.Tokenize",
+}
+
+
+def register(task: type[Task]) -> type[Task]:
+    """Register a task by its name, as a decorator of its class."""
+    TASKS[task.name] = task
+    return task
+
+
+def task_named(name: str) -> type[Task]:
+    """Return the class of a task; import it if need be."""
+    found = TASKS[name]
+    if isinstance(found, str):
+        module, _, last = found.rpartition(".")
+        found = getattr(import_module(module), last)
+    assert not isinstance(found, str)
+    return found

@@ -1,0 +1,47 @@
+"""A task is one class in a registry: one from outside runs like the launcher's own."""
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.base.stop import Stop
+from launcher.config.compose import load
+from launcher.config.errors import ConfigError
+from launcher.driver.run import run
+from launcher.driver.tasks import task
+
+
+@pytest.fixture
+def count_layers(monkeypatch):
+    """The settings of a task that prints the model's layers, or refuses them."""
+    monkeypatch.setattr(task, "TASKS", dict(task.TASKS))
+
+    @task.register
+    class CountLayers(task.Task):
+        name, answers = "count_layers", True
+
+        def run(self, config, console):
+            if config.model.layers is None:
+                raise ConfigError("the model has no layers", "Use another.", ["model"])
+            console.print("counting")
+            print(config.model.layers)
+            return 0
+
+    return replace(load(["model=gpt", "model.num_layers=3"]), task="count_layers")
+
+
+def test_a_task_from_outside_runs_and_answers(count_layers, capsys):
+    assert run(count_layers, Stop()) == 0
+    assert capsys.readouterr() == ("3\n", "counting\n")
+
+
+def test_its_errors_are_reported(count_layers, capsys, monkeypatch):
+    monkeypatch.setattr(type(count_layers.model), "layers", None)
+    assert run(count_layers, Stop()) == 2
+    assert "the model has no layers" in capsys.readouterr().err
+
+
+def test_names_are_those_of_the_classes():
+    assert {name: task.task_named(name).name for name in task.TASKS} == {
+        name: name for name in task.TASKS
+    }
