@@ -14,13 +14,14 @@ from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.process_group import connect_to_servers, init_process_group
 from launcher.cluster.progress import WAITS, Progress, Progresses, Wait
-from launcher.cluster.ray.server_health import ended, silent
 from launcher.cluster.ray.worker import (
     WATCH_SECONDS,
     Future,
     WorkerHandle,
     cause_of,
+    ended_server,
     gather,
+    silent_servers,
 )
 from launcher.hardware.worker_info import WorkerInfo
 
@@ -188,7 +189,7 @@ class WorkerGroup:
             nonlocal calls, most
             calls, most = calls + 1, max(most, len(waiting))
             self._check()
-            if (error := ended(self._servers)) is not None:
+            if (error := ended_server(self._servers)) is not None:
                 raise error
             for handle in (*self.handles, *self._servers):
                 handle.process()  # looked up now, so that it is known when it is needed
@@ -213,7 +214,7 @@ class WorkerGroup:
         A worker that has answered may have been stopped since, so that the others wait for it. A
         server that hangs is named first: the workers wait for it.
         """
-        hung = silent(self._servers, _SERVER_SECONDS)
+        hung = silent_servers(self._servers, _SERVER_SECONDS)
         names = ", ".join(handle.name for handle in hung or waiting)
         lines = [f"no answer from {names} {said}"]
         lines += [f"{handle.name}: {diagnose(handle)}" for handle in hung]

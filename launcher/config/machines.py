@@ -1,7 +1,7 @@
 """The settings of the section `cluster`: a class a kind, with the fields that the kind obeys.
 
-A part of `schema`, whose rules hold here as well. To add a kind, write its class here, list it in
-`CLUSTERS`, give it a file in `conf/cluster/`, and say in `cluster.devices` which devices it has.
+A part of `schema`, whose rules hold here as well. `launcher.cluster.kinds` has the behaviour of
+each kind, and says how to add one.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ class Cluster:
         """The option that chooses it."""
         return self.kind
 
+    @property
+    def holds_secrets(self) -> bool:
+        """Whether a setting may be a secret."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machines(Cluster):
@@ -165,6 +170,11 @@ class SlurmCluster(Hosts):
     kind: str = "slurm"
     gpus: int | None = number(8, minimum=1)
     slurm: Slurm = field(default_factory=Slurm)
+
+    @property
+    def holds_secrets(self) -> bool:
+        """See `Cluster.holds_secrets`."""
+        return bool(self.slurm.env)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,9 @@ from launcher.base.log import lines_to
 from launcher.base.output import answer, complain
 from launcher.base.reading import read
 from launcher.base.stop import Stop
+from launcher.cluster.kinds import kind_of
 from launcher.cluster.slurm.attempts import read_attempts
-from launcher.cluster.slurm.commands import (
-    check_installed,
-    check_partition,
-    job_state,
-    sbatch,
-)
+from launcher.cluster.slurm.commands import job_state
 from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.commands import commands_in
 from launcher.config.errors import ConfigError
@@ -86,15 +82,15 @@ def submit(config: Config, stop: Stop) -> int:
 
 
 def _submit(config: Config, stop: Stop) -> int:
-    check_installed()
-    check_partition(slurm_of(config.cluster))
+    kind = kind_of(config.cluster)
+    kind.check_submission()
     home = freeze(config, make_console())
     script = home.path / SCRIPT
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
     with private_files(config.run):  # the job itself continues to keep them private
         write_script(script, text, config)
         with delete_on_error(home.created, on=ConfigError), handing_in(stop):
-            job_id = sbatch(script, sleep=stop.sleep)
+            job_id = kind.submit(script, stop.sleep)
             note_job(home.path, job_id, script)
             output = output_file(home.path, job_id)
             answer(

@@ -15,13 +15,8 @@ from rich.console import Console
 
 from launcher.base.output import answer, complain
 from launcher.base.stop import Stop
-from launcher.cluster.slurm.commands import (
-    ENDED,
-    check_installed,
-    check_partition,
-    job_states,
-    sbatch,
-)
+from launcher.cluster.kinds import kind_of
+from launcher.cluster.slurm.commands import ENDED, job_states, sbatch
 from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
@@ -64,11 +59,10 @@ def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
 def _submit(
     points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path, stop: Stop
 ) -> int:
-    check_installed()
-    settings = [slurm_of(config.cluster) for config in configs]
-    for n, slurm in enumerate(settings):
-        if slurm not in settings[:n]:
-            check_partition(slurm)
+    kinds = [kind_of(config.cluster) for config in configs]
+    for n, kind in enumerate(kinds):
+        if kind.cluster not in [other.cluster for other in kinds[:n]]:
+            kind.check_submission()
     homes, made = [], [] if folder.exists() else [folder]
     for n, (config, point) in enumerate(zip(configs, points, strict=True)):
         answer(f"[{n + 1}/{len(points)}] {point.label}")
@@ -78,7 +72,7 @@ def _submit(
         with private_files(configs[0].run):
             write_script(script, _array_script(configs, sweep_id), configs[0])
             with delete_on_error(made, on=ConfigError), handing_in(stop):
-                array_id = sbatch(script, sleep=stop.sleep)
+                array_id = kinds[0].submit(script, stop.sleep)
                 for n, home in enumerate(homes):
                     note_job(home, f"{array_id}_{n}", script)
                 answer(f"submitted job array {array_id}")
@@ -89,7 +83,7 @@ def _submit(
                 write_script(script, script_for(config), config)
                 # If a later one is refused, the first is submitted already.
                 with delete_on_error([] if n else made, on=ConfigError), handing_in(stop):
-                    job_id = sbatch(script, sleep=stop.sleep)
+                    job_id = kinds[n].submit(script, stop.sleep)
                     note_job(home, job_id, script)
                     answer(f"submitted job {job_id}: {home.name}")
     shown = shlex.quote(str(folder))

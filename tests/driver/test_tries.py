@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from layered import layered_step
 
-from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError, WorkerError
+from launcher.cluster.kinds import find_devices
 from launcher.config.compose import load
 from launcher.config.machines import Emulated
 from launcher.config.parallel import Auto, Manual

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
-from launcher.config.machines import Described, RayCluster, SlurmCluster
+from launcher.cluster.kinds import kind_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config
 
@@ -17,8 +17,7 @@ def measures_first(config: Config) -> bool:
 
     The devices are this machine's, and the plan rests on what they can do.
     """
-    is_here = not isinstance(config.cluster, Described | RayCluster | SlurmCluster)
-    parallel = config.parallel
+    is_here, parallel = kind_of(config.cluster).is_here, config.parallel
     return is_here and isinstance(parallel, Planned) and parallel.cost != "model"
 
 

@@ -15,8 +15,8 @@ import pytest
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.ray.parameter_server import ExchangeServer
-from launcher.cluster.ray.private_ray import start
-from launcher.cluster.ray.server_health import silent
+from launcher.cluster.ray.private_ray import PrivateRay
+from launcher.cluster.ray.worker import silent_servers
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Emulated
 
@@ -71,7 +71,7 @@ def test_parts_that_do_not_fit_are_an_error_of_all_workers():
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
-    with start(emulated_pool(Emulated(gpus=2, hosts=2)), logs) as session:
+    with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), logs) as session:
         yield session
 
 
@@ -83,7 +83,7 @@ def group(session, monkeypatch):
     workers, servers = session.spawn(Adder), session.serve(3, 2)
     group = WorkerGroup(workers, session.check, 3.0, "cluster.step_timeout")
     group.use_servers(servers)
-    assert not silent(servers, 60.0)  # whose processes are up
+    assert not silent_servers(servers, 60.0)  # whose processes are up
     group.servers = servers
     return group
 
@@ -143,7 +143,7 @@ def test_what_hangs_is_named_a_server_or_the_worker_that_it_waits_for(group):
 @pytest.mark.slow
 def test_nothing_is_left_of_servers(session):
     servers = session.serve(2, 2)
-    assert not silent(servers, 60.0)
+    assert not silent_servers(servers, 60.0)
     deadline = time.monotonic() + 60.0  # where a process is may be told after its first answer
     while None in (processes := [server.process() for server in servers]):
         assert time.monotonic() < deadline

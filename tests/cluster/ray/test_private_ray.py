@@ -13,7 +13,7 @@ import pytest
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import WorkerError
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import gather
 from launcher.config.machines import Emulated
 
@@ -26,7 +26,7 @@ def logs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def session(logs):
     """Two hosts with two devices each."""
-    with start(emulated_pool(Emulated(gpus=4, hosts=2)), logs) as session:
+    with PrivateRay(emulated_pool(Emulated(gpus=4, hosts=2)), logs) as session:
         yield session
 
 
