@@ -179,7 +179,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if config.task == "sweep_status":
         from launcher.submit.job_sweep import sweep_status
 
-        return sweep_status(config.sweep, stop)
+        return sweep_status(config.sweep)
     if config.task in ("train", "submit") and _is_batch(config):
         return _on_slurm(config, stop)
     from launcher.driver.run import run

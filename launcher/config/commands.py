@@ -18,12 +18,10 @@ from launcher.config.schema import Config
 # Settings of which a file can say nothing, each with a value.
 COMMAND_LINE_ONLY = {"allow_modules": "[…]", "allow_commands": "true"}
 
-# Shell lines, programs and their folders, and variables that programs load code by; a sweep's
-# folder, whose scripts are submitted again.
+# Shell lines, programs and their folders, and variables that programs load code by.
 _COMMANDS = (
     *("cluster.slurm.setup", "cluster.slurm.env", "cluster.slurm.python"),
     *("cluster.slurm.container", "cluster.slurm.srun_args", "cluster.slurm.extra"),
-    *("sweep.dir", "sweep.resubmit"),
 )
 
 

@@ -171,18 +171,14 @@ class Sweep:
 
     Attributes:
         dir: the folder of the sweep that `task=sweep_status` shows.
-        resubmit: whether that submits runs again that failed.
         objective: the result that a sweeper is told of each run; None: the evaluation loss, the
             final loss of runs that evaluate nothing, the predicted step time of plans.
         jobs: how many runs go on at a time.
-        stop_early: when a run is ended whose objective falls behind the others'.
     """
 
     dir: str | None = None
-    resubmit: bool = False
     objective: str | None = field(default=None, metadata={"choices": OBJECTIVES})
     jobs: int = number(1, minimum=1, maximum=256)
-    stop_early: str = choice("never", "never", "median")
 
 
 @dataclass(frozen=True)

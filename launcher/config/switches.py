@@ -162,7 +162,7 @@ SWITCHES = (
         "use that task",
     ),
     Switch(
-        ("sweep.dir", "sweep.resubmit"),
+        ("sweep.dir",),
         ("task",),
         lambda c: c.task == "sweep_status",
         "that is for task=sweep_status",
@@ -193,7 +193,7 @@ SWITCHES = (
 
 
 # What only a sweep heeds: a file may say it all the same, for its settings serve single runs, too.
-_OF_SWEEPS = ("sweep.objective", "sweep.jobs", "sweep.stop_early")
+_OF_SWEEPS = ("sweep.objective", "sweep.jobs")
 
 
 def check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> None:

@@ -6,7 +6,7 @@ It is read from `config.yaml` and `summary.json` in the runs' folders.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,6 @@ def print_comparison(
     console: Console,
     run_dirs: Sequence[str | os.PathLike[str]],
     jobs: Sequence[str] | None = None,
-    stopped: Collection[str] = (),
 ) -> None:
     """Print a row a run: its name, the settings in which the runs differ, its results, its end.
 
@@ -77,7 +76,6 @@ def print_comparison(
         console: the console to print to.
         run_dirs: the runs' folders.
         jobs: the batch job of each run and its state, where there are jobs.
-        stopped: the names of the runs that `sweep.stop_early` ended.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     summaries = [read_summary(folder) for folder in folders]
@@ -86,10 +84,6 @@ def print_comparison(
         console.print(f"runs {shown_path(folders[0].parent / prefix)}*", soft_wrap=True)
     names = [folder.name.removeprefix(prefix) for folder in folders]
     endings = [_ending(found) if found or jobs is None else (UNSET, "") for found in summaries]
-    endings = [
-        (STOPPED_EARLY, "") if folder.name in stopped else ending
-        for folder, ending in zip(folders, endings, strict=True)
-    ]
     ended = [
         Text(ending, style="" if _is_done(found) else "bold red")
         for found, (ending, _) in zip(summaries, endings, strict=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,20 +15,19 @@ from rich.console import Console
 from launcher.base.output import answer, complain
 from launcher.base.stop import Stop
 from launcher.cluster.kinds import kind_of
-from launcher.cluster.slurm.commands import ENDED, job_states, sbatch
+from launcher.cluster.slurm.commands import job_states
 from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.machines import slurm_cluster, slurm_of
-from launcher.config.schema import Config, Run, Sweep
+from launcher.config.schema import Config, Sweep
 from launcher.driver.folder.folder import delete_on_error
-from launcher.driver.folder.private_files import OTHERS, private_files
+from launcher.driver.folder.private_files import private_files
 from launcher.driver.run import guarded
 from launcher.report.console import make_console
-from launcher.report.sweep import is_done, print_comparison, report_sweep
+from launcher.report.sweep import print_comparison, report_sweep
 from launcher.submit.job import (
     JOB_FILE,
-    Noted,
     command,
     freeze,
     frozen,
@@ -92,15 +90,12 @@ def _submit(
     return 0
 
 
-def sweep_status(sweep: Sweep, stop: Stop) -> int:
-    """Print the state and the results of the runs of a sweep.
-
-    With `sweep.resubmit`, those that failed are submitted again.
-    """
-    return guarded(lambda: _status(sweep, stop))
+def sweep_status(sweep: Sweep) -> int:
+    """Print the state and the results of the runs of a sweep."""
+    return guarded(lambda: _status(sweep))
 
 
-def _status(sweep: Sweep, stop: Stop) -> int:
+def _status(sweep: Sweep) -> int:
     assert sweep.dir is not None
     folder = Path(sweep.dir)
     homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=_number)
@@ -122,13 +117,6 @@ def _status(sweep: Sweep, stop: Stop) -> int:
             shown.append("unknown")
             continue
         state = states.get(job.job_id, "ended")
-        if sweep.resubmit and state in ENDED | {"ended"} and not is_done(home):
-            shared = bool(home.stat().st_mode & OTHERS)
-            # The job itself continues to keep them private.
-            with handing_in(stop), private_files(Run(shared=shared)):
-                job = replace(job, job_id=_again(job, stop))
-                note_job(home, job.job_id, Path(job.script))
-            state = "SUBMITTED"
         shown.append(f"{job.job_id} {state}")
     print_comparison(make_console(), homes, shown)
     report_sweep(make_console(), homes[0].parent, homes)
@@ -139,14 +127,6 @@ def _number(home: Path) -> tuple[int, str]:
     """Return the sort key of a sweep's run."""
     number = home.name.rpartition("-")[2]
     return int(number) if number.isascii() and number.isdigit() else -1, home.name
-
-
-def _again(job: Noted, stop: Stop) -> str:
-    """Submit one run's script again, of an array only its element; return the job's id."""
-    _, is_element, element = job.job_id.partition("_")
-    if not is_element:
-        return sbatch(Path(job.script), sleep=stop.sleep)
-    return f"{sbatch(Path(job.script), element, stop.sleep)}_{element}"
 
 
 def _is_array(configs: Sequence[Config]) -> bool:

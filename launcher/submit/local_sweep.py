@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +18,10 @@ from launcher.base.output import answer, complain
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
-from launcher.config.schema import MAXIMIZED, Config, Run
+from launcher.config.schema import Config, Run
 from launcher.config.sweeper import Batch, Outcome
 from launcher.driver.folder.private_files import private_files
 from launcher.report.console import make_console
-from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.sweep import is_done, print_comparison, report_sweep
 from launcher.report.sweep_results import Row, objective_of, result_of, write_results
 from launcher.submit.placing import place_sweep
@@ -31,7 +29,6 @@ from launcher.submit.points import (
     DONE,
     FAILED,
     RUNNING,
-    STOPPED,
     PointNote,
     Points,
     open_points,
@@ -39,19 +36,6 @@ from launcher.submit.points import (
 )
 from launcher.submit.processes import STOPS, PointProcess, SignalRelay
 from launcher.submit.slots import find_slots
-from launcher.submit.stop_early import Curve, is_hopeless
-
-_WATCH_SECONDS = 1.0
-
-# Of an objective that a run can be judged by before its end, the metric that is logged.
-_LOGGED = {
-    "eval_loss": "eval/loss",
-    "final_loss": "train/loss",
-    "step_seconds": "perf/step_seconds",
-    "samples_per_second": "perf/samples_per_second",
-    "tokens_per_second": "perf/tokens_per_second",
-    "mfu": "perf/mfu",
-}
 
 
 class StoppedError(Exception):
@@ -149,29 +133,26 @@ class LocalSweep:
             )
             for noted, point in todo
         ]
-        watch = _Watch(self.folder, [point.config for _, point in todo], [n for n, _ in todo])
 
         def began(n: int) -> None:
             noted = todo[n][0]
             answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
-            watch.running.add(n)
 
         def ended(n: int, code: int) -> None:
             noted = todo[n][0]
-            watch.running.discard(n)
             if self._relay.received is not None and code:
                 return  # to go on with
-            state = STOPPED if n in watch.stopped and code else FAILED if code else DONE
+            state = FAILED if code else DONE
             value = None if state == FAILED else result_of(self.folder / noted.run, objective)
             self._points.note(replace(noted, state=state, value=value))
             if state == FAILED:
                 where = f"; its output: {jobs[n].output}" if side_by_side else ""
                 complain(f"{noted.label} ended with exit code {code}{where}")
-            elif side_by_side or state == STOPPED:
+            elif side_by_side:
                 shown = "" if value is None else f", {objective}={value:.6g}"
                 answer(f"[{noted.number + 1}/{total}] {noted.label}: {state}{shown}")
 
-        self._relay.run(jobs, slots, began, ended, lambda: watch.hopeless(self._points))
+        self._relay.run(jobs, slots, began, ended)
         if self._relay.received is not None:
             raise StoppedError
 
@@ -189,57 +170,11 @@ class LocalSweep:
         existing = [self.folder / noted.run for noted in runs]
         existing = [path for path in existing if path.is_dir()]
         if existing:
-            stopped = {noted.run for noted in runs if noted.state == STOPPED}
-            print_comparison(make_console(), existing, stopped=stopped)
+            print_comparison(make_console(), existing)
             report_sweep(make_console(), self.folder, existing)
         if self._relay.received is not None:
             return STOPS[self._relay.received][1]
         return int(bool(self._failed))
-
-
-class _Watch:
-    """Finds the runs in progress that `sweep.stop_early` is to end.
-
-    Attributes:
-        running: the runs in progress, by their places.
-        stopped: those that it has named.
-    """
-
-    def __init__(self, folder: Path, configs: Sequence[Config], noted: Sequence[PointNote]) -> None:
-        self.running: set[int] = set()
-        self.stopped: set[int] = set()
-        self._folder, self._configs, self._noted = folder, configs, noted
-        self._next = 0.0
-        self._is_on = any(config.sweep.stop_early != "never" for config in configs)
-
-    def hopeless(self, points: Points) -> list[int]:
-        """Return the runs to be ended now."""
-        if not self._is_on or time.monotonic() < self._next:
-            return []
-        self._next = time.monotonic() + _WATCH_SECONDS
-        objective = objective_of(self._configs[0])
-        curves = {
-            noted.run: _curve(self._folder / noted.run, objective)
-            for noted in points
-            if noted.state != FAILED and noted.same_as is None
-        }
-        found = [
-            n
-            for n in sorted(self.running - self.stopped)
-            if is_hopeless(
-                curves[run := self._noted[n].run],
-                [curve for other, curve in curves.items() if other != run],
-                self._configs[n].train.steps,
-            )
-        ]
-        self.stopped.update(found)
-        return found
-
-
-def _curve(run: Path, objective: str) -> Curve:
-    key, sign = _LOGGED[objective], -1.0 if objective in MAXIMIZED else 1.0
-    records = read_metrics(run / METRICS)
-    return [(r["step"], sign * r[key]) for r in records if r.get(key) is not None]
 
 
 def _row(noted: PointNote) -> Row:
@@ -302,13 +237,6 @@ def _check_objective(config: Config) -> None:
             "sweep.objective=eval_loss, but train.eval_every=0 never evaluates",
             "Set train.eval_every, or sweep.objective=final_loss.",
             ["sweep.objective", "train.eval_every"],
-        )
-    if config.sweep.stop_early != "never" and (planned or objective not in _LOGGED):
-        raise ConfigError(
-            f"sweep.stop_early={config.sweep.stop_early} needs an objective that is logged while a "
-            f"run goes on, and {objective} is not",
-            f"Use one of {', '.join(_LOGGED)}, or leave sweep.stop_early out.",
-            ["sweep.stop_early", "sweep.objective"],
         )
 
 

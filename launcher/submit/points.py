@@ -21,7 +21,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 
 FILE = "sweep.json"
-RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped early"
+RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PointNote:
         settings: a digest of all its settings; "" if they are wrong.
         run: the id of its run.
         same_as: the number of an earlier point with the same settings, whose run it shares.
-        state: `running` (or cut off), `done`, `failed` or `stopped early`.
+        state: `running` (or cut off), `done` or `failed`.
         value: its objective.
     """
 

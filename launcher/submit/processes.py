@@ -63,7 +63,6 @@ class SignalRelay:
         slots: Sequence[Mapping[str, str]],
         began: Callable[[int], None],
         ended: Callable[[int, int], None],
-        watch: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         """Run jobs to their ends, as many at a time as there are slots.
 
@@ -74,8 +73,6 @@ class SignalRelay:
             slots: the variables that a job gets beside the environment, for each place.
             began: called with a job's number when it begins.
             ended: called with a job's number and exit code when it ends.
-            watch: called again and again; the jobs whose numbers it returns are asked to save
-                their state and end.
         """
         free, place, waiting = list(range(len(slots))), {}, list(range(len(jobs)))
         while waiting or self._running:
@@ -93,9 +90,6 @@ class SignalRelay:
                     del self._running[number]
                     free.append(place[number])
                     ended(number, code)
-            for number in watch():
-                if number in self._running:
-                    self._running[number].send_signal(signal.SIGTERM)
 
     def _start(self, number: int, job: PointProcess, variables: Mapping[str, str]) -> None:
         with open(job.output, "ab") if job.output else nullcontext() as output:

@@ -74,7 +74,6 @@ def test_what_the_command_line_adds_to_does_not_become_its_own(here: Path) -> No
         f"{ELSEWHERE}cluster: {{slurm: {{setup: '${{model.options.s.setup}}'}}}}",
         "allow_commands: true\ncluster: {slurm: {setup: [touch /tmp/x]}}",
         "<<: {cluster: {slurm: {setup: [touch /tmp/x]}}}",
-        "task: sweep_status\nsweep: {dir: /tmp/x, resubmit: true}",
     ],
 )
 def test_no_detour_leads_to_code(text: str, here: Path) -> None:
@@ -86,14 +85,17 @@ def test_no_detour_leads_to_code(text: str, here: Path) -> None:
 def test_a_file_named_with_its_extension_is_looked_at(
     chosen: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe(here, "sweep: {dir: D, resubmit: true}")
+    recipe(here, "cluster: {slurm: {setup: [touch /tmp/x]}}")
     (here / "my_conf/recipe/mine.yaml").rename(here / "my_conf/recipe/val.yaml")
     default = "override /recipe: val.yaml" if ":" in chosen else chosen
-    words = recipe(here, f"defaults: [{default}]\ntask: sweep_status")
+    words = recipe(here, f"defaults: [{default}]")
     if ":" in chosen:  # by the command line
         words[-1] = "recipe=val.yaml"
     assert main(words) == 2
-    assert "sweep.dir runs code, so no file may set it (in my_conf" in capsys.readouterr().err
+    assert (
+        "cluster.slurm.setup runs code, so no file may set it (in my_conf"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("way", ["/../../../elsewhere/evil", "{}/elsewhere/evil"])
@@ -112,7 +114,7 @@ def test_no_file_outside_the_folders_of_settings_is_read(
 
 def test_what_a_file_leaves_out_needs_no_permission(here: Path) -> None:
     slurm = "setup: [], env: {}, python: null, srun_args: [], extra: {}, container: {image: null}"
-    words = recipe(here, f"cluster: {{slurm: {{{slurm}}}}}\nsweep: {{dir: null, resubmit: false}}")
+    words = recipe(here, f"cluster: {{slurm: {{{slurm}}}}}")
     assert main([*words, *SLURM]) == 0
 
 

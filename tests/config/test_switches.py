@@ -49,10 +49,8 @@ REFUSED = [
     ("task=generate run.id=r generate.prompts=f prompt=x", "prompt"),
     ("task=generate run.id=r generate.temperature=0 generate.top_k=3", "generate.top_k"),
     ("sweep.dir=multirun/x", "sweep.dir"),
-    ("sweep.resubmit=true", "sweep.resubmit"),
     ("sweep.jobs=2", "sweep.jobs"),
     ("sweep.objective=mfu", "sweep.objective"),
-    ("sweep.stop_early=median", "sweep.stop_early"),
     (
         "cluster=a100_8 cluster.links.inter_host_gb_per_second=3",
         "cluster.links.inter_host_gb_per_second",

@@ -56,7 +56,6 @@ from launcher.report.sweep_results import objective_of
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.submit.slots import find_slots
-from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
 from launcher.train import worker
@@ -459,25 +458,20 @@ def generate_told(config: Config):
 
 
 def sweep_told(config: Config):
-    """What `task=sweep_status` prints and submits again."""
+    """What `task=sweep_status` prints."""
     home = Path("multirun/s/s-0")
     home.mkdir(parents=True, exist_ok=True)
     (home / job_sweep.JOB_FILE).write_text(json.dumps({"job_id": "7", "script": "x"}))
     told, file = [], io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         patch.setattr(job_sweep, "job_states", dict)
-        patch.setattr(job_sweep, "_again", lambda job, stop: told.append(job) or "8")
         try:
-            job_sweep._status(config.sweep, Stop())
+            job_sweep._status(config.sweep)
         except ConfigError as error:
             told.append(str(error))
     return told, file.getvalue()
 
 
 def swept_told(config: Config):
-    """What a sweep of these settings would run at a time, by what, and when it would end a run."""
-    kept = [(step, 1.0) for step in range(1, 11)]
-    running = [(step, 2.0) for step in range(1, 11)]
-    others = [kept] * LEAST_OTHERS
-    stops = config.sweep.stop_early == "median" and is_hopeless(running, others, 10)
-    return len(find_slots([config], {})), objective_of(config), stops
+    """Return how many runs a sweep of these settings has in progress, and its objective."""
+    return len(find_slots([config], {})), objective_of(config)

@@ -295,11 +295,9 @@ def probes():
         yield "", f"evaluate.{name}", Probe(told.evaluate_told, {"run": {"id": "taken"}}, value)
     sweep = functools.partial(Probe, told.sweep_told)
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
-    yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)
     swept = functools.partial(Probe, told.swept_told, SHORT)
     yield "", "sweep.jobs", swept(3)
     yield "", "sweep.objective", swept("mfu")
-    yield "", "sweep.stop_early", swept("median")
     yield from cluster_probes()
 
 

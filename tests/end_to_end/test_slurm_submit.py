@@ -112,32 +112,6 @@ def test_a_sweep_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFix
     assert "holds no runs that were submitted to Slurm" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_what_is_submitted_again_is_as_private_as_its_folder(
-    mode: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = folder / "s-0"
-    home.mkdir(mode)
-    (home / "job.json").write_text('{"job_id": "7", "script": "x"}')
-    monkeypatch.setattr("launcher.submit.job_sweep.job_states", dict)
-    before = os.umask(0o022)
-    masks = []  # Slurm hands it on to the job
-
-    def again(*_: object) -> str:
-        masks.append(os.umask(0))
-        os.umask(masks[-1])
-        return "8"
-
-    monkeypatch.setattr("launcher.submit.job_sweep._again", again)
-    try:
-        assert main(("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")) == 0
-    finally:
-        os.umask(before)
-    others = 0o077 if mode == 0o700 else 0o022
-    assert masks == [others]
-    assert (home / "job.json").stat().st_mode & 0o777 == 0o666 & ~others
-
-
 @pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])
 def test_a_script_that_holds_values_of_the_environment_is_its_users_alone(
     env: str, folder: Path
@@ -170,7 +144,7 @@ def test_a_damaged_note_of_a_job_is_said_and_stays_where_it_is(
     for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # in a container it has no name
-    assert main(("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")) == 0
+    assert main(("task=sweep_status", f"sweep.dir={folder}")) == 0
     out, err = capsys.readouterr()
     assert out.count("unknown") == 2
     assert f"{folder}/s-1/job.json cannot be read: Too many levels" in err

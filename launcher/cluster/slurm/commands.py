@@ -90,23 +90,19 @@ def check_partition(slurm: Slurm) -> None:
             )
 
 
-def sbatch(
-    script: Path, array: str | None = None, sleep: Callable[[float], None] = time.sleep
-) -> str:
+def sbatch(script: Path, sleep: Callable[[float], None] = time.sleep) -> str:
     """Submit a batch script and return the job's id.
 
     Args:
         script: the batch script.
-        array: the elements of a job array to run, in place of those that the script names.
         sleep: called between two attempts; what it raises ends them.
 
     Raises:
         ConfigError: Slurm refuses the job.
         SlurmError: the controller did not answer for a quarter of an hour.
     """
-    elements = [f"--array={array}"] if array else []
     try:
-        output = _call(["sbatch", "--parsable", *elements, str(script)], sleep)
+        output = _call(["sbatch", "--parsable", str(script)], sleep)
     except SlurmRefusal as refusal:
         raise ConfigError(
             f"Slurm refuses the job: {refusal}",
