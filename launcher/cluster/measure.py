@@ -58,7 +58,7 @@ def measure_links(pool: DevicePool) -> dict[str, float]:
     with PrivateRay(pool, None) as session:
         group = WorkerGroup(session.spawn(LinkMeter), session.check, _SECONDS, "task=calibrate")
         group.join()
-        found = group.gather(group.submit("measure", _SIZES[pool.kind]), starting=True)
+        found = group.gather(group.call("measure", _SIZES[pool.kind]), starting=True)
     return {
         str(size): min(max(of_round) for of_round in zip(*(of[k] for of in found), strict=True))
         for k, size in enumerate(_SIZES[pool.kind])
@@ -108,7 +108,7 @@ def measure_servers(pool: DevicePool) -> ExchangeRates:
         workers, servers = session.spawn(ExchangeMeter), session.serve(1, pool.hosts)
         group = WorkerGroup(workers, session.check, _SECONDS, "task=calibrate")
         group.use_servers(servers)
-        found: list[ExchangeRates] = group.gather(group.submit("measure"), starting=True)
+        found: list[ExchangeRates] = group.gather(group.call("measure"), starting=True)
     return ExchangeRates(*map(statistics.median, zip(*found, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Whether workers get on before the first step, how far, and what each wait for them is for.
+"""Progress of the workers before the first step, and the purpose of each wait for them.
 
 What a worker does there takes seconds or an hour: it compiles, or reads a checkpoint of terabytes.
 So the driver does not limit its time, but the time without progress: where a call computes or
@@ -51,7 +51,7 @@ class Wait(NamedTuple):
 
 
 ALONE, TOGETHER, ANSWER, STEP = Progresses
-WAITS = {
+WAITS = {  # the calls before the first step whose time is not limited, but that without progress
     "coordinator": Wait("it starts and opens its port for the others", ALONE),
     "join": Wait("it starts and joins the other processes", TOGETHER),
     "connect": Wait("it connects to the other processes", ANSWER),
@@ -65,29 +65,18 @@ WAITS = {
     "compile": Wait("it compiles", TOGETHER),
     "setup": Wait("it opens its connections to other devices: the first collectives", ANSWER),
     "begin_trial": Wait("it compiles a plan that is tried", TOGETHER),
-    "run_trial": Wait("it runs a plan that is tried", STEP),
     "begin": Wait("it reads the model and compiles", TOGETHER),
     "more": Wait("it generates", TOGETHER),
     "create": Wait("it creates the first state", TOGETHER),
     "restore": Wait("it reads the checkpoint", ALONE),
-    "values": Wait("it sends its first values", STEP),
-    "take_first": Wait("it takes the first process's values", STEP),
     "pass_over": Wait("it passes over batches", ALONE),
     "first_batch": Wait("it reads its first batch", ALONE),
-    "dry_step": Wait("it runs a step on trial", STEP),
-    "step": Wait("it runs the first step", STEP),
-    "run": Wait("it runs the first step", STEP),
-    "warm_up": Wait("it runs a step on trial", STEP),
-    "ask": Wait("it tells of a compiled step", STEP),
-    "digests": Wait("it compares its arrays", STEP),
-    "fetch": Wait("it sends arrays", STEP),
-    "foreach": Wait("it calls a function", STEP),
-    "lend": Wait("it works on its arrays", STEP),
-    "lend_own": Wait("it works on its arrays", STEP),
-    "live_arrays": Wait("it counts its arrays", STEP),
-    "placement": Wait("it tells where an array lies", STEP),
-    "wait": Wait("it computes an array", STEP),
 }
+
+
+def wait_of(method: str) -> Wait:
+    """Return the wait for a call; one that is not listed may follow a step, and take as long."""
+    return WAITS.get(method) or Wait(f"it runs `{method}`", STEP)
 
 
 class Progress:

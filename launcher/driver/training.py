@@ -229,7 +229,7 @@ class _Job:
                 servers = session.serve(reduction.servers, reduction.workers)
                 timeout = cluster.step_timeout
                 workers = Workers(handles, self.plan, check, timeout, transport, servers)
-                workers.join(advance)
+                workers.connect(advance)
             built = workers.submit("build", to_dict(self._config))
             if goes_on := self._tried(workers, built):
                 self._train_on(workers, built, finished, stop)
@@ -259,7 +259,8 @@ class _Job:
             built.result(advance)
             self.run_log.compile_seconds = compile_everywhere(workers, begun, advance)
             self._home.check()
-            infos = workers.infos(self._pool.devices_per_host)
+            processes = workers.submit("process").each()
+            infos = workers.infos(processes, self._pool.devices_per_host)
             write_plan_alone(self._home, replace(self.plan, workers=tuple(infos)))
             if not finished:
                 create_everywhere(workers, self._init_from)

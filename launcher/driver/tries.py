@@ -64,7 +64,7 @@ class Tries:
         except HungError as error:
             failure, can_go_on = str(error).splitlines()[0], False
         except WorkerError as error:  # the other workers may wait for the one that failed
-            failure, can_go_on = error.summary, not error.died and workers.count == 1
+            failure, can_go_on = error.summary, not error.died and len(workers.handles) == 1
         self._trials[k] = trial_of(plan, seconds, failure)
         if can_go_on:  # what ended the workers may have been something else
             keep_trial(plan, self._trials[k])

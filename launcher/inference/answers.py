@@ -80,8 +80,8 @@ def model_answers(
             group = WorkerGroup(workers, session.check, timeout, "cluster.step_timeout")
             group.join(advance=advance)
         with status(console, reading) as advance:
-            group.gather(group.submit("begin", *begun), starting=True, advance=advance)
-        yield iter(lambda: group.gather(group.submit("more"), starting=True)[0], None)
+            group.gather(group.call("begin", *begun), starting=True, advance=advance)
+        yield iter(lambda: group.gather(group.call("more"), starting=True)[0], None)
 
 
 def stored_plan(home: Path) -> Plan | None:

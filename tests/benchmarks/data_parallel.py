@@ -197,7 +197,7 @@ def served_step(index: int, count: int, address: str, bucket_bytes: int) -> Call
     session = PrivateRay(DevicePool("cpu", count, 1, EMULATED, ""), None)
     group = WorkerGroup(session.spawn(Served), session.check, 600.0, "")
     group.use_servers(session.serve(count, count))
-    return lambda steps: group.gather(group.submit("train", steps))[0]
+    return lambda steps: group.gather(group.call("train", steps))[0]
 
 
 def training(

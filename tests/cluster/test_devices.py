@@ -22,7 +22,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
 from launcher.driver.planning import check
 from launcher.driver.planning.cluster_from_config import shape_of
-from launcher.submit.slots import find_slots
+from launcher.submit.local_sweep import find_slots
 
 ALLOCATION = Allocation("7", 0, 0, ("a", "b"), 0)
 TWO = Gpus(("NVIDIA H200", "NVIDIA H200"))

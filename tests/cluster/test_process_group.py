@@ -9,7 +9,7 @@ import pytest
 
 import launcher
 from launcher.cluster import process_group, worker_group
-from launcher.cluster.process_group import Peer, init_process_group
+from launcher.cluster.process_group import Peer
 from launcher.driver.workers import Workers
 from launcher.runtime import PermuteTransport, PullTransport
 
@@ -51,7 +51,7 @@ def test_the_way_between_them_goes_by_what_was_asked_and_by_the_devices(
     if platform != "cpu":
         device = SimpleNamespace(platform=platform)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    Workers(handles, None, lambda: None, 1.0, asked).join()
+    Workers(handles, None, lambda: None, 1.0, asked).connect()
     assert {type(handle.worker._transport) for handle in handles} == {used}
     word = "pull" if used is PullTransport else "collective"
     line = f"arrays go between processes by cluster.transport={word}"
@@ -59,7 +59,7 @@ def test_the_way_between_them_goes_by_what_was_asked_and_by_the_devices(
 
 
 def test_one_alone_needs_no_way(handles):
-    init_process_group(handles[:1])
+    Workers(handles[:1], None, lambda: None, 1.0).connect()
     assert handles[0].worker._transport is None
 
 

@@ -55,7 +55,7 @@ from launcher.recipes.datasets.documents.dataset import preparation
 from launcher.report.sweep_results import objective_of
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
-from launcher.submit.slots import find_slots
+from launcher.submit.local_sweep import find_slots
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
 from launcher.train import worker
@@ -186,10 +186,10 @@ class FakeWorkers:
         self._told, self._third, self.plan = told, third, plan
         told.append(("timeout", timeout, others))
 
-    def join(self, advance):
+    def connect(self, advance):
         pass
 
-    def infos(self, devices):
+    def infos(self, processes, devices):
         return []
 
     def clocks(self):
@@ -349,7 +349,7 @@ def slurm_told(config: Config):
     told, file = [], io.StringIO()
     places = {
         "launcher.cluster.kinds": ("check_installed", "check_partition", "sbatch"),
-        "launcher.submit.job": ("note_job", "write_script"),
+        "launcher.submit.job": ("note_job", "write_whole"),
     }
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         for module, names in places.items():

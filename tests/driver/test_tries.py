@@ -57,7 +57,7 @@ class Answered:
     """Workers that answer what is given of each plan: seconds of a step, or an error."""
 
     def __init__(self, answers: list[Any], count: int = 1) -> None:
-        self.count, self.calls, self._now = count, [], None
+        self.handles, self.calls, self._now = [None] * count, [], None
         self._answers = {json.dumps(p.to_dict()): a for p, a in zip(plans(), answers, strict=True)}
 
     def submit(self, method: str, argument: Any) -> Any:
@@ -70,7 +70,7 @@ class Answered:
         def each() -> list[float]:
             if isinstance(self._now, Exception):
                 raise self._now
-            return [self._now / 2, self._now][: self.count] if self.count > 1 else [self._now]
+            return [self._now / 2, self._now][-len(self.handles) :]
 
         return SimpleNamespace(each=each)
 

@@ -54,11 +54,11 @@ class Worker:
         os.environ.update(environ)
         os.chdir(folder)
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
-        from launcher.base.follow import follow
         from launcher.base.log import take_over
+        from launcher.base.parent_death import end_with_parent
 
         take_over(logging.StreamHandler())  # standard error is the worker's log
-        follow()  # ends with Ray's process, also while it is stopped
+        end_with_parent()  # ends with Ray's process, also while it is stopped
         self._object: Any = None
         self._construct_failure: Any = None  # the answer to every call, if there is one
 

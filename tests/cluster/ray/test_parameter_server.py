@@ -91,7 +91,7 @@ def group(session, monkeypatch):
 @pytest.mark.slow
 def test_workers_get_the_sums_and_a_server_that_waits_takes_no_processor(group):
     for size in (5, 2**19):  # in the message, and in the store of objects
-        wholes, sizes = group.gather(group.submit("exchange", size))[0]
+        wholes, sizes = group.gather(group.call("exchange", size))[0]
         assert wholes == [1001.0, 1e4, np.float32(100100.0)]
         assert sizes == [size, 2 * size, size]
     names = [server.name for server in group.servers]
@@ -123,7 +123,7 @@ def test_what_hangs_is_named_a_server_or_the_worker_that_it_waits_for(group):
     stopped = group.handles[1].process()
     stopped.send_signal(signal.SIGSTOP)
     with pytest.raises(HungError) as raised:
-        group.gather(group.submit("exchange", 5))
+        group.gather(group.call("exchange", 5))
     lines = str(raised.value).splitlines()
     assert lines[0] == "no answer from worker_0, worker_1 for 3 s (cluster.step_timeout)"
     assert any(line.startswith("worker_1: its process was stopped") for line in lines)
@@ -133,7 +133,7 @@ def test_what_hangs_is_named_a_server_or_the_worker_that_it_waits_for(group):
     stopped = group.servers[2].process()
     stopped.send_signal(signal.SIGSTOP)
     with pytest.raises(HungError) as raised:
-        group.gather(group.submit("exchange", 5))
+        group.gather(group.call("exchange", 5))
     lines = str(raised.value).splitlines()
     named = "parameter server 2 on host 0"
     assert lines[0] == f"no answer from {named} for 3 s (cluster.step_timeout)"

@@ -49,10 +49,10 @@ def met():
 
 def tell_ports(workers, second: int) -> None:
     """Print where the processes of each node listen, once the workers know one another."""
-    from launcher.cluster.process_group import init_process_group
+    from launcher.cluster.worker_group import WorkerGroup
 
     workers[1].address = "127.0.0.2"  # they meet as those of two machines do
-    init_process_group(workers)
+    WorkerGroup(workers, lambda: None, 600.0, "cluster.step_timeout").join()
     for node in (psutil.Process(), psutil.Process(second)):
         print(json.dumps([*ports([node, *node.children(recursive=True)]).items()]))
 
