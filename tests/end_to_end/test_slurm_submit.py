@@ -118,7 +118,7 @@ def test_a_script_that_holds_values_of_the_environment_is_its_users_alone(
     env: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.cluster.kinds.sbatch", lambda script, sleep: "7")
-    config = load((*SETTINGS, f"cluster.slurm.env={env}", "run.id=mine"))
+    config = load((*SETTINGS, f"cluster.slurm.env={env}", "run.id=mine", "run.shared=true"))
     path = folder / "job.sbatch"
     hand_in(Submission(path, script_for(config), str, [], []), config, Stop())
     assert ("s3cret" in path.read_text()) == ("s3cret" in env)
