@@ -1,4 +1,4 @@
-"""The devices of a run: this machine's GPUs, or CPU devices that stand in for them.
+"""Find the devices of this machine: its GPUs, or emulated CPU devices in their place.
 
 Neither JAX nor CUDA is loaded into this process: the driver plans on a machine whose devices belong
 to the workers.
@@ -56,7 +56,7 @@ class DevicePool:
         hosts: the number of processes.
         devices_per_host: the number of devices of each.
         device_name: the model of the devices.
-        note: one line that tells the user what they are.
+        note: one line about them for the user.
         gpu_ids: one CUDA_VISIBLE_DEVICES entry a GPU, in order; empty for CPU devices, and if each
             host chooses its own GPUs.
     """

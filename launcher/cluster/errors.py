@@ -42,9 +42,7 @@ class HungError(ClusterError):
         self.workers = workers
 
 
-_OF_INPUT = (
-    "InputError"  # of a file that cannot be used: its line says all, where it was raised nothing
-)
+_OF_INPUT = "InputError"  # for an unusable file: the message is enough, a traceback adds nothing
 
 
 class WorkerError(Exception):
@@ -53,7 +51,7 @@ class WorkerError(Exception):
     Attributes:
         worker: the worker's name, such as `worker_0`.
         host: the worker's index in the pool.
-        whereabouts: the worker's name with its process and machine, as far as they are known.
+        whereabouts: the worker's name with its process and machine, if known.
         died: whether the process is gone; otherwise it lives and takes further calls.
         is_server: whether it is a parameter server, and no worker.
         silent: whether all that is known is that it cannot be reached; `died` is true as well.

@@ -1,4 +1,4 @@
-"""The kinds of clusters, a class each: its devices, their shape, how Ray and jobs start there.
+"""Kinds of clusters, one class each: devices, shape, start of Ray, submission of jobs.
 
 To add a kind, subclass `ClusterKind`, decorate it with `register`, and add `conf/cluster/NAME.yaml`
 with `kind: NAME`. The settings that the kind takes are a dataclass of `config.machines`.
@@ -37,12 +37,12 @@ from launcher.config.machines import (
     RayCluster,
     SlurmCluster,
 )
-from launcher.hardware.cluster_shape import ClusterShape, local_shape
 from launcher.hardware.gpu_memory import memory_share, usable_bytes
 
 if TYPE_CHECKING:
     from launcher.cluster.ray.session import RaySession
     from launcher.cluster.slurm.rendezvous import Rendezvous
+    from launcher.hardware.cluster_shape import ClusterShape
 
 C = TypeVar("C", bound=Cluster)
 
@@ -86,7 +86,7 @@ class ClusterKind(Generic[C]):
         raise NotImplementedError
 
     def shape(self, pool: DevicePool | None) -> ClusterShape:
-        """Return the shape to plan for, at nominal rates; `pool` is what the method `pool` gave."""
+        """Return the shape to plan for, at nominal rates; `pool` is from the method `pool`."""
         assert pool is not None
         return pool_shape(pool)
 
@@ -164,6 +164,8 @@ def find_devices(cluster: Cluster) -> DevicePool:
 
 def pool_shape(pool: DevicePool) -> ClusterShape:
     """Return the shape of existing devices, at nominal rates."""
+    from launcher.hardware.cluster_shape import local_shape  # `task=check` needs none
+
     return local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
 
 
@@ -263,20 +265,13 @@ class ExistingRayKind(ClusterKind[RayCluster]):
         )
 
     def _nodes_pool(self) -> DevicePool:
-        from launcher.cluster.ray.existing_ray import (
-            ResourceRequest,
-            check_feasible,
-            choose_pool,
-            find_nodes,
-            gpus_of,
-        )
+        from launcher.cluster.ray import existing_ray
 
         cluster = self.cluster
-        nodes = find_nodes(cluster.address, StartLimit(cluster.start_timeout))
+        nodes = existing_ray.find_nodes(cluster.address, StartLimit(cluster.start_timeout))
         devices = None if cluster.gpus is None else cluster.gpus // cluster.hosts
-        pool = choose_pool(nodes, cluster.hosts, devices)
-        request = ResourceRequest(cluster.num_cpus, cluster.resources)
-        check_feasible(request.bundle(gpus_of(pool)), pool, nodes)
+        request = existing_ray.ResourceRequest(cluster.num_cpus, cluster.resources)
+        pool, _ = existing_ray.feasible_pool(nodes, cluster.hosts, devices, request)
         spread = f", {pool.hosts} workers" if pool.hosts > 1 else ""
         found = f"{pool.num_devices} times {pool.device_name}{spread}"
         return replace(pool, note=f"on the Ray at {cluster.address}: {found}")
@@ -289,13 +284,12 @@ class ExistingRayKind(ClusterKind[RayCluster]):
         rendezvous: Rendezvous | None = None,
     ) -> RaySession:
         """Connect to the Ray; see `ExistingRay`."""
-        from launcher.cluster.ray.existing_ray import ExistingRay, ResourceRequest
+        from launcher.cluster.ray import existing_ray
 
-        del rendezvous
         cluster = self.cluster
-        request = ResourceRequest(cluster.num_cpus, cluster.resources)
+        request = existing_ray.ResourceRequest(cluster.num_cpus, cluster.resources)
         asked = cluster.address, pool.hosts, pool.devices_per_host
-        return ExistingRay(*asked, limit, request, logs and logs.absolute())
+        return existing_ray.ExistingRay(*asked, limit, request, logs and logs.absolute())
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""
@@ -324,7 +318,8 @@ class DescribedKind(ClusterKind[Described]):
 
     def shape(self, pool: DevicePool | None = None) -> ClusterShape:
         """Return the shape of `cluster.device` and `cluster.links`."""
-        del pool
+        from launcher.hardware.cluster_shape import ClusterShape
+
         cluster, device, links = self.cluster, self.cluster.device, self.cluster.links
         assert cluster.gpus is not None  # as the settings' check ensures, here and below
         assert device.peak_tflops is not None

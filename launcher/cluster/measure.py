@@ -30,7 +30,7 @@ _EXCHANGES = 30
 
 
 class ExchangeRates(NamedTuple):
-    """What Ray's object store and a server's sums cost, with all workers at work.
+    """Rates of Ray's object store and of a server's sums, with all workers busy.
 
     Attributes:
         latency: seconds of an exchange of a small array, from put to get.
@@ -66,7 +66,7 @@ def measure_links(pool: DevicePool) -> dict[str, float]:
 
 
 class LinkMeter(Peer):
-    """A worker that sums arrays with the others, and keeps the time."""
+    """A worker that times all-reduces with the others."""
 
     def measure(self, sizes: tuple[int, ...]) -> list[list[float]]:
         """Return the seconds of each round's sum, for each size; the first, which compiles, is not.
@@ -114,7 +114,7 @@ def measure_servers(pool: DevicePool) -> ExchangeRates:
 
 @dataclass(frozen=True)
 class _Spec:
-    """As much of an `ExchangeSpec` as a client reads: one server, a sum."""
+    """The fields of an `ExchangeSpec` that a client reads: one server, a sum."""
 
     name: str = "measurement"
     kind: str = "sum"
@@ -122,7 +122,7 @@ class _Spec:
 
 
 class ExchangeMeter:
-    """A worker that exchanges arrays of zeros with one server, and keeps the time."""
+    """A worker that times exchanges of zeros with one server."""
 
     def meet(
         self, count: int, index: int, servers: Sequence[tuple[Any, str]], seconds: float
@@ -145,7 +145,7 @@ class ExchangeMeter:
         return ExchangeRates(latency, size / put, size * self._client.count / adding, size / get)
 
     def _round(self, size: int) -> tuple[float, float, float]:
-        """Exchange so many numbers; return the seconds of putting, waiting and reading."""
+        """Exchange `size` numbers; return the seconds to put, wait and read."""
         gradients, call = [np.zeros(size // 2, np.float32)] * 2, self._client.reserve()
         began = time.perf_counter()
         part = np.concatenate(gradients)

@@ -4,11 +4,11 @@
 side. In place of a group, workers that exchange nothing but sums have parameter servers;
 each is then a JAX of its own. This module imports JAX.
 
-Neither JAX's coordination service nor its transfer server checks who connects. So on one machine
-the service listens on a UNIX socket in a folder that no other user can enter, and which is removed
-once all workers are connected; between machines it listens at one address. The transfer server
-always listens at one address, and arrays are pulled by keys that are counted from a random number
-of 62 bits.
+Neither JAX's coordination service nor its transfer server authenticates its clients. So on one
+machine the service listens on a UNIX socket in a folder that no other user can enter, and which is
+removed once all workers are connected; between machines it listens at one address. The transfer
+server always listens at one address, and arrays are pulled by keys that are counted from a random
+number of 62 bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A group of workers, one a host, and of their parameter servers; every wait is watched."""
+"""Call a group of workers, one a host, and their parameter servers, with a watch on every wait."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorkerGroup:
     """One worker a host, in the order of the hosts.
 
     Every wait of a group ends: workers and servers that do not answer are diagnosed and given up,
-    the end of Ray is noticed, and Ctrl-C is answered.
+    and the end of Ray and Ctrl-C are noticed.
 
     Args:
         handles: the workers.
@@ -110,7 +110,7 @@ class WorkerGroup:
         )
 
     def infos(self, processes: Sequence[int], devices: int) -> list[WorkerInfo]:
-        """Return what is known of each worker.
+        """Return the public description of each worker.
 
         Args:
             processes: the answers to `Peer.process`.
@@ -124,7 +124,7 @@ class WorkerGroup:
         ]
 
     def clocks(self, rounds: int = 5) -> list[Clock]:
-        """Return each worker's clock against this process's, by so many round trips each.
+        """Return each worker's clock against this process's, by `rounds` round trips each.
 
         The workers have to be idle.
         """
@@ -152,7 +152,8 @@ class WorkerGroup:
         Args:
             futures: the calls.
             starting: whether this is before the first step.
-            advance: is told meanwhile what the workers have read, or how many have answered.
+            advance: called meanwhile with the MiB that the workers have read, or the number that
+                answered.
 
         Raises:
             WorkerError: a worker failed; it is the first one that did.
@@ -189,7 +190,7 @@ class WorkerGroup:
 
         Args:
             starting: whether this is before the first step.
-            method: what the workers were asked to do.
+            method: the method that they were asked to run.
             advance: see `gather`.
         """
         self.check_open()

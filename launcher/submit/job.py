@@ -1,7 +1,7 @@
-"""Submits runs to Slurm from a login node, and follows them.
+"""Submit runs to Slurm from a login node, and follow them.
 
-All that can fail early is checked here: settings, data and plan. The resolved settings and the
-batch script are frozen in the run's folder, and only then is Slurm asked.
+Settings, data and plan are checked here, before anything is submitted. The resolved settings and
+the batch script are frozen in the run's folder, and only then is Slurm asked.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def freeze(config: Config, console: Console) -> RunFolder:
 
 
 def _settled(config: Config) -> Config:
-    """Return `config` without what is done here: submitting, and making a new folder."""
+    """Return `config` without the parts that are done here: submitting, and making a new folder."""
     cluster = slurm_cluster(config.cluster)
     cluster = replace(cluster, slurm=replace(cluster.slurm, dry_run=False, wait=False))
     resume = "auto" if config.run.resume == "never" else config.run.resume

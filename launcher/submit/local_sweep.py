@@ -97,7 +97,7 @@ class LocalSweep:
 
         Raises:
             StoppedError: a signal came.
-            ConfigError: there are not devices for so many runs at a time, or a point has run with
+            ConfigError: there are too few devices for the runs at a time, or a point has run with
                 other settings.
         """
         by_label = {point.label: point for point in points}
@@ -261,7 +261,7 @@ class SignalRelay:
 
 @contextmanager
 def local_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> Iterator[LocalSweep]:
-    """Open the sweep of these points, its first ones, and hear signals.
+    """Open the sweep that begins with these points, and handle signals.
 
     Raises:
         ConfigError: the sweep is running, is to be fresh and is not, or cannot be made.

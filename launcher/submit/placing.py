@@ -1,4 +1,4 @@
-"""Places the runs of a sweep in a folder, and checks that they can be there together."""
+"""Place the runs of a sweep in a folder, and check that they can be submitted together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts what `-m` asks for: a check of all points, jobs on Slurm, or runs on this machine."""
+"""Start a sweep (`-m`): a check of all points, jobs on Slurm, or runs on this machine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Sweep:
         return outcomes
 
     def results(self) -> Path:
-        """Return the folder for what the sweeper itself writes."""
+        """Return the folder for the sweeper's own files."""
         assert self.local is not None
         return self.local.folder
 

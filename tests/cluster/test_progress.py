@@ -193,7 +193,11 @@ def test_what_is_busy_to_no_end_is_given_up_at_last(worker):
 
 
 def test_every_wait_is_for_a_call():
-    rooms = [path for room in ("api", "cluster", "driver", "inference") for path in (ROOT / room).rglob("*.py")]
+    rooms = [
+        path
+        for room in ("api", "cluster", "driver", "inference")
+        for path in (ROOT / room).rglob("*.py")
+    ]
     called = {name for path in rooms for name in CALLED.findall(path.read_text())}
     assert called >= {"build", "compiled", "setup", "restore", "create", "first_batch", "step"}
     assert set(WAITS) - called == set()

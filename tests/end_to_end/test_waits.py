@@ -102,7 +102,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("held_up", "doing"),
     [
-        ("build", "it reads the data's first part and traces the step"),
+        ("build", "it reads the first data and traces the step"),
         ("batch", "it reads its first batch"),
     ],
 )

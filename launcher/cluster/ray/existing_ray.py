@@ -144,9 +144,8 @@ class ExistingRay(RaySession):
             if not ray.is_initialized():
                 self._connect()
             self._nodes = ray_compat.nodes()
-            self.pool = choose_pool(self._nodes, num_nodes, num_devices_per_node)
-            self._bundle = request.bundle(gpus_of(self.pool))
-            check_feasible(self._bundle, self.pool, self._nodes)
+            asked = num_nodes, num_devices_per_node, request
+            self.pool, self._bundle = feasible_pool(self._nodes, *asked)
             on_error.pop_all()
 
     def check(self) -> None:
@@ -210,7 +209,7 @@ class ExistingRay(RaySession):
     def _reserve(self) -> tuple[Any, list[Node]]:
         """Wait for a placement group for all workers; return it and each worker's node."""
         hosts, util = self.pool.hosts, self._ray.util
-        strategy = "STRICT_SPREAD" if gpus_of(self.pool) else "SPREAD"
+        strategy = "STRICT_SPREAD" if self.pool.kind == "gpu" else "SPREAD"
         group = util.placement_group([self._bundle] * hosts, strategy)
         self._undo.callback(util.remove_placement_group, group)
 
@@ -326,6 +325,15 @@ def choose_pool(nodes: list[Node], hosts: int | None, devices: int | None) -> De
     return DevicePool("gpu", hosts, devices, min(names, default="GPU"), "")
 
 
-def gpus_of(pool: DevicePool) -> int:
-    """Return the GPUs of each worker, none where CPU devices stand in."""
-    return pool.devices_per_host if pool.kind == "gpu" else 0
+def feasible_pool(
+    nodes: list[Node], hosts: int | None, devices: int | None, request: ResourceRequest
+) -> tuple[DevicePool, dict[str, float]]:
+    """Return the devices to run on, see `choose_pool`, and all resources that each worker requests.
+
+    Raises:
+        ClusterError: the nodes lack the devices or the resources.
+    """
+    pool = choose_pool(nodes, hosts, devices)
+    bundle = request.bundle(pool.devices_per_host if pool.kind == "gpu" else 0)
+    check_feasible(bundle, pool, nodes)
+    return pool, bundle

@@ -1,4 +1,4 @@
-"""A private Ray, on this machine or over the nodes of a Slurm job, from its start to its clean-up.
+"""Start, use and clean up a private Ray, on this machine or on the nodes of a Slurm job.
 
 The constructor does not wait: Ray comes up in the background, and `spawn` waits for it. Between the
 two, `begin` starts the workers in the background as well. However the driver ends, nothing is left
@@ -175,7 +175,7 @@ class PrivateRay(RaySession):
         address = output.readline().strip() if up else ""
         if not up:
             raise RayEndedError(self._late("Ray did not come up"))
-        if not address or self._head.poll() is not None:  # connecting would go on for ever
+        if not address or self._head.poll() is not None:  # connecting would never end
             raise RayEndedError(f"Ray did not come up.\n{self._log_tail()}")
         return address
 

@@ -1,4 +1,4 @@
-"""Private temporary folders of the launcher's processes, and clean-up after killed ones.
+"""Make private temporary folders for the launcher's processes, and clean up after killed ones.
 
 No other user can look into such a folder or change anything below it. Ray, which opens its folders
 to everybody on the machine, gets one inside. Ray puts UNIX sockets there, whose paths the kernel
@@ -150,7 +150,7 @@ def sweep(base: Path) -> None:
 
 
 def check_files() -> None:
-    """Raise this process's limit of open files as far as allowed; child processes inherit it.
+    """Raise this process's limit of open files up to its hard limit; child processes inherit it.
 
     Raises:
         ClusterError: the limit is too low for Ray.
@@ -197,7 +197,7 @@ def check_disk(folder: Path, least_inodes: int = _LEAST_INODES) -> None:
     """Check that the disk of `folder` has room for Ray's files.
 
     Raises:
-        ClusterError: it has not.
+        ClusterError: it is full.
     """
     disk = os.statvfs(folder)
     if disk.f_files and disk.f_favail < least_inodes:
