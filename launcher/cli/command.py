@@ -1,7 +1,7 @@
 """The command line.
 
-It reads the arguments, has the settings composed and checked, and only then imports the code that
-does the work: help, `task=check` and every wrong setting are answered without JAX and Ray.
+The settings are composed and checked before the code that does the work is imported: help,
+`task=check` and every wrong setting need neither JAX nor Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from launcher.base.stop import Stop
 from launcher.config.errors import ConfigError, advice
 
 if TYPE_CHECKING:
-    from launcher.config.origin import Origin
     from launcher.config.parallel import Parallel
     from launcher.config.schema import Config
 
@@ -108,7 +107,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     flag("-p", "--package", metavar="SECTION", help="with --cfg: only this section")
     flag("--resolve", action="store_true", help="with --cfg: with values from the environment")
-    flag("--sources", action="store_true", help="with --cfg job: also show where each was set")
     infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     flag(
         "-i",
@@ -157,8 +155,8 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     check_versions()
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
         raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
-    if (arguments.resolve or arguments.sources) and not arguments.cfg:
-        raise ConfigError("--resolve and --sources say how --cfg shows settings", "Add --cfg job.")
+    if arguments.resolve and not arguments.cfg:
+        raise ConfigError("--resolve is for --cfg", "Add --cfg job.")
     if arguments.package and not arguments.cfg:
         raise ConfigError("--package selects a part of what --cfg shows", "Add --cfg job.")
     if arguments.multirun and arguments.cfg:
@@ -241,7 +239,7 @@ def _version() -> str:
 
 def _for_hydra(arguments: argparse.Namespace) -> int:
     """Answer a flag of Hydra's that shows settings or completes words."""
-    from launcher.config import hydra_flags
+    from launcher.cli import hydra_flags
 
     if arguments.multirun or arguments.cfg or arguments.frozen:
         raise ConfigError("--info, --hydra-help and -sc stand alone", "Leave the other flags out.")
@@ -256,32 +254,30 @@ def _for_hydra(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     """Print settings, or one section of them, as YAML."""
-    from launcher.config.compose import load_frozen, load_with_origin
-    from launcher.config.hydra_flags import print_hydras_settings
-    from launcher.config.sweeper import split_arguments
+    from launcher.cli.hydra_flags import print_hydras_settings
+    from launcher.config.compose import load, load_frozen
+    from launcher.config.sweep import split_arguments
 
     said, package, code = arguments.overrides, arguments.package, 0
     is_hydras = arguments.cfg == "hydra" or (package or "").partition(".")[0] == "hydra"
-    if (arguments.frozen or arguments.sources) and arguments.cfg != "job":
-        raise ConfigError("--frozen and --sources are for --cfg job", "Use that.")
+    if arguments.frozen and arguments.cfg != "job":
+        raise ConfigError("--frozen is for --cfg job", "Use that.")
     if not is_hydras:
-        origin = None
         if arguments.frozen:
             config = load_frozen(Path(arguments.frozen), said)
         else:
             ours = split_arguments(said)[0] if arguments.cfg == "all" else said
-            config, origin = load_with_origin(ours, arguments.config_dir)
-        code = answer(_settings(config, arguments, origin), end="")
+            config = load(ours, arguments.config_dir)
+        code = answer(_settings(config, arguments), end="")
     if is_hydras or (arguments.cfg == "all" and package is None):
         print_hydras_settings(said, arguments.config_dir, package, arguments.resolve)
     return code
 
 
-def _settings(config: Config, arguments: argparse.Namespace, origin: Origin | None) -> str:
+def _settings(config: Config, arguments: argparse.Namespace) -> str:
     """Return the settings, or one section of them, as YAML."""
     import yaml
 
-    from launcher.config.annotated import annotated
     from launcher.config.compose import to_dict, to_written
 
     package = arguments.package
@@ -291,26 +287,24 @@ def _settings(config: Config, arguments: argparse.Namespace, origin: Origin | No
             remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
             raise ConfigError(f"--package {package} is not a section", remedy)
         tree = tree[name]
-    if arguments.sources and origin is not None and isinstance(tree, dict):
-        return annotated(tree, origin, package or "")
     return yaml.safe_dump(tree, sort_keys=False)
 
 
 def _checked(config: Config) -> str:
-    """Return the line that says which settings `task=check` found to be right."""
+    """Return the summary line of `task=check`."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
     layers = config.model.layers or "unknown"
     return (
         f"The settings are fine: model={config.model.name} ({layers} layers), "
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
-        f"parallel={parallel.method} ({', '.join(_told(parallel))}), "
+        f"parallel={parallel.method} ({', '.join(_method_settings(parallel))}), "
         f"cluster={cluster.title}."
     )
 
 
-def _told(parallel: Parallel) -> Iterator[str]:
-    """Yield what the line says of the parallel method."""
+def _method_settings(parallel: Parallel) -> Iterator[str]:
+    """Yield the settings of the parallel method that the line shows."""
     from launcher.config.parallel import Pipelined, Planned, Replay
 
     if isinstance(parallel, Replay):

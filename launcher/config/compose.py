@@ -1,57 +1,65 @@
-"""From YAML files and the command line to one checked `Config`. Hydra composes, the schema decides.
+"""Compose YAML files and the command line to one checked `Config` by Hydra.
 
 `load` serves one run, `load_points` a sweep, `to_dict`/`from_dict` carry a resolved configuration
-to disk and to other processes. Neither JAX nor Ray is imported here: a wrong setting is answered
-in well under a second.
+to disk and to other processes. Neither JAX nor Ray is imported here: a wrong setting is refused in
+well under a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import yaml
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base.files import DamagedError
-from launcher.config.bounded import tree_of
-from launcher.config.build import build
-from launcher.config.check_environment import check_environment, check_sizes
-from launcher.config.checks import check
-from launcher.config.commands import COMMAND_LINE_ONLY, commands_in, not_allowed
-from launcher.config.errors import ConfigError
-from launcher.config.fields import Place, key_of
-from launcher.config.files import refuse_useless
-from launcher.config.folders import find_groups, search_folders
-from launcher.config.interpolation import noted, resolved, unresolved
-from launcher.config.leftovers import Tree, without_leftovers
-from launcher.config.machines import SlurmCluster
-from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
-from launcher.config.overrides import (
-    COMMAND_LINE,
-    for_hydra,
-    parse,
-    refuse_sweeps,
+from launcher.base.libraries import installing
+from launcher.base.reading import read_yaml
+from launcher.config.environment import (
+    COMMAND_LINE_ONLY,
+    check_environment,
+    check_sizes,
+    commands_in,
+    not_allowed,
+    noted,
+    resolved,
+    unresolved,
 )
-from launcher.config.replayed import with_runs_settings
-from launcher.config.schema import Config
-from launcher.config.search_path import composed, searching
-from launcher.config.switches import check_switches
-from launcher.config.translate import PRIMARY, translated
+from launcher.config.errors import ConfigError, advice
+from launcher.config.fields import Place, key_of
+from launcher.config.folders import find_groups, search_folders
+from launcher.config.hydra_compat import composed, searching
+from launcher.config.machines import SlurmCluster
+from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps
+from launcher.config.reader import build, setting_keys
+from launcher.config.schema import SWITCHES, Config, check
+from launcher.config.sources import (
+    ON_COMMAND_LINE,
+    Origin,
+    Source,
+    Tree,
+    choices,
+    misshapen,
+    refuse_useless,
+    short,
+    with_runs_settings,
+    without_leftovers,
+)
 
-if TYPE_CHECKING:
-    from launcher.config.sweeper import Asked
-
+PRIMARY = "config"  # the file that composing begins with
 # A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
-# anybody has looked at the file. What is said here comes first.
+# the file has been checked. This override comes first.
 NO_OTHER_FOLDERS = "hydra.searchpath=[]"
-# What Hydra itself would do with a run, by groups of its own: more to read and merge than ours. Its
+# Groups of Hydra's own about running a job: more files to read and merge than ours. Its
 # sweeper stays, as files may choose one for `-m`.
 _NOTHING_OF_HYDRA = tuple(
     f"~hydra/{group}"
@@ -67,14 +75,32 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-        overrides: what the command line says for it.
-        label: what of that sets it apart from the other runs.
-        config: the configuration that this makes.
+        overrides: the command line of the run.
+        label: the swept settings.
+        config: its configuration.
     """
 
     overrides: tuple[str, ...]
     label: str
     config: Config
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A point that a sweeper asks for.
+
+    Attributes:
+        swept: the settings that it chose, as `key=value`.
+        overrides: the command line of this point, in its order.
+    """
+
+    swept: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The swept settings in one line."""
+        return " ".join(self.swept) or "the only run"
 
 
 def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
@@ -87,13 +113,6 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
     Raises:
         ConfigError: anything wrong with a setting, a name, a file or a folder of settings.
     """
-    return load_with_origin(argv_overrides, config_dirs)[0]
-
-
-def load_with_origin(
-    argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
-) -> tuple[Config, Origin]:
-    """Return `load`, and where each setting was said."""
     folders = search_folders(config_dirs)
     overrides = parse(argv_overrides)
     refuse_sweeps(overrides)
@@ -103,7 +122,7 @@ def load_with_origin(
 def load_points(
     asked: Sequence[Asked], config_dirs: Sequence[str] = ()
 ) -> tuple[list[Point], dict[str, ConfigError]]:
-    """Return the runs of a sweep, and by their labels the errors of those that are wrong.
+    """Return the runs of a sweep, and the errors of wrong ones by label.
 
     Args:
         asked: the points that a sweeper asks for.
@@ -116,7 +135,7 @@ def load_points(
     wrong: dict[str, ConfigError] = {}
     for one in asked:
         try:
-            config, _ = _load(parse(one.overrides), folders, in_sweep=True)
+            config = _load(parse(one.overrides), folders, in_sweep=True)
             made.append(Point(one.overrides, one.label, config))
         except ConfigError as error:
             wrong[one.label] = error
@@ -138,7 +157,7 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
             f"Leave out the others, but for {' and '.join(COMMAND_LINE_ONLY)}.",
         )
     try:
-        tree = tree_of(path)
+        tree = read_yaml(path)
     except (OSError, DamagedError, yaml.YAMLError) as error:
         raise ConfigError(
             f"--frozen {path} cannot be read: {' '.join(str(error).split())}",
@@ -156,9 +175,9 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
         return config
     except ConfigError as error:
         in_file = not set(error.keys) & set(COMMAND_LINE_ONLY)
-        raise error.said(f"in {short(path)}" if in_file else COMMAND_LINE) from None
-    except OmegaConfBaseException as error:
-        raise translated(error, overrides, (), ()).said(f"in {short(path)}") from None
+        raise error.located(f"in {short(path)}" if in_file else COMMAND_LINE) from None
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise translated(error, overrides, (), ()).located(f"in {short(path)}") from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -176,15 +195,15 @@ def to_dict(config: Config) -> dict[str, Any]:
 def to_written(config: Config) -> dict[str, Any]:
     """Return `to_dict` for a file, which `load_frozen` reads.
 
-    What comes from the environment is the interpolation that asks for it.
+    Values from the environment are written as their interpolations.
     """
     return unresolved(to_dict(config), config.from_environment)
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """Return `to_written` for where others may read it.
+    """Return `to_written` for a file that others may read.
 
-    Of `cluster.slurm.env`, which hands keys and tokens to a job, it has only the names.
+    Values of `cluster.slurm.env`, such as keys and tokens, are masked.
     """
     tree = to_written(config)
     if isinstance(config.cluster, SlurmCluster):
@@ -198,7 +217,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
 
     Args:
         tree: the settings.
-        texts: of what comes from the environment, the text that asks for it.
+        texts: the interpolations of values from the environment.
     """
     config = build(Config, tree)
     config = dataclasses.replace(config, model=config.model.filled())
@@ -209,9 +228,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
     return config
 
 
-def _load(
-    overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False
-) -> tuple[Config, Origin]:
+def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False) -> Config:
     groups = find_groups(folders)
     said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
     said += NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
@@ -237,17 +254,17 @@ def _load(
         for command in () if config.allow_commands else commands_in(config):
             if origin.rank(command) != ON_COMMAND_LINE:
                 raise not_allowed(command)
-        check_switches(config, origin, in_sweep)
-        return config, origin
+        _check_switches(config, origin, in_sweep)
+        return config
     except ConfigError as raised:
         error = raised
-    except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too
+    except Exception as raised:  # Hydra asserts that a file holds settings
         error = translated(raised, overrides, folders, sources)
-    raise error.said(Origin(sources, overrides, groups).of(error.keys)) from None
+    raise error.located(Origin(sources, overrides, groups).of(error.keys)) from None
 
 
 def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return what the command line allows: what a file says of it does not count."""
+    """Return `COMMAND_LINE_ONLY` as the command line sets it; a file's values are ignored."""
     said = {override.key_or_group: override.value() for override in overrides}
     return {name: said.get(name, getattr(Config(), name)) for name in COMMAND_LINE_ONLY}
 
@@ -255,7 +272,7 @@ def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
 def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
     """Yield the files that Hydra's defaults list stands for, without Hydra's own."""
     for default in defaults:
-        name = str(default.config_path).removesuffix(".yaml")  # with which Hydra takes it, too
+        name = str(default.config_path).removesuffix(".yaml")  # Hydra accepts it, too
         folder = next((one for one in folders if (one / f"{name}.yaml").is_file()), None)
         if folder is not None:
             yield Source(folder / f"{name}.yaml", default.package or "", folder == folders[-1])
@@ -266,7 +283,7 @@ def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> It
 def _refuse_misplaced(
     tree: Mapping[Any, Any], groups: Mapping[str, Sequence[str]], sources: Sequence[Source]
 ) -> None:
-    """Refuse a recipe without its package line, which fills a section that sets nothing."""
+    """Refuse a recipe without its package line, which fills a section that does not exist."""
     names = {field.name for field in dataclasses.fields(Config)}
     for source in sources:
         if source.package in groups and source.package in tree and source.package not in names:
@@ -274,3 +291,152 @@ def _refuse_misplaced(
                 f"{short(source.path)} sets {source.package}.*, which is not a section",
                 "Begin the file with the line '# @package _global_'.",
             )
+
+
+# Settings that only a sweep reads. A file may hold them: it serves single runs, too.
+_OF_SWEEPS = ("sweep.objective", "sweep.jobs")
+
+
+def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> None:
+    """Raise ConfigError for the first setting that has no effect given another one (`Switch`).
+
+    A setting counts if it is on the command line, or in a user's file with another value than its
+    default. A file's setting below the place that turns the switch is passed over: a recipe's
+    `eval_batches` is no contradiction to `train.eval_every=0` on the command line.
+    """
+    for key in () if in_sweep else _OF_SWEEPS:
+        if origin.rank(key) == ON_COMMAND_LINE:
+            raise ConfigError(
+                f"{key} has no effect: this is one run", "Leave it out, or add -m.", [key]
+            )
+    for switch in (*SWITCHES, *config.model.switches, *config.dataset.switches):
+        if switch.is_on(config):
+            continue
+        turned = max(origin.rank(key) for key in switch.by)
+        for key in _settings_below(switch.keys):
+            said = origin.rank(key)
+            is_said = said == ON_COMMAND_LINE or (
+                origin.is_users(key) and _value(config, key) not in (None, _default(config, key))
+            )
+            if is_said and said >= turned:
+                raise ConfigError(
+                    f"{key} has no effect: {switch.off}",
+                    f"Leave it out, or {switch.remedy}.",
+                    [key],
+                )
+
+
+def _settings_below(keys: tuple[str, ...]) -> Iterator[str]:
+    return (
+        known
+        for known in setting_keys()
+        if any(known == key or known.startswith(f"{key}.") for key in keys)
+    )
+
+
+def _value(config: Config, key: str) -> Any:
+    """Return the value of a setting; None if its variant has no such setting."""
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _default(config: Config, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    for field in dataclasses.fields(_value(config, section) if section else config):
+        if field.name == name:
+            made = field.default_factory
+            return field.default if made is dataclasses.MISSING else made()
+    return None
+
+
+# OSError and ValueError: a settings file that cannot be read, or holds no text or no YAML.
+_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
+
+
+def translated(
+    error: BaseException,
+    overrides: Sequence[Override],
+    folders: Sequence[Path],
+    sources: Sequence[Source],
+) -> ConfigError:
+    """Return the ConfigError for an error of Hydra, OmegaConf or PyYAML; raise any other.
+
+    `sources`: the files that had been found when it was raised.
+    """
+    if "Cannot merge" in str(error) and (found := misshapen(sources)) is not None:
+        return found
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _missing_option(error, error.missing_cfg_file, overrides, folders)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return ConfigError(f"{short(Path(mark.name))}:{mark.line + 1} is not YAML: {error.problem}")
+    if isinstance(error, HydraException) and not str(error) and error.__cause__ is not None:
+        return translated(error.__cause__, overrides, folders, sources)
+    if isinstance(error, OmegaConfBaseException):  # its first line is the problem
+        key = error.full_key or ""
+        if lost := re.search(r"Environment variable '(.+?)' not found", str(error)):
+            return ConfigError(
+                f"{key} asks for the environment variable {lost[1]}, which is not set",
+                f"Set it, or say what stands in for it: ${{oc.env:{lost[1]},VALUE}}.",
+                [key.partition("[")[0]],
+            )
+        what = str(error).strip().splitlines()[0]
+        return ConfigError(f"{key}: {what}" if key else what, keys=[key.partition("[")[0]])
+    if lost := re.search(r"In '(.+)': Could not override '(.+?)'", str(error)):
+        return _missing_group(lost[1], lost[2], folders)
+    if isinstance(error, RecursionError):
+        return ConfigError(
+            "The files that were chosen are nested too deeply, or choose one another in a circle",
+            "In its defaults a file may name another one of its group (- mine), not itself.",
+        )
+    if not isinstance(error, _HYDRA_ERRORS):
+        raise error
+    return ConfigError(f"The settings cannot be composed: {' '.join(str(error).split())}")
+
+
+def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigError:
+    """Return the error for a defaults list that overrides a group that does not exist."""
+    path = next((f / f"{file}.yaml" for f in folders if (f / f"{file}.yaml").is_file()), Path(file))
+    return ConfigError(
+        f"There is no group {group} for 'override /{group}' to choose from",
+        advice(group, list(find_groups(folders)), "Groups"),
+        where=f"in {short(path)}",
+    )
+
+
+def _missing_option(
+    error: MissingConfigException,
+    wanted: str,
+    overrides: Sequence[Override],
+    folders: Sequence[Path],
+) -> ConfigError:
+    group, _, option = wanted.rpartition("/")
+    if any(override.key_or_group == group for override in overrides):
+        where = COMMAND_LINE
+    else:
+        # Hydra names the file with the defaults list, not the one that overrides it.
+        files = (file for folder in folders for file in sorted(folder.rglob("*.yaml")))
+        where = next((f"in {short(file)}" for file in files if _chooses(file, group, option)), "")
+    options = list(error.options or ())
+    if not options:
+        return ConfigError(f"There is no {wanted}.yaml", where=where)
+    return no_option(group, option, options, where)
+
+
+def no_option(group: str, option: str, options: Sequence[str], where: str) -> ConfigError:
+    """Return the error for an option that a group does not have, with the nearest one."""
+    remedy = advice(option, options, f"Options of {group}")
+    if (group, option) == ("hydra/sweeper", "optuna"):
+        remedy = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
+    return ConfigError(f"There is no {group}={option}", remedy, where=where)
+
+
+def _chooses(file: Path, group: str, option: str) -> bool:
+    """Return whether the file's defaults list has `group: option` or `override /group: option`."""
+    try:
+        content = read_yaml(file)
+    except (yaml.YAMLError, OSError, DamagedError):
+        return False
+    return choices(content).get(group) == option

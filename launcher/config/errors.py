@@ -1,7 +1,6 @@
-"""The one error that a wrong setting raises, and the nearest right name to put into it.
+"""`ConfigError`, the error for wrong settings, and suggestions for misspelt names.
 
-Anything that may import `launcher.config` raises `ConfigError` for bad user input; the command
-line prints it as one line and exits with 2. Standard library only.
+The command line prints it as one line and exits with 2. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ _SHOWN = 100  # characters of a wrong value that a message repeats
 
 
 class ConfigError(Exception):
-    """A setting that cannot be followed: what is wrong, where it was said, what to do.
+    """A wrong setting: the problem, the place of the setting, and the remedy.
 
     Args:
         problem: what is wrong, naming the setting; a sentence without its full stop.
         remedy: what to do about it; whole sentences.
-        keys: the dotted settings at fault, so that whoever knows where they were said can add it.
-        where: where they were said, such as "on the command line".
+        keys: the dotted names of the settings at fault, whose places `compose` adds.
+        where: their places, such as "on the command line".
     """
 
     def __init__(
@@ -36,8 +35,8 @@ class ConfigError(Exception):
         remedy = f" {self.remedy}" if self.remedy else ""
         return f"{self.problem}{where}.{remedy}"
 
-    def said(self, where: str) -> ConfigError:
-        """Return the same error with the place where its settings were said."""
+    def located(self, where: str) -> ConfigError:
+        """Return the same error with the place of its settings, unless it has one."""
         return ConfigError(self.problem, self.remedy, self.keys, self.where or where)
 
 
@@ -59,7 +58,7 @@ def advice(word: str, options: Sequence[str], label: str = "") -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return the words as one reads them out: "a, b or c"."""
+    """Return the words as a list in prose: "a, b or c"."""
     return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 

@@ -1,4 +1,4 @@
-"""Families of models and datasets: a class of settings each, which `recipes` defines.
+"""Registry of model and dataset families, each a class of settings defined in `recipes`.
 
 A family is a folder, `recipes/models/<family>/` or `recipes/datasets/<family>/`: its settings are
 a frozen dataclass in `options.py`, beside `model.py` or `dataset.py`, which builds what they
@@ -22,12 +22,12 @@ _PACKAGES = ("launcher.recipes.models", "launcher.recipes.datasets")
 
 
 class ModelOptions:
-    """The settings of a model family. A subclass is a frozen dataclass, a field a setting.
+    """Settings of a model family. A subclass is a frozen dataclass with a field for each setting.
 
     Attributes:
-        name: the family's name, a field with a default: what `model.name` says.
-        switches: settings that have an effect only beside others.
-        shorthands: settings that stand for others, such as a size, each with those others.
+        name: the family's name, the value of `model.name`, a field with a default.
+        switches: settings that need another setting.
+        shorthands: settings that stand for others, such as a size, with those others.
         keeps_documents: whether its attention keeps within the documents of a packed row.
     """
 
@@ -42,7 +42,7 @@ class ModelOptions:
         return None
 
     def filled(self) -> Self:
-        """Return the settings with all that their shorthands stand for; raises ConfigError."""
+        """Return the settings with their shorthands expanded; raise ConfigError."""
         return self
 
     def check(self) -> Iterator[ConfigError]:
@@ -51,11 +51,11 @@ class ModelOptions:
 
 
 class DatasetOptions:
-    """The settings of a dataset family. A subclass is a frozen dataclass, a field a setting.
+    """Settings of a dataset family. A subclass is a frozen dataclass with a field for each setting.
 
     Attributes:
-        name: the family's name, a field with a default: what `dataset.name` says.
-        switches: settings that have an effect only beside others.
+        name: the family's name, the value of `dataset.name`, a field with a default.
+        switches: settings that need another setting.
     """
 
     name: str
@@ -66,7 +66,7 @@ class DatasetOptions:
         yield from ()
 
     def notes(self, model: ModelOptions) -> Iterator[str]:
-        """Yield what a user should know about settings that are allowed, a line each."""
+        """Yield hints about allowed settings, one line each."""
         yield from ()
 
 
@@ -104,7 +104,7 @@ def find_datasets() -> Mapping[str, type[DatasetOptions]]:
 
 
 def builder_of(options: type[ModelOptions | DatasetOptions]) -> str:
-    """Return the name of the module that builds what these settings describe."""
+    """Return the name of the module that builds the model or dataset of these settings."""
     return family_module(options, "model" if issubclass(options, ModelOptions) else "dataset")
 
 

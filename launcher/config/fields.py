@@ -1,4 +1,4 @@
-"""Fields of settings that say which values they take.
+"""Fields of settings, and the values that they accept.
 
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
 `auto` (the word `auto`, or null, stands for the field's default), `parse` (a function that raises
@@ -6,7 +6,7 @@ ValueError for what is none of `choices` and no form of one), `one_or_several` (
 text alone is one entry), `lines` (text may have several) and `variants` (a section of several
 kinds: its `Variants`). A field that is `internal` is no setting.
 
-A `Switch` says which settings have an effect only beside others.
+A `Switch` lists settings that have no effect without another one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def settings_of(cls: Any) -> list[Field[Any]]:
 
 
 def key_of(found: Field[Any]) -> str:
-    """Return the name of a setting; its field has `_` at the end where Python keeps the word."""
+    """Return the name of a setting: its field's, without the `_` after a word of Python's."""
     return found.name.rstrip("_")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.base.conf_folder import CONF
 from launcher.config.errors import ConfigError
 
-# Folders whose files are parts of other files, and no options: by their names, of which group.
+# Folders whose files are parts of other files, not options, and the group of those files.
 PARTS = {"device": "cluster"}
 
 

@@ -1,16 +1,17 @@
-"""The settings of the section `cluster`: a class a kind, with the fields that the kind obeys.
+"""The section `cluster`: a class for each kind, with the settings of that kind and its `check`.
 
-A part of `schema`, whose rules hold here as well. `launcher.cluster.kinds` has the behaviour of
-each kind, and says how to add one.
+`launcher.cluster.kinds` has the behaviour of each kind, and says how to add one.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from launcher.config.fields import choice, number
+from launcher.config.errors import ConfigError
+from launcher.config.fields import Switch, choice, number
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LinkSpeeds:
 
 @dataclass(frozen=True)
 class Container:
-    """What srun's container plugin (pyxis) is told; null leaves each out."""
+    """Options of srun's container plugin (pyxis); null leaves each out."""
 
     image: str | None = None
     mounts: list[str] = field(default_factory=list)
@@ -49,9 +50,9 @@ class Container:
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a job asks of Slurm; null leaves the choice to the site.
+    """Options of a Slurm job; null leaves the choice to the site.
 
-    `conf/cluster/slurm.yaml` says in comments what each setting means.
+    `conf/cluster/slurm.yaml` describes each setting.
     """
 
     partition: str | None = None
@@ -85,22 +86,115 @@ class Slurm:
     wait: bool = False
 
 
+# The pattern of each text setting of `Slurm`, and the remedy for a value that does not match.
+_TEXTS = {
+    "time": (
+        r"(?=\d)(\d+d)?(\d+h)?(\d+m)?",
+        "Write days, hours and minutes, such as 2d12h, 4h or 90m.",
+    ),
+    "mem": (r"\d+[KMGT]?", "Write it as Slurm does, such as 64G."),
+    "signal": (
+        r"(TERM|USR1|USR2)@\d{1,5}",
+        "Write TERM, USR1 or USR2, @ and the seconds before the time limit, such as USR2@120.",
+    ),
+    "job_name": (r"[\w.+-]+", "Use letters, digits, '.', '_', '+' and '-'."),
+}
+# Options of sbatch that `extra` may not set, and the setting to use instead.
+_SBATCH_OPTIONS = {
+    name.replace("_", "-"): f"cluster.slurm.{name}"
+    for name in (
+        *("partition", "account", "qos", "time", "mem", "gres", "exclusive", "constraint"),
+        *("reservation", "nodelist", "exclude", "dependency", "job_name", "signal", "array"),
+    )
+} | {
+    "nodes": "cluster.hosts",
+    "cpus-per-task": "cluster.slurm.cpus",
+    "gpus": "cluster.gpus",
+    "gpus-per-node": "cluster.gpus",
+    "requeue": "cluster.slurm.max_requeues",
+    "no-requeue": "cluster.slurm.max_requeues",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "chdir", "parsable", "wait"),
+        "",
+    ),
+}
+
+
 def minutes(time: str) -> int:
     """Return a `Slurm.time`, such as 2d12h or 90m, in minutes."""
     parts = {unit: int(number) for number, unit in re.findall(r"(\d+)([dhm])", time)}
     return (parts.get("d", 0) * 24 + parts.get("h", 0)) * 60 + parts.get("m", 0)
 
 
+def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
+    for name, (pattern, remedy) in _TEXTS.items():
+        value = getattr(slurm, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            yield ConfigError(
+                f"cluster.slurm.{name}={value!r} cannot be understood",
+                remedy,
+                [f"cluster.slurm.{name}"],
+            )
+    for name in slurm.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield ConfigError(
+                f"cluster.slurm.env: {name!r} cannot name an environment variable",
+                "Use letters, digits and '_'.",
+                ["cluster.slurm.env"],
+            )
+
+
+def _too_short(slurm: Slurm) -> Iterator[ConfigError]:
+    """Check that the time limit leaves time to train before the signal to save and end."""
+    lead = int(slurm.signal.rpartition("@")[2])
+    if slurm.time and 60 * minutes(slurm.time) <= lead:
+        yield ConfigError(
+            f"cluster.slurm.time={slurm.time} is not above the {lead} s before its end at which "
+            f"cluster.slurm.signal={slurm.signal} has the run save and end",
+            "Give the job more time, or the signal fewer seconds.",
+            ["cluster.slurm.time", "cluster.slurm.signal"],
+        )
+
+
+def _set_twice(slurm: Slurm) -> Iterator[ConfigError]:
+    if slurm.gres and slurm.gpu_type:
+        yield ConfigError(
+            f"cluster.slurm.gres={slurm.gres} and cluster.slurm.gpu_type={slurm.gpu_type} both "
+            "ask for GPUs",
+            "Leave one out.",
+            ["cluster.slurm.gres", "cluster.slurm.gpu_type"],
+        )
+
+
+def _extra(slurm: Slurm) -> Iterator[ConfigError]:
+    for option in slurm.extra:
+        name = option.lstrip("-")
+        known = [word for word in _SBATCH_OPTIONS if word.startswith(name)]
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
+            problem = f"cluster.slurm.extra: {option!r} cannot name an option of sbatch"
+            remedy = "Write its name alone, such as mail-type, and its value behind it."
+        elif name in _SBATCH_OPTIONS:
+            setting = _SBATCH_OPTIONS[name]
+            problem = f"cluster.slurm.extra.{option} cannot be set here"
+            remedy = f"Use {setting}." if setting else "The launcher sets it itself."
+        elif known:  # which sbatch takes it for
+            problem = f"cluster.slurm.extra.{option} is short for {known[0]}"
+            remedy = "Write options in full."
+        else:
+            continue
+        yield ConfigError(problem, remedy, ["cluster.slurm.extra"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What every kind of cluster obeys.
+    """Settings of every kind of cluster.
 
     Attributes:
         kind: which kind it is.
         gpus: the number of devices in total.
         hosts: the number of hosts.
         price_per_device_hour: what a device costs an hour, in any currency; None: not known.
-        clause: what the kind has no other settings for, for messages.
+        clause: why the kind has no other settings, for messages.
     """
 
     kind: str
@@ -119,10 +213,20 @@ class Cluster:
         """Whether a setting may be a secret."""
         return False
 
+    def check(self) -> Iterator[ConfigError]:
+        """Yield the contradictions between these settings."""
+        if self.gpus is not None and self.gpus % self.hosts:
+            yield ConfigError(
+                f"cluster.gpus={self.gpus} cannot be shared evenly by "
+                f"cluster.hosts={self.hosts} hosts",
+                "cluster.gpus is the total over all hosts: make it a multiple.",
+                ["cluster.gpus", "cluster.hosts"],
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machines(Cluster):
-    """What every cluster obeys that can be trained on.
+    """Settings of every cluster that can be trained on.
 
     Attributes:
         start_timeout: seconds until Ray is up, and then until one more process is up.
@@ -140,18 +244,39 @@ class Local(Machines):
     """This machine: its GPUs, all if `gpus` is None, or CPU devices where it has none."""
 
     kind: str = "local"
-    clause: ClassVar[str] = "which is this one machine"
+    clause = "which is this one machine"
+
+    def check(self) -> Iterator[ConfigError]:
+        """Yield the contradictions between these settings."""
+        if self.hosts > 1:
+            yield ConfigError(
+                f"cluster=local is this one machine, not cluster.hosts={self.hosts}",
+                "Use cluster=emulated to emulate several hosts on it.",
+                ["cluster.hosts"],
+            )
+        yield from super().check()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts(Machines):
-    """What every cluster obeys that may have several hosts.
+    """Settings of every cluster that may have several hosts.
 
     Attributes:
-        transport: the way of arrays between worker processes.
+        transport: the transport of arrays between worker processes.
     """
 
     transport: str = choice("auto", "auto", "pull", "collective")
+
+    def check(self) -> Iterator[ConfigError]:
+        """Yield the contradictions between these settings."""
+        yield from super().check()
+        if self.transport != "auto" and self.hosts == 1:
+            yield ConfigError(
+                f"cluster.transport={self.transport} moves arrays between processes, and "
+                "cluster.hosts=1 is one",
+                "Leave it at auto.",
+                ["cluster.transport", "cluster.hosts"],
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +285,7 @@ class Emulated(Hosts):
 
     kind: str = "emulated"
     gpus: int | None = number(4, minimum=1)
-    clause: ClassVar[str] = "which is this one machine"
+    clause = "which is this one machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,17 +301,31 @@ class SlurmCluster(Hosts):
         """See `Cluster.holds_secrets`."""
         return bool(self.slurm.env)
 
+    def check(self) -> Iterator[ConfigError]:
+        """Yield the contradictions between these settings."""
+        yield from super().check()
+        if self.gpus is None:
+            yield ConfigError(
+                "cluster.gpus is not set, and cluster=slurm must know how many to ask for",
+                "Give the number in total, over all nodes.",
+                ["cluster.gpus"],
+            )
+        yield from _misspelt(self.slurm)
+        yield from _too_short(self.slurm)
+        yield from _set_twice(self.slurm)
+        yield from _extra(self.slurm)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RayCluster(Hosts):
-    """Nodes of a Ray that is already running, with the devices that they have.
+    """Nodes of an existing Ray cluster, with their devices.
 
     Attributes:
-        address: where that Ray is: "auto", or host:port.
+        address: the cluster's address: "auto", or host:port.
         gpus: the number of devices in total; None takes all GPUs of the nodes, or four emulated CPU
             devices a worker where no node has a GPU.
-        num_cpus: the CPUs that each worker demands of Ray.
-        resources: the amount of each custom resource that each worker demands of Ray, by name.
+        num_cpus: the CPUs that each worker requests.
+        resources: the custom resources that each worker requests, by name.
     """
 
     kind: str = "ray"
@@ -194,19 +333,40 @@ class RayCluster(Hosts):
     num_cpus: float = number(0.0, minimum=0.0)
     resources: dict[str, float] = field(default_factory=dict)
 
+    def check(self) -> Iterator[ConfigError]:
+        """Yield errors of the address and of the resources of a worker."""
+        yield from super().check()
+        if problem := ray_address_problem(self.address):
+            address = f"cluster.address={self.address}"
+            yield ConfigError(f"{address} is not a usable address", problem, ["cluster.address"])
+        for name, amount in self.resources.items():
+            if name in ("CPU", "GPU"):
+                setting = {"CPU": "cluster.num_cpus", "GPU": "cluster.gpus"}[name]
+                yield ConfigError(
+                    f"cluster.resources.{name} cannot be set here",
+                    f"Use {setting}.",
+                    ["cluster.resources"],
+                )
+            if amount <= 0:
+                yield ConfigError(
+                    f"cluster.resources.{name}={amount:g} demands nothing",
+                    "Give an amount above 0, or leave it out.",
+                    ["cluster.resources"],
+                )
+
 
 def ray_address_problem(address: str) -> str:
-    """Return what is wrong with the address of a Ray, and what to do; "" if nothing is."""
+    """Return the remedy for a wrong address of a Ray cluster; "" for a right one."""
     if address.startswith("ray://"):
         return (
             "That is a Ray Client, which runs this program's calls in another process: run the "
-            'launcher on a node of that Ray and give "auto", or the host:port that `ray start` '
-            "told."
+            'launcher on a node of that cluster and give "auto", or the host:port that `ray start` '
+            "printed."
         )
     host, _, port = address.rpartition(":")
     if address == "auto" or (host and port.isdigit() and 0 < int(port) < 2**16):
         return ""
-    return 'Give "auto" for the Ray of this machine, or host:port as `ray start` told it.'
+    return 'Give "auto" for this machine\'s Ray cluster, or host:port as `ray start` printed it.'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,12 +377,34 @@ class Described(Cluster):
     name: str | None = None
     device: Device = field(default_factory=Device)
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
-    clause: ClassVar[str] = "which is only planned for"
+    clause = "which is only planned for"
 
     @property
     def title(self) -> str:
         """The option that chooses it, as its file is to be called."""
         return self.name or self.kind
+
+    def check(self) -> Iterator[ConfigError]:
+        """Yield the figures that a plan needs and that are missing."""
+        yield from super().check()
+        device, links = self.device, self.links
+        needed = {
+            "cluster.gpus": self.gpus,
+            "cluster.device.name": device.name,
+            "cluster.device.peak_tflops": device.peak_tflops,
+            "cluster.device.memory_gib": device.memory_gib,
+            "cluster.device.memory_gb_per_second": device.memory_gb_per_second,
+            "cluster.links.intra_host_gb_per_second": links.intra_host_gb_per_second,
+        }
+        if self.hosts > 1:
+            needed["cluster.links.inter_host_gb_per_second"] = links.inter_host_gb_per_second
+        for key, value in needed.items():
+            if not value:
+                yield ConfigError(
+                    f"{key} is not set, and a described cluster needs it",
+                    "Fill it in from the datasheet; conf/device/h100.yaml is an example.",
+                    [key],
+                )
 
 
 CLUSTERS: dict[str, type[Cluster]] = {
@@ -249,3 +431,30 @@ def slurm_cluster(cluster: Cluster) -> SlurmCluster:
 def slurm_of(cluster: Cluster) -> Slurm:
     """Return what a job asks of Slurm, of a cluster that is known to be Slurm's."""
     return slurm_cluster(cluster).slurm
+
+
+SWITCHES = (
+    Switch(
+        ("cluster.links.inter_host_gb_per_second",),
+        ("cluster.hosts",),
+        lambda c: not isinstance(c.cluster, Described) or c.cluster.hosts > 1,
+        "cluster.hosts=1 has no link to another host",
+        "set cluster.hosts",
+    ),
+    Switch(
+        ("cluster.slurm.container.mounts", "cluster.slurm.container.workdir"),
+        ("cluster.slurm.container.image",),
+        lambda c: (
+            not isinstance(c.cluster, SlurmCluster) or c.cluster.slurm.container.image is not None
+        ),
+        "without cluster.slurm.container.image there is no container",
+        "name an image",
+    ),
+    Switch(
+        ("cluster.slurm.gpu_type", "cluster.slurm.gres"),
+        ("cluster.slurm.emulated",),
+        lambda c: not isinstance(c.cluster, SlurmCluster) or not c.cluster.slurm.emulated,
+        "cluster.slurm.emulated=true asks for no GPUs",
+        "leave that out",
+    ),
+)

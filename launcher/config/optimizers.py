@@ -1,6 +1,6 @@
-"""The settings of the section `optimizer`: a class an optimizer, with the fields that it obeys.
+"""The section `optimizer`: a class for each optimizer, with its settings and its `check`.
 
-A part of `schema`, whose rules hold here as well. To add an optimizer, write one line as below,
+To add an optimizer, write one line as below,
 with the name of Optax's transformation and the settings that become its arguments, and a file in
 `conf/optimizer/`:
 
@@ -14,15 +14,17 @@ the model, such as `layers_0.mlp.linear_fc1.kernel`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar
 
-from launcher.config.fields import choice, number
+from launcher.config.errors import ConfigError
+from launcher.config.fields import Switch, choice, number
 
 
 @dataclass(frozen=True)
 class Group:
-    """What is otherwise for the parameters of a pattern; null: as for the others."""
+    """Settings for the parameters of a pattern; null: as for the others."""
 
     pattern: str
     learning_rate: float | None = number(None, minimum=0.0)
@@ -32,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters: what they are added to, of which rank, and by which factor."""
+    """Low-rank adapters: their rank, scale and parameters."""
 
     rank: int = number(0, minimum=0)  # 0: none
     alpha: float = number(16.0, minimum=0.0)  # they are added times alpha / rank
@@ -41,7 +43,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What every optimizer obeys: which parameters learn, and their average.
+    """Settings of every optimizer: trained parameters, and their average.
 
     Attributes:
         train_only: the pattern of the parameters that learn; null: all.
@@ -52,6 +54,15 @@ class Optimizer:
     train_only: str | None = None
     ema: float | None = number(None, minimum=0.0, maximum=1.0)
     lora: Lora = field(default_factory=Lora)
+
+    def check(self) -> Iterator[ConfigError]:
+        """Yield the contradictions between these settings."""
+        if self.ema == 1:
+            yield ConfigError(
+                "optimizer.ema=1 would keep the first parameters forever",
+                "Use a number below 1, such as 0.999.",
+                ["optimizer.ema"],
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +80,7 @@ class CustomOptimizer(Optimizer):
 
 @dataclass(frozen=True)
 class Scheduled(Optimizer):
-    """What every optimizer of ours obeys: its schedule, weight decay, clipping and groups.
+    """Settings of every optimizer of ours: schedule, weight decay, clipping and groups.
 
     Attributes:
         scaling: the name of the transformation of gradients that makes it this optimizer.
@@ -86,6 +97,23 @@ class Scheduled(Optimizer):
     groups: list[Group] = field(default_factory=list)
     scaling: ClassVar[str]
 
+    def check(self) -> Iterator[ConfigError]:
+        """Yield the contradictions between these settings."""
+        yield from super().check()
+        if self.clip_norm == 0:
+            yield ConfigError(
+                "optimizer.clip_norm=0 would make every gradient zero",
+                "Use null for no clipping.",
+                ["optimizer.clip_norm"],
+            )
+        if self.final_learning_rate > self.learning_rate:
+            yield ConfigError(
+                f"optimizer.final_learning_rate={self.final_learning_rate:g} is above "
+                f"optimizer.learning_rate={self.learning_rate:g}",
+                "The rate decays from the second to the first.",
+                ["optimizer.final_learning_rate", "optimizer.learning_rate"],
+            )
+
     @property
     def arguments(self) -> dict[str, Any]:
         """The settings of this optimizer alone, which its transformation takes."""
@@ -97,7 +125,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {}
 
 
 def optimizer(name: str, scaling: str, **settings: Any) -> type[Scheduled]:
-    """Make the class of an optimizer, and makes it known by its name.
+    """Make the class of an optimizer and register its name.
 
     Args:
         name: what the settings call it.
@@ -143,3 +171,40 @@ optimizer(
     eps=1e-8,
 )
 OPTIMIZERS["custom"] = CustomOptimizer
+
+
+def _decay(config: Any) -> str | None:
+    """Return how the learning rate decays; None: an optimizer of the user's own decides that."""
+    return getattr(config.optimizer, "decay", None)
+
+
+SWITCHES = (
+    Switch(
+        ("optimizer.final_learning_rate",),
+        ("optimizer.decay",),
+        lambda c: _decay(c) != "constant",
+        "optimizer.decay=constant ends at the rate where it begins",
+        "use optimizer.decay=cosine or linear",
+    ),
+    Switch(
+        ("optimizer.decay_fraction",),
+        ("optimizer.decay",),
+        lambda c: _decay(c) in ("wsd", None),
+        "that is the decay of optimizer.decay=wsd",
+        "use that",
+    ),
+    Switch(
+        ("optimizer.restarts",),
+        ("optimizer.decay",),
+        lambda c: _decay(c) in ("cosine_restarts", None),
+        "there are restarts with optimizer.decay=cosine_restarts",
+        "use that",
+    ),
+    Switch(
+        ("optimizer.lora.alpha", "optimizer.lora.pattern"),
+        ("optimizer.lora.rank",),
+        lambda c: c.optimizer.lora.rank > 0,
+        "optimizer.lora.rank=0 makes no adapters",
+        "set optimizer.lora.rank",
+    ),
+)

@@ -15,17 +15,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import OverrideParseException
 
-from launcher.config.bounded import is_too_deep
 from launcher.config.errors import ConfigError, shown
 from launcher.config.folders import PARTS
-from launcher.config.keys import text_keys
+from launcher.config.reader import text_keys
 
 COMMAND_LINE = "on the command line"
-_LONGEST = 1000  # characters of what a message repeats
+_LONGEST = 1000  # characters of an argument that a message repeats
 
 
 def parse(texts: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
-    """Read each `group=option`, `key=value`, `+key=value`, `++key=value` and `~key`.
+    """Parse each `group=option`, `key=value`, `+key=value`, `++key=value` and `~key`.
 
     Args:
         texts: the arguments as the shell handed them over.
@@ -54,7 +53,7 @@ def _parse_one(parser: OverridesParser, text: str) -> Override:
 
 
 def _quoted(key: str, value: str) -> str:
-    """Return an argument as a shell takes it whose value Hydra reads as it stands."""
+    """Return an argument quoted for the shell and for Hydra."""
     if "'" in value and '"' not in value:
         return f'"{key}=\\"{value}\\""'
     inner = value.replace("'", "\\'").replace('"', '\\"')
@@ -62,7 +61,7 @@ def _quoted(key: str, value: str) -> str:
 
 
 def _refuse_useless(override: Override, text: str) -> None:
-    """Refuse what Hydra's grammar allows but what could change nothing here."""
+    """Refuse overrides of Hydra's grammar that would have no effect here."""
     if not override.key_or_group:
         problem, remedy = f"{text!r} has no name before its =", "Write key=value."
     elif override.key_or_group.split(".")[0].split("/")[0] == "hydra":
@@ -74,8 +73,6 @@ def _refuse_useless(override: Override, text: str) -> None:
     elif override.package is not None:
         problem = f"{text} puts a group into another section than its own"
         remedy = f"Write {override.key_or_group}=OPTION."
-    elif not override.is_sweep_override() and is_too_deep(override.value()):
-        problem, remedy = f"{shown(text)} is nested too deeply", "Write a plainer value."
     elif _has_leading_zero(override):
         problem = f"{text} has a 0 in front of a number"
         remedy = "Write numbers with decimal digits; text goes in quotes."
@@ -124,18 +121,18 @@ def for_hydra(
 
 
 def quoted(value: str) -> str:
-    """Return `value` as one quoted string of the override grammar, whatever it holds."""
+    """Return `value` as a quoted string of the override grammar."""
     return QuotedString(value, Quote.single).with_quotes()
 
 
 def written(value: str) -> str:
-    """Return the text `value` as it is best typed: in quotes only if it needs them."""
+    """Return the text `value` for a command line, in quotes only if it needs them."""
     plain = re.fullmatch(r"[\w./-]+", value) and value.casefold() != "null"
     return value if plain else quoted(value)
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> None:
-    """Raise ConfigError for several values of a setting, of which one run takes one."""
+    """Raise ConfigError for several values of one setting in a single run."""
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(

@@ -1,23 +1,26 @@
-"""The settings of the section `parallel`: a class a method, with the fields that the method obeys.
+"""The section `parallel`: a class for each method, with its settings and its `check`.
 
-A part of `schema`, whose rules hold here as well. To add a method, write its class here, list it in
-`METHODS`, give it a file in `conf/parallel/`, and say in `driver.planning.plan_from_config` which
-plan it stands for.
+To add a method, write its class here, list it in `METHODS`, give it a file in `conf/parallel/`, and
+map it to a plan in `driver.planning.plan_from_config`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from launcher.base.remat_name import WORDS, parse_remat
+from launcher.config.errors import ConfigError, listed
 from launcher.config.fields import automatic, automatic_choice, choice, number
+from launcher.config.machines import Cluster, Described
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """What every method obeys.
+    """Settings of every method.
 
     Attributes:
         method: its name.
@@ -29,6 +32,16 @@ class Parallel:
     allow_over_memory: bool = False
     clause: ClassVar[str] = ""
 
+    def check(self, cluster: Cluster, batch: int, layers: int | None) -> Iterator[ConfigError]:
+        """Yield the contradictions within these settings and with what they divide.
+
+        Args:
+            cluster: the cluster.
+            batch: `train.global_batch_size`.
+            layers: the number of pipeline layers of the model; None: not known before tracing.
+        """
+        yield from ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(Parallel):
@@ -36,20 +49,20 @@ class Replay(Parallel):
 
     method: str = "replay"
     plan: str
-    clause: ClassVar[str] = "which takes it from the plan"
+    clause = "which takes it from the plan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(Parallel):
-    """What every method obeys that makes a plan.
+    """Settings of every method that makes a plan.
 
     Attributes:
-        num_micro_batches: how many parts the global batch is cut into.
-        remat: which activations are computed again for the backward pass.
-        cost: what predictions rest on: rates measured on the devices that are here, nominal rates,
-            or layers timed on these devices.
+        num_micro_batches: number of parts of the global batch.
+        remat: the activations that are recomputed for the backward pass.
+        cost: source of the predictions: rates measured on the devices of this machine, nominal
+            rates, or layers timed on these devices.
         bucket_bytes: the most bytes of gradients that one collective sums over the replicas.
-        reduce_dtype: the type in which gradients cross.
+        reduce_dtype: the type in which gradients are summed over replicas.
     """
 
     num_micro_batches: int | None = automatic()
@@ -58,6 +71,24 @@ class Planned(Parallel):
     bucket_bytes: int = number(25 << 20, minimum=0)
     reduce_dtype: str = choice("fp32", "fp32", "bf16")
 
+    def check(self, cluster: Cluster, batch: int, layers: int | None) -> Iterator[ConfigError]:
+        """Yield the contradictions with the batch and with devices that are not here."""
+        pieces = self.num_micro_batches or 1
+        if batch % pieces:
+            yield ConfigError(
+                f"train.global_batch_size={batch} cannot be cut into "
+                f"parallel.num_micro_batches={pieces} equal microbatches",
+                f"Use train.global_batch_size={_multiples(batch, pieces)}.",
+                ["train.global_batch_size", "parallel.num_micro_batches"],
+            )
+        if self.cost == "profile" and isinstance(cluster, Described):
+            yield ConfigError(
+                f"parallel.cost=profile measures devices, and those of cluster={cluster.name} are "
+                "not here",
+                "Use parallel.cost=model.",
+                ["parallel.cost", "cluster.kind"],
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Planned):
@@ -65,7 +96,20 @@ class Data(Planned):
 
     method: str = "data"
     num_micro_batches: int = automatic(1)
-    clause: ClassVar[str] = "which is one stage on all devices"
+    clause = "which is one stage on all devices"
+
+    def check(self, cluster: Cluster, batch: int, layers: int | None) -> Iterator[ConfigError]:
+        """Check that the replicas get equal shares of a microbatch, too."""
+        yield from super().check(cluster, batch, layers)
+        pieces, gpus = self.num_micro_batches, cluster.gpus
+        if gpus and (batch // pieces) % gpus:
+            yield ConfigError(
+                f"A microbatch of {batch // pieces} samples (train.global_batch_size={batch} / "
+                f"parallel.num_micro_batches={pieces}) cannot be shared evenly by "
+                f"cluster.gpus={gpus} devices",
+                f"Make train.global_batch_size a multiple of {pieces * gpus}.",
+                ["train.global_batch_size", "parallel.num_micro_batches", "cluster.gpus"],
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +151,17 @@ class Shard(Planned):
     num_micro_batches: int = automatic(1)
     data: int | None = number(None, minimum=1)
     model: int | None = number(None, minimum=1)
-    clause: ClassVar[str] = "which is one stage on all devices"
+    clause = "which is one stage on all devices"
+
+    def check(self, cluster: Cluster, batch: int, layers: int | None) -> Iterator[ConfigError]:
+        """Check that the logical mesh covers the devices, too."""
+        yield from super().check(cluster, batch, layers)
+        yield from _check_mesh(cluster.gpus, {"data": self.data, "model": self.model})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined(Planned):
-    """What every method obeys that puts layers into stages.
+    """Settings of every method that puts layers into stages.
 
     Attributes:
         num_layers: number of automatic layers; None: at the model's marks, if it has any.
@@ -124,34 +173,66 @@ class Pipelined(Planned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto(Pipelined):
+class Staged(Pipelined):
+    """Settings of every method that takes a number of stages.
+
+    Attributes:
+        num_stages: None: searched for, or as many as layers and devices allow.
+    """
+
+    num_stages: int | None = automatic()
+
+    def check(self, cluster: Cluster, batch: int, layers: int | None) -> Iterator[ConfigError]:
+        """Check that every stage has a layer, and a device where the schedule needs one."""
+        yield from super().check(cluster, batch, layers)
+        gpus, stages = cluster.gpus, self.num_stages or 1
+        most = self.num_layers or layers
+        if most is not None and stages > most:
+            asked = (
+                f"parallel.num_layers={most}" if self.num_layers else f"the model's {most} layers"
+            )
+            yield ConfigError(
+                f"parallel.num_stages={stages} is more than {asked}",
+                "A stage is at least one layer: ask for fewer stages, or raise "
+                f"{'parallel' if self.num_layers else 'model'}.num_layers.",
+                ["parallel.num_stages"],
+            )
+        sharing = training_schedules(interleaves=True)
+        if gpus is not None and stages > gpus and self.schedule not in sharing:
+            yield ConfigError(
+                f"parallel.num_stages={stages} is more than cluster.gpus={gpus}",
+                "A stage needs a device of its own, except with parallel.schedule="
+                f"{listed(sharing)}: ask for fewer stages or more devices.",
+                ["parallel.num_stages", "cluster.gpus"],
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Staged):
     """The best plan that a search finds; `auto` and null are searched for.
 
     Attributes:
-        try_: how many of the best plans are run for some steps, to go on with the fastest; None: as
+        try_: number of the best plans that are run for some steps to choose the fastest; None: as
             many as pay, for a long run.
     """
 
     method: str = "auto"
     try_: int | None = automatic(minimum=0)
-    num_stages: int | None = automatic()
     schedule: str = automatic_choice("auto", *training_schedules())
     remat: str = automatic_choice("auto", *WORDS, parse=parse_remat)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manual(Pipelined):
+class Manual(Staged):
     """A pipeline of stages of about equal work.
 
     Attributes:
-        num_stages: None: as many as layers and devices allow.
         stages_per_mesh: how many stages share a submesh; None: one, or at least two with a schedule
             that interleaves.
     """
 
     method: str = "manual"
     num_micro_batches: int = automatic(4)
-    num_stages: int | None = automatic()
     stages_per_mesh: int | None = number(None, minimum=1)
 
 
@@ -170,6 +251,31 @@ class ThreeD(Pipelined):
     data: int | None = number(None, minimum=1)
     model: int | None = number(2, minimum=1)
     pipeline: int | None = number(2, minimum=1)
+
+    def check(self, cluster: Cluster, batch: int, layers: int | None) -> Iterator[ConfigError]:
+        """Check that the logical mesh covers the devices, too."""
+        yield from super().check(cluster, batch, layers)
+        sizes = {"data": self.data, "model": self.model, "pipeline": self.pipeline}
+        yield from _check_mesh(cluster.gpus, sizes)
+
+
+def _check_mesh(gpus: int | None, sizes: dict[str, int | None]) -> Iterator[ConfigError]:
+    """Check that the axes of the logical mesh, by their names, cover the devices."""
+    given = {name: size for name, size in sizes.items() if size}
+    product = math.prod(given.values())
+    if gpus and (gpus % product or (len(given) == len(sizes) and gpus != product)):
+        yield ConfigError(
+            f"{' × '.join(f'parallel.{name}={size}' for name, size in given.items())} does not fit "
+            f"cluster.gpus={gpus}",
+            "Make the product the number of devices, or leave one of them null.",
+            [f"parallel.{name}" for name in sizes] + ["cluster.gpus"],
+        )
+
+
+def _multiples(batch: int, pieces: int) -> str:
+    """Return the multiples of `pieces` next to `batch`, in words."""
+    below = batch // pieces * pieces
+    return f"{below} or {below + pieces}" if below else str(pieces)
 
 
 METHODS: dict[str, type[Parallel]] = {

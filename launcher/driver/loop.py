@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from launcher.base.stop import Stop
-from launcher.config.schema import Checkpoint, Train
+from launcher.config.training import Checkpoint, Train
 from launcher.driver.record.recorder import Recorder
 from launcher.driver.record.special_steps import is_evaluated, profiled_step
 

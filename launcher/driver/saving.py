@@ -14,7 +14,8 @@ from launcher.checkpoint import SaveError, clear_partial_saves
 from launcher.checkpoint.layout import read_metadata
 from launcher.cluster.errors import HungError
 from launcher.config.compose import redacted
-from launcher.config.schema import Checkpoint, Config
+from launcher.config.schema import Config
+from launcher.config.training import Checkpoint
 from launcher.driver.folder.identity import fingerprints
 from launcher.plan import Plan
 from launcher.report.text import shown_path

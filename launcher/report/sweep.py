@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.base.files import DamagedError, read_json, write_whole
-from launcher.config.bounded import tree_of
+from launcher.base.reading import read_yaml
 from launcher.report.pages.sweep_page import SweptRun, sweep_report
 from launcher.report.run_record import STOPPED_EARLY, ended_well
 from launcher.report.summary import FILE_NAME, REPORT
@@ -212,7 +212,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 def _settings(folder: Path) -> dict[str, Any]:
     """Return a run's settings by dotted key; none where they cannot be read."""
     try:
-        tree = tree_of(folder / "config.yaml")
+        tree = read_yaml(folder / "config.yaml")
     except (OSError, DamagedError, yaml.YAMLError):
         return {}
     return _flat(tree) if isinstance(tree, dict) else {}

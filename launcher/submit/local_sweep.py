@@ -26,7 +26,7 @@ from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
 from launcher.config.schema import Config, Run
-from launcher.config.sweeper import Batch, Outcome
+from launcher.config.sweep import Batch, Outcome
 from launcher.driver.folder.private_files import private_files
 from launcher.report.console import make_console
 from launcher.report.sweep import is_done, print_comparison, report_sweep

@@ -11,7 +11,7 @@ from launcher.base.stop import Stop
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
-from launcher.config.sweeper import Batch, Outcome, SweeperError, run_sweeper
+from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 from launcher.submit.local_sweep import LocalSweep, StoppedError, local_sweep
 from launcher.submit.placing import check_sweep
 

@@ -148,7 +148,7 @@ def tried(run: Callable[[int], Step]) -> float:
 
 def compare(name: str, shape: Any) -> dict[str, float]:
     """Print one case, and return the ratio of each way to the best plan by hand."""
-    from launcher.config.build import build
+    from launcher.config.reader import build
     from launcher.config.schema import Config
     from launcher.driver.planning.plan_from_config import plan_of, plans_of
     from launcher.plan import PlanError, describe_plan, local_shape

@@ -73,7 +73,7 @@ def runner(program: Any, plan: Any) -> Callable[[int], float]:
 
 def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
     """For every plan the seconds by each way to know them; and the plans to run."""
-    from launcher.config.build import build
+    from launcher.config.reader import build
     from launcher.config.schema import Config
     from launcher.driver.planning.plan_from_config import plan_of
     from launcher.plan import local_shape

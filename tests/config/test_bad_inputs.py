@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from launcher.__main__ import main
-from launcher.config.commands import COMMAND_LINE_ONLY
+from launcher.config.environment import COMMAND_LINE_ONLY
 from launcher.config.fields import LARGEST, key_of, settings_of
 from launcher.config.schema import Config
 

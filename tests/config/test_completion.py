@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
-from launcher.config.completion import completion_script
+from launcher.cli import hydra_flags
 
 STARTS = {
     "bash": ["--norc", "--noprofile", "-i"],
@@ -83,8 +83,9 @@ def test_a_star_that_is_typed_is_no_glob(tmp_path: Path) -> None:
     (tmp_path / "launcher").chmod(0o755)
     (tmp_path / "x=file").touch()
     line = "launcher a=* * x="
+    install = Path(hydra_flags.__file__).with_name("completion.bash").read_text()
     script = (
-        f"{completion_script('bash', install=True)}\n"
+        f"{install}\n"
         f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDBREAKS=' '\n"
         '_launcher_completion\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
     )

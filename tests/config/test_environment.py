@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from launcher.__main__ import main
 from launcher.cluster.slurm.script import TAIL
 from launcher.config.compose import load, load_frozen, redacted, to_dict, to_written
+from launcher.config.environment import unresolved
 from launcher.config.errors import ConfigError
-from launcher.config.interpolation import unresolved
 from launcher.submit.job import script_for
 
 SECRET = 's3cret it\'s "x" $HOME'

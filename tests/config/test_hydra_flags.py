@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from launcher.__main__ import main
+from launcher.cli.hydra_flags import INFOS
 from launcher.config.compose import load, to_written
 from launcher.config.folders import CONF
-from launcher.config.hydra_flags import INFOS
 
 
 @pytest.fixture(autouse=True)
@@ -47,24 +47,6 @@ def test_the_folder_of_the_user_is_searched_first(
     assert out.index(str(tmp_path)) < out.index(str(CONF))
 
 
-def test_every_setting_says_who_said_it(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("recipe=smoke", "train.log_every=2", "wandb.tags=[a,b]")
-    out = shown(capsys, "--cfg", "job", "--sources", *words)
-    assert yaml.safe_load(out) == to_written(load(words))
-    said = {line.partition(":")[0].strip(): line.partition("# ")[2] for line in out.splitlines()}
-    assert said["log_every"] == said["tags"] == "on the command line"
-    assert said["eval_every"].rpartition("/")[2].startswith("smoke.yaml:")
-    assert said["check_replicas_every"].rpartition("/")[2].startswith("config.yaml:")
-    part = shown(capsys, "--cfg", "job", "--sources", "-p", "train.checkpoint")
-    assert set(yaml.safe_load(part)) == {
-        "at_end",
-        "every_steps",
-        "every_minutes",
-        "keep",
-        "on_error",
-    }
-
-
 def test_hydras_settings_beside_ours(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +75,7 @@ def test_hydra_help_names_its_flags_and_groups() -> None:
         (("--info", "all", "train.stepz=3"), "train.stepz is not a setting"),
         (("--cfg", "hydra", "train.steps=0"), "train.steps must be at least 1"),
         (("--cfg", "hydra", "-p", "hydra.nothing"), "--package hydra.nothing is not a section"),
-        (("--resolve",), "--resolve and --sources say how --cfg shows settings"),
+        (("--resolve",), "--resolve is for --cfg"),
         (("--info", "all", "-m"), "--info, --hydra-help and -sc stand alone"),
         (("-sc", "install=tcsh"), "-sc install=tcsh: no such shell. Use bash, zsh, fish."),
         (("-sc", "install"), "-sc takes one of install=SHELL, uninstall=SHELL"),

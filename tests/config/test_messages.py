@@ -209,8 +209,8 @@ COMMAND_LINES = [
     ),
     (
         "cluster=ray cluster.address=head",
-        f'cluster.address=head is not a usable address {CLI}. Give "auto" for the Ray of this '
-        "machine, or host:port as `ray start` told it.",
+        f'cluster.address=head is not a usable address {CLI}. Give "auto" for this machine\'s '
+        "Ray cluster, or host:port as `ray start` printed it.",
     ),
     (
         "cluster=ray cluster.resources={GPU:1}",

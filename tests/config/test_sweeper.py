@@ -7,7 +7,7 @@ import yaml
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.sweeper import Batch, Outcome, SweeperError, run_sweeper
+from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6")
 
@@ -95,7 +95,7 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
         ),
         (
             (*OPTUNA, "hydra.sweeper.storage=sqlite:///a.db"),
-            "hydra.sweeper.storage would hold each point twice once the sweep goes on "
+            "hydra.sweeper.storage would hold each point twice once the sweep is resumed "
             "(on the command line). Leave it out: sweep.json in the sweep's folder holds its "
             "points.",
         ),
@@ -246,7 +246,7 @@ OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n
         ),
         (
             "defaults: [override /hydra/sweeper: optunna]",
-            "There is no hydra/sweeper=optunna (in a file of settings). Did you mean optuna?",
+            "There is no hydra/sweeper=optunna (in my_conf/recipe/mine.yaml). Did you mean optuna?",
         ),
         (
             "hydra: {launcher: {n_jobs: 3}}",
@@ -260,12 +260,11 @@ def test_what_a_file_may_not_say_of_a_sweep(described, text, error):
     assert str(caught.value).startswith(error)
 
 
-@pytest.mark.parametrize("others", [(), ("recipe=nowhere",)])
 @pytest.mark.parametrize("text", ["_target_: os.system", "defaults_x: {_target_: os.system}"])
-def test_a_sweepers_file_runs_no_code_whatever_else_is_wrong(described, text, others):
+def test_a_sweepers_file_runs_no_code(described, text):
     dirs = described(text, "hydra/sweeper/odd")
     with pytest.raises(ConfigError, match="_target_ runs code, so no file may set it"):
-        swept("hydra/sweeper=odd", *others, dirs=dirs)
+        swept("hydra/sweeper=odd", dirs=dirs)
 
 
 def test_a_sweepers_file_without_a_class_is_refused(described):

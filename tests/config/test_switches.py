@@ -6,8 +6,7 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.schema import DATASETS, MODELS
-from launcher.config.switches import SWITCHES
+from launcher.config.schema import DATASETS, MODELS, SWITCHES
 
 CLI = "(on the command line)"
 MLP = "model=mlp dataset=synthetic model.widths=[8,8]"

@@ -1,6 +1,6 @@
 """No setting is accepted without effect: each changes the plan, the run or a report, or is refused.
 
-A new setting needs a line in `PROBES` here, or a rule that refuses it (`config.switches`).
+A new setting needs a line in `PROBES` here, or a rule that refuses it (`SWITCHES` of its section).
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher.config.build import build
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.config.fields import key_of, settings_of
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.parallel import METHODS
+from launcher.config.reader import build
 from launcher.config.schema import Config
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from launcher import checkpoint
-from launcher.config.schema import Checkpoint, Train
+from launcher.config.training import Checkpoint, Train
 from launcher.driver.loop import Cadence
 from launcher.driver.record.recorder import DivergedError
 from launcher.driver.record.special_steps import is_evaluated

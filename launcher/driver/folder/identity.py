@@ -1,7 +1,7 @@
 """The settings that must not change when a run is resumed, as it would be another run.
 
 A checkpoint holds the settings that it was saved with. Values from the environment are stored as
-their interpolation (see `launcher.config.interpolation`) and as a fingerprint, which shows that a
+their interpolation (see `launcher.config.environment`) and as a fingerprint, which shows that a
 value has changed but not what it is.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from launcher.checkpoint import Account
 from launcher.config.compose import to_dict
+from launcher.config.environment import dotted, unresolved
 from launcher.config.errors import ConfigError, shown
-from launcher.config.interpolation import dotted, unresolved
 from launcher.config.schema import Config
 from launcher.recipes import fingerprint_dataset
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from launcher.base.log import lines_to
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
-from launcher.config.check_parallel import check_parallel
 from launcher.config.errors import ConfigError
 from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
 from launcher.config.parallel import Replay
@@ -138,7 +137,8 @@ def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
         cluster = replace(cluster, gpus=pool.num_devices)
     for note in config.dataset.notes(config.model):
         _log.info(note)
-    for error in check_parallel(replace(config, cluster=cluster)):
+    batch, layers = config.train.global_batch_size, config.model.layers
+    for error in config.parallel.check(cluster, batch, layers):
         raise error
     if isinstance(config.parallel, Replay):
         assert cluster.gpus is not None

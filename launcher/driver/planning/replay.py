@@ -6,15 +6,19 @@ It imports no JAX, so that `task=check` can use it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from launcher.base.files import DamagedError, read_json
 from launcher.config.compose import to_dict
-from launcher.config.errors import ConfigError
-from launcher.config.replayed import differences, in_common, resolved_beside
+from launcher.config.environment import resolved
+from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config
+from launcher.config.sources import OF_PROGRAM, OF_TRAIN, Tree, settings_beside, shorthands_of
 
 _MOST_NAMED = 4
 
@@ -32,13 +36,13 @@ def check_program(config: Config, path: str) -> None:
         ConfigError: that run, by the `config.yaml` beside its plan, had other settings that make
             another program.
     """
-    if there := resolved_beside(path):
+    if there := _resolved_beside(path):
         here = to_dict(config)
-        differing = list(differences(here, there))
+        differing = list(_differences(here, there))
         if differing:
             raise another_program(path, differing)
         beside = Path(path).with_name("config.yaml")
-        _log.info(f"as in {beside}, beside the plan: {', '.join(in_common(here, there))}")
+        _log.info(f"as in {beside}, beside the plan: {', '.join(_in_common(here, there))}")
 
 
 def read_plan(path: str) -> Any:
@@ -115,3 +119,67 @@ def another_program(
         f"{'Set that as it was' if words else remedy}, or plan again.",
         ["parallel.plan"],
     )
+
+
+def _resolved_beside(plan: str) -> Tree:
+    """Return `settings_beside` with the values of its variables; nothing if one is not set here."""
+    tree = settings_beside(plan)
+    try:
+        return resolved(OmegaConf.create(tree))[0] if "${" in str(tree) else tree
+    except OmegaConfBaseException:
+        return {}
+
+
+def _in_common(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings taken from the run: "model (but for dropout)", "train.steps=4"."""
+    for name in OF_PROGRAM:
+        ours, theirs = here[name], there[name]
+        if any(ours.get(key) != theirs.get(key) for key in ("name", "kind")):
+            continue
+        keys = _compared(name, ours)
+        differing = [key for key in keys if ours[key] != theirs.get(key, ours[key])]
+        yield name + (f" (but for {', '.join(differing)})" if differing else "")
+    for key in OF_TRAIN:
+        if there["train"].get(key) == here["train"][key]:
+            yield f"train.{key}={_plain(here['train'][key])}"
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that make another program, such as "model.num_layers=4 and not 2"."""
+    for name in ("model", "optimizer"):
+        ours, theirs = here[name], there[name]
+        if theirs.get("name") not in (None, ours["name"]):
+            yield f"{name}={theirs['name']} and not {ours['name']}"
+            continue
+        yield from _differing(name, _compared(name, ours), ours, theirs)
+    ours, theirs = here["train"], there["train"]
+    yield from _differing("train", ("global_batch_size", "precision"), ours, theirs)
+    if _decays_over(here) != _decays_over({**here, "train": {**ours, **theirs}}):
+        yield from _differing("train", ("steps",), ours, theirs)
+    if "skip" in (ours["non_finite"], theirs.get("non_finite")):
+        yield from _differing("train", ("non_finite",), ours, theirs)
+
+
+def _compared(section: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a section without shorthands, whose settings are compared."""
+    shorthands = shorthands_of(settings) if section == "model" else {}
+    return [key for key in settings if key not in shorthands]
+
+
+def _differing(
+    section: str, keys: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]
+) -> Iterator[str]:
+    for key in keys:
+        if key in there and there[key] != here[key]:
+            yield f"{section}.{key}={_plain(there[key])} and not {_plain(here[key])}"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _decays_over(settings: Mapping[str, Any]) -> int:
+    """Return the number of steps over which the learning rate decays."""
+    optimizer, steps = settings["optimizer"], settings["train"]["steps"]
+    is_constant = optimizer.get("decay") == "constant"  # one of the user's own has no such setting
+    return 0 if is_constant else max(1, steps - optimizer.get("warmup_steps", 0))

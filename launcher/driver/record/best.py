@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from launcher.config.schema import Train
+from launcher.config.training import Train
 from launcher.recipes import InputError
 from launcher.report.run_record import STOPPED_EARLY
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from launcher.config.schema import Train
+from launcher.config.training import Train
 
 
 def is_evaluated(step: int, settings: Train) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.config.schema import Wandb
+from launcher.config.tracking import Wandb
 from launcher.report.run_record import ended_well
 from launcher.report.trackers.registry import TrackedRun, first_line
 from launcher.report.trackers.tracker import Metrics, Tracker

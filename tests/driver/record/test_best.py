@@ -9,7 +9,7 @@ import pytest
 from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Train
+from launcher.config.training import Train
 from launcher.driver.record.best import Best
 from launcher.driver.record.hooks import HookError, Hooks
 from launcher.driver.record.recorder import Followers, Recorder

@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from launcher.config.schema import Wandb
+from launcher.config.tracking import Wandb
 from launcher.report.pages.plots import plot_loss
 from launcher.report.trackers import wandb_tracker
 from launcher.report.trackers.registry import GuardedTracker, TrackedRun

@@ -1,4 +1,4 @@
-"""Gives Hydra several folders of YAML files, of which the first that has a file wins.
+"""Hydra's private names, and its loader over several folders, of which the first wins.
 
 Hydra's own `--config-dir` only adds what the application lacks. Here a copy of `conf/` with one
 edited file must take effect, so the user's folders go first.
@@ -12,9 +12,12 @@ from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 
 from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import ResultDefault
@@ -26,21 +29,23 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from launcher.config.errors import ConfigError
-from launcher.config.files import refuse_unreadable
+from launcher.config.sources import refuse_unusable
 
-# Hydra makes its plugins itself, without arguments: this is how `_UserFolders` learns its own.
+__all__ = ["Callbacks", "Hydra", "composed", "get_args_parser", "searching"]
+
+# Hydra makes its plugins without arguments: `_UserFolders` takes its folders from here.
 _user_folders: ContextVar[tuple[Path, ...]] = ContextVar("user_folders", default=())
 
 
-class _Bounded(FileConfigSource):
-    """A user's folder, of which Hydra itself would read whatever file there is."""
+class _UserFolder(FileConfigSource):
+    """A user's folder, from which no defaults list leads to another folder."""
 
     @staticmethod
     def scheme() -> str:
-        return "bounded"
+        return "user"
 
     def is_config(self, config_path: str) -> bool:
-        # The first folder to be asked: nothing outside is read, and no file is taken for another.
+        # The first folder to be asked, so that the file that is merged is the one that is checked.
         path = PurePosixPath(config_path)
         if path.is_absolute() or ".." in path.parts:
             raise ConfigError(
@@ -50,26 +55,26 @@ class _Bounded(FileConfigSource):
         return super().is_config(config_path)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        refuse_unreadable(Path(self.path, self._normalize_file_name(config_path)))
+        refuse_unusable(Path(self.path, self._normalize_file_name(config_path)))
         return super().load_config(config_path)
 
 
 class _UserFolders(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in reversed(_user_folders.get()):
-            path = f"{_Bounded.scheme()}://{folder}"
+            path = f"{_UserFolder.scheme()}://{folder}"
             search_path.prepend("user", path, SearchPathQuery(provider="main"))
 
 
 @contextmanager
 def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
-    """Has Hydra read `folders` inside, the last of which is the project's.
+    """Have Hydra read `folders`, the last of which is the project's, inside the block.
 
-    A sweeper composes nothing while its points are composed, so one may stand inside another.
+    Blocks may be nested: a sweeper composes nothing while its points are composed.
     """
     *users, own = folders
     Plugins.instance().register(_UserFolders)
-    Plugins.instance().register(_Bounded)
+    Plugins.instance().register(_UserFolder)
     token = _user_folders.set(tuple(users))
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
@@ -80,10 +85,10 @@ def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
         _user_folders.reset(token)
 
 
-class _Looked(ConfigLoaderImpl):
-    """Composes after somebody has looked at which files it will merge.
+class _ExposingLoader(ConfigLoaderImpl):
+    """Config loader that exposes the resolved defaults list before merging.
 
-    Hydra's own `compute_defaults_list` would find them a second time, a third of the time that
+    Hydra's own `compute_defaults_list` would resolve it a second time, a third of the time that
     composing takes.
     """
 
@@ -104,15 +109,15 @@ def composed(
     overrides: Sequence[str],
     look: Callable[[Sequence[ResultDefault]], None],
 ) -> DictConfig:
-    """Return the settings that Hydra composes inside `searching`, without its own.
+    """Return the settings that Hydra composes inside `searching`, without Hydra's own section.
 
     Args:
-        loader: what `searching` gives.
+        loader: the loader of `searching`.
         primary: the name of the file to begin with.
         overrides: the command line as Hydra is to see it.
-        look: is shown the files that take part, in order, before any is merged; it may raise.
+        look: called with the files that will be merged, in order; it may raise.
     """
-    found = _Looked(loader, look).load_configuration(
+    found = _ExposingLoader(loader, look).load_configuration(
         primary, list(overrides), RunMode.RUN, from_shell=False
     )
     with open_dict(found):

@@ -1,7 +1,10 @@
-"""Answers Hydra's own flags: `--info`, `--cfg hydra`, `--hydra-help`, and tab completion.
+"""Hydra's own flags: `--info`, `--cfg hydra`, `--hydra-help`, and tab completion.
 
 Hydra's code answers, given our folders of settings. Its entry point is not called: it ends with
 code 1 for a wrong setting, where a wrong setting ends with 2 here, and composes without the schema.
+
+The scripts for bash, zsh and fish, `completion.*`, are our own: Hydra's know no `python -m`, and in
+zsh they call what only bash has. The words come from Hydra, by `-sc query`.
 """
 
 from __future__ import annotations
@@ -14,43 +17,53 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 
-from launcher.config.completion import SCRIPTS, completion_script
-from launcher.config.compose import NO_OTHER_FOLDERS, load
+from launcher.config.compose import NO_OTHER_FOLDERS, PRIMARY, load
 from launcher.config.errors import ConfigError
 from launcher.config.folders import find_groups, search_folders
+from launcher.config.hydra_compat import Hydra, get_args_parser, searching
 from launcher.config.overrides import for_hydra, parse
-from launcher.config.search_path import searching
-from launcher.config.sweeper import PointLauncher, split_arguments
-from launcher.config.translate import PRIMARY
+from launcher.config.sweep import PointLauncher, split_arguments
 
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-SHELLS = tuple(SCRIPTS)
+_UNINSTALL = {
+    "bash": r"""
+for _launcher_name in launcher python python3; do
+    [[ $(complete -p "$_launcher_name" 2>/dev/null) == *_launcher_completion* ]] &&
+        complete -r "$_launcher_name"
+done
+unset -f _launcher_completion
+unset _launcher_name
+""",
+    "zsh": r"""
+compdef -d launcher python python3
+unfunction _launcher_completion
+(( $+functions[_python] )) && compdef _python python python3
+""",
+    "fish": r"""
+complete -e -c launcher
+functions -e _launcher_completion
+""",
+}
 
 
 @contextmanager
 def _hydra(folders: Sequence[Path]) -> Iterator[Hydra]:
-    """Give Hydra, which sees these folders; logging, which it sets up, is put back."""
+    """Yield Hydra with these folders; restore the logging that it sets up."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    try:
-        yield from _seeing(folders)
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-
-
-def _seeing(folders: Sequence[Path]) -> Iterator[Hydra]:
     with searching(folders):
         Plugins.instance().register(PointLauncher)
         sys.argv[0] = "launcher"  # Hydra names the program by it, as it is not under `python -m`
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        yield hydra
+        try:
+            yield hydra
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
 
 
 def _checked(arguments: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
@@ -86,7 +99,7 @@ def print_hydras_settings(
     with _hydra(search_folders(config_dirs)) as hydra:
         try:
             hydra.show_cfg(PRIMARY, said, "hydra", package, resolve)
-        except SystemExit:  # it has said that there is no such section
+        except SystemExit:  # it has printed that there is no such section
             raise ConfigError(f"--package {package} is not a section of Hydra's settings") from None
 
 
@@ -112,16 +125,20 @@ def complete(commands: Sequence[str]) -> None:
             'In bash: eval "$(launcher -sc install=bash)".',
         )
     [(command, shell)] = asked
-    if shell not in SHELLS:
-        raise ConfigError(f"-sc {command}={shell}: no such shell", f"Use {', '.join(SHELLS)}.")
-    if command != "query":
-        sys.stdout.write(completion_script(shell, install=command == "install"))
+    if shell not in _UNINSTALL:
+        shells = ", ".join(_UNINSTALL)
+        raise ConfigError(f"-sc {command}={shell}: no such shell", f"Use {shells}.")
+    if command == "install":
+        sys.stdout.write(Path(__file__).with_name(f"completion.{shell}").read_text())
+        return
+    if command == "uninstall":
+        sys.stdout.write(_UNINSTALL[shell].lstrip())
         return
     line = os.environ.get("COMP_LINE", "")
     if not line:
         raise ConfigError("-sc query is for a shell, which sets COMP_LINE", "Use -sc install.")
     typed, config_dirs = _typed(line)
-    os.environ["COMP_LINE"] = typed  # whence Hydra's plug-ins take it
+    os.environ["COMP_LINE"] = typed  # read by Hydra's plug-ins
     try:
         with _hydra(search_folders(config_dirs)) as hydra:
             hydra.shell_completion(PRIMARY, list(commands))

@@ -1,0 +1,330 @@
+"""Strict reader of settings: from a plain tree to the dataclasses of `schema`.
+
+Unknown names, wrong types and values out of bounds are refused, with the nearest right name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from launcher.base.reading import WORDS, Reader, join
+from launcher.config.errors import ConfigError, closest, listed, shown
+from launcher.config.fields import LARGEST, Variants, key_of, settings_of
+from launcher.config.schema import Config
+
+T = TypeVar("T")
+
+_UNSET = "???"  # YAML's marker of a mandatory value
+_LARGEST_FLOAT = 3e38  # float32 ends a little above
+_EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
+_MEANING = {**WORDS, dict: "a table of names and values"}
+
+
+def build(cls: type[T], tree: Any, key: str = "") -> T:
+    """Return a `cls` from `tree`; missing names take the fields' defaults.
+
+    In `parallel`, whose settings know `auto`, a setting of another method is allowed if it is null,
+    or `auto` where that method knows the word. A sweep over methods needs that.
+
+    Args:
+        cls: a dataclass of `launcher.config.schema`.
+        tree: a mapping of field names to values, nested as the schema is.
+        key: the dotted name of this section, for messages.
+
+    Raises:
+        ConfigError: an unknown name, a wrong type, a value out of bounds, a value not given.
+    """
+    return _SettingsReader().read(cls, tree, key)
+
+
+class _SettingsReader(Reader):
+    """Reads what a user wrote. Numbers may be text, as variables of the environment are."""
+
+    def __init__(self, lines: bool = False) -> None:
+        self._lines = lines  # whether text may have several lines
+
+    def fields(self, kind: Any) -> Mapping[str, dataclasses.Field[Any]]:
+        return {key_of(field): field for field in settings_of(kind)}
+
+    def is_given(
+        self, name: str, field: dataclasses.Field[Any], tree: Mapping[str, Any], where: str
+    ) -> bool:
+        needed = field.default is field.default_factory is dataclasses.MISSING
+        if tree[name] == _UNSET if name in tree else needed:
+            dotted = join(where, name)
+            raise ConfigError(f"{dotted} is not set", f"Give {dotted}=VALUE.", [dotted])
+        return name in tree
+
+    def field(self, field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
+        metadata = field.metadata
+        if "variants" in metadata:
+            return self.read(_variant(metadata["variants"], value, where), value, where)
+        if metadata.get("auto") and value in ("auto", None):
+            return field.default
+        if metadata.get("one_or_several") and isinstance(value, str | bool | int | float):
+            value = [value]
+        reader = _SettingsReader(lines=True) if metadata.get("lines") else self
+        converted = reader.value(hint, value, where)
+        _check_bounds(metadata, converted, where)
+        return converted
+
+    def name(self, name: Any, where: str) -> str:
+        if isinstance(name, str) and not name.isprintable():
+            _check_line(name, f"A name in {where}")
+        text: str = self.value(str, name, join(where, name))
+        return text
+
+    def anything(self, value: Any, where: str) -> Any:
+        """Return a value for a user's own module: anything that JSON can hold."""
+        if isinstance(value, Mapping):
+            return {
+                self.name(name, where): self.anything(one, f"{where}.{name}")
+                for name, one in value.items()
+            }
+        if isinstance(value, list):
+            return [self.anything(item, where) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where} must be a finite number, not {shown(value)}", keys=[where])
+        if value is None or isinstance(value, str | bool | int | float):
+            return value
+        raise ConfigError(
+            f"{where} must be text, a number, true, false, null, a list or a table, not "
+            f"{shown(value)}",
+            keys=[where],
+        )
+
+    def scalar(self, kind: Any, value: Any, where: str) -> Any:
+        if kind is int:
+            return _to_int(value)
+        if kind is float:
+            return _to_float(value)
+        if kind not in (bool, str) or not isinstance(value, kind):
+            raise ValueError
+        if kind is str:
+            _check_line(re.sub(r"[\n\t]", " ", value) if self._lines else value, where)
+        return value
+
+    def refuse_tree(self, kind: Any, tree: Any, where: str) -> NoReturn:
+        raise ConfigError(
+            f"{where or 'The whole'} must be a section of settings, not {shown(tree)}",
+            _section_remedy(kind, where),
+            [where],
+        )
+
+    def refuse_name(self, kind: Any, name: Any, value: Any, where: str) -> None:
+        if not _says_nothing(kind, where, name, value):
+            raise _unknown(kind, where, str(name), value)
+
+    def refuse_value(self, kinds: list[Any], value: Any, where: str) -> NoReturn:
+        if kinds[0] is str and isinstance(value, bool | int | float):
+            # YAML 1.1 reads an unquoted no as false, 1_000 as 1000 and 12:30:00 as 45000.
+            problem = f"{where} must be text, but the unquoted value is read as {shown(value)}"
+            raise ConfigError(problem, "Put it in quotes.", [where])
+        problem = f"{where} must be {_MEANING[kinds[0]]}, not {shown(value)}"
+        raise ConfigError(problem, keys=[where])
+
+
+def _variant(variants: Variants, tree: Any, key: str) -> type:
+    """Return the class of the kind that the section `tree` names."""
+    kinds, named = variants.classes, f"{key}.{variants.key}"
+    kind = tree.get(variants.key) if isinstance(tree, Mapping) else tree
+    if isinstance(kind, str) and kind in kinds:
+        return kinds[kind]
+    if kind is None:
+        remedy = f"It says which kind of {key} this is: {', '.join(kinds)}."
+        raise ConfigError(f"{named} is not set", remedy)
+    problem = f"{named} must be one of {', '.join(kinds)}, not {shown(kind)}"
+    raise ConfigError(problem, f"Choose one with {key}=OPTION.", [named])
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    # Text comes from ${oc.env:…}. Octal or a stray blank is more likely a slip than meant.
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(0|[1-9](_?[0-9])*)", value):
+        return int(value)
+    if isinstance(value, str) and re.fullmatch(_EXPONENT, value):
+        value = float(value)
+    if isinstance(value, float) and value.is_integer():  # 1e3
+        return int(value)
+    raise ValueError
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number of some hundred digits
+            raise ValueError from None
+        if math.isfinite(number):
+            return number
+    raise ValueError
+
+
+def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
+    if isinstance(value, list):
+        for item in value:
+            if isinstance(item, int):
+                _check_bounds(metadata, item, key)
+        return
+    if value is None:
+        return
+    if isinstance(value, str) and not value.strip():
+        raise ConfigError(f"{key} is empty", "Give it a value, or leave it out.", [key])
+    _check_choice(metadata, value, key)
+    if not isinstance(value, int | float):
+        return
+    minimum, maximum = metadata.get("minimum"), metadata.get("maximum")
+    if maximum is None:
+        maximum = LARGEST if isinstance(value, int) else _LARGEST_FLOAT
+    if minimum is not None and value < minimum:
+        raise ConfigError(
+            f"{key} must be at least {_plain(minimum)}, not {shown(value)}", keys=[key]
+        )
+    if value > maximum:
+        raise ConfigError(
+            f"{key} must be at most {_plain(maximum)}, not {shown(value)}", keys=[key]
+        )
+
+
+def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
+    """Raise ConfigError for a value that is not one of the field's choices."""
+    choices, parse = metadata.get("choices"), metadata.get("parse")
+    if not choices or value in choices:
+        return
+    if not parse or not re.search("[/:]", value):
+        words = [str(choice) for choice in choices]
+        raise ConfigError(
+            f"{key} must be one of {', '.join(words)}, not {shown(value)}",
+            f"Did you mean {match}?" if (match := closest(str(value), words)) else "",
+            [key],
+        )
+    try:
+        parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}={error}", keys=[key]) from error
+
+
+def _check_line(value: str, key: str) -> None:
+    """Raise ConfigError for text that is not one printable line."""
+    if not value.isprintable():
+        raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
+    """Return the error for an unknown name, with the kind that has it or the nearest name."""
+    key = join(section, name)
+    variants = _variants(cls, section)
+    siblings = variants.classes
+    option = next((option for option, one in siblings.items() if one is cls), None)
+    # A kind is chosen by the option of its name, except clusters, whose files have other names.
+    choice = f"{section}.{variants.key}" if variants.key == "kind" else section
+    homes = _homes(siblings, name)
+    while homes and isinstance(value, Mapping) and value:  # a section: name its first setting
+        inner, value = next(iter(value.items()))
+        key = join(key, str(inner))
+    problem = f"{key} is not a setting{f' of {choice}={option}' if option else ''}"
+    if homes:
+        clause = getattr(cls, "clause", "")
+        belongs = f"It belongs to {choice}={listed(homes)}."
+        return ConfigError(f"{problem}, {clause}" if clause else problem, belongs, [key])
+    here = closest(name, [key_of(field) for field in settings_of(cls)])
+    beside = closest(
+        name, [key_of(field) for one in siblings.values() for field in settings_of(one)]
+    )
+    top = section.partition(".")[0]
+    elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
+    match = (
+        next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
+        or (join(section, here) if here else None)
+        or (
+            f"{join(section, beside)}, of {choice}={listed(_homes(siblings, beside))}"
+            if beside
+            else None
+        )
+        or closest(key, elsewhere)
+    )
+    remedy = f"Did you mean {match}?" if match else _section_remedy(cls, section)
+    return ConfigError(problem, remedy, [key])
+
+
+def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
+    """Return whether a setting of another kind of the section has its default there."""
+    classes = _variants(cls, section).classes.values()
+    fields = [field for one in classes for field in settings_of(one)]
+    automatic = {key_of(field) for field in fields if "auto" in field.metadata}
+    if value is None:
+        return bool(automatic) and any(key_of(field) == name for field in fields)
+    return bool(value == "auto") and name in automatic
+
+
+def _variants(cls: type, section: str) -> Variants:
+    """Return all kinds of the section of `cls`; none for a class without kinds."""
+    for field in dataclasses.fields(Config):
+        variants: Variants | None = field.metadata.get("variants")
+        if field.name == section and variants and cls in variants.classes.values():
+            return variants
+    return Variants("", {})
+
+
+def _homes(siblings: Mapping[str, type], name: str) -> list[str]:
+    """Return the kinds that have the setting."""
+    return [
+        option
+        for option, one in siblings.items()
+        if any(key_of(field) == name for field in settings_of(one))
+    ]
+
+
+def _section_remedy(cls: type, section: str) -> str:
+    names = ", ".join(key_of(field) for field in settings_of(cls))
+    return f"{section or 'The top level'} has: {names}."
+
+
+def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the annotation of every setting below `cls`, of all variants."""
+    hints = typing.get_type_hints(cls)
+    for field in settings_of(cls):
+        name = key_of(field)
+        key = join(section, name)
+        if "variants" in field.metadata:
+            for variant in field.metadata["variants"].classes.values():
+                yield from _leaves(variant, key)
+        elif dataclasses.is_dataclass(hints[field.name]):
+            yield from _leaves(hints[field.name], key)
+        else:
+            yield key, hints[field.name]
+
+
+@functools.cache
+def setting_keys() -> tuple[str, ...]:
+    """Return the dotted name of every setting, in order."""
+    return tuple(dict.fromkeys(key for key, _ in _leaves(Config)))
+
+
+@functools.cache
+def text_keys() -> frozenset[str]:
+    """Return the dotted names of the settings that hold text."""
+    return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))
+
+
+@functools.cache
+def collections() -> Mapping[str, type]:
+    """Return the dotted names of all sections and tables (dict), and of all lists."""
+    found: dict[str, type] = {}
+    for key, hint in _leaves(Config):
+        sections = key.split(".")[:-1]
+        found |= {".".join(sections[: n + 1]): dict for n in range(len(sections))}
+        if (kind := typing.get_origin(hint)) in (list, dict):
+            found[key] = kind
+    return found

@@ -1,0 +1,561 @@
+"""Files and overrides that settings come from: their places, checks and precedence.
+
+Files of users are checked for what composing would ignore, and for code that nobody allowed. What a
+file sets of an option that it chose is dropped when another option is chosen: a recipe picks
+`parallel: manual` and its number of stages, which mean nothing with `parallel=data` on the command
+line. With `parallel.method=data` neither do those of `conf/parallel/auto.yaml`. A replay takes from
+the run of its plan the settings that make its program, unless they are set here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from launcher.base.files import DamagedError
+from launcher.base.reading import read_yaml, yaml_node
+from launcher.config.environment import COMMAND_LINE_ONLY, command_at, leaves, not_allowed
+from launcher.config.errors import ConfigError
+from launcher.config.machines import CLUSTERS, Emulated, Local
+from launcher.config.overrides import COMMAND_LINE
+from launcher.config.parallel import METHODS, Replay
+from launcher.config.reader import collections, text_keys
+from launcher.config.schema import MODELS, Config
+
+Tree = dict[str, Any]
+
+ON_COMMAND_LINE = sys.maxsize  # a rank above that of every file
+SWEEPER, SWEEPER_GROUP = "hydra.sweeper", "hydra/sweeper"
+SWEPT = f"{SWEEPER}.params"
+_ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
+_NEEDED = ("model", "dataset", "optimizer", "parallel", "cluster")  # groups
+_NULL, _BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# Text of the sweeper's section that names no class, function or file.
+_SWEEPER_TEXTS = (f"{SWEEPER}.direction", f"{SWEEPER}.study_name")
+
+# Settings that make a program: sections, and those of `train`.
+OF_PROGRAM = ("model", "dataset", "optimizer", "cluster")
+OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite")
+_HERE = (Local, Emulated)  # clusters that can be taken over: the others mean more than devices
+
+
+@dataclass(frozen=True)
+class Source:
+    """A YAML file among those that were merged.
+
+    Attributes:
+        path: the file.
+        package: the dotted section that its top level fills; "" for the whole tree.
+        is_own: whether it is the project's.
+    """
+
+    path: Path
+    package: str
+    is_own: bool = False
+
+    @functools.cached_property
+    def node(self) -> yaml.Node | None:
+        """The file's content with line numbers, read once; raises as `yaml_node`."""
+        return yaml_node(self.path)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """All files and overrides in the order of merging; later ones win."""
+
+    sources: Sequence[Source]
+    overrides: Sequence[Override]
+    groups: Collection[str]
+
+    def of(self, keys: Sequence[str]) -> str:
+        """Return the places of `keys` in words; "" for defaults of the schema."""
+        found = {key: place for key in keys if (place := self._of_one(key))}
+        if len(keys) == 1 or len(set(found.values())) == 1 == len(found) / len(keys):
+            return next(iter(found.values()), "")
+        return ", ".join(f"{key} {place}" for key, place in found.items())
+
+    def _of_one(self, key: str) -> str:
+        rank = self.rank(key)
+        if rank == ON_COMMAND_LINE:
+            return COMMAND_LINE
+        if rank < 0:
+            return ""
+        source = self.sources[rank]
+        return f"in {short(source.path)}:{_line(source, key)}"
+
+    def rank(self, key: str) -> int:
+        """Return how late `key` was set: `ON_COMMAND_LINE`, the index in `sources`, or -1."""
+        for override in self.overrides:
+            said, value = override.key_or_group, override.value()
+            is_option = said in self.groups and not isinstance(value, dict)
+            if is_option and key in (said, f"{said}.name") and key != "cluster.name":
+                return ON_COMMAND_LINE  # that one is no option's name
+            if not is_option and any(_related(one, key) for one, _ in leaves(said, value)):
+                return ON_COMMAND_LINE
+        places = reversed(list(enumerate(self.sources)))
+        return next((place for place, source in places if _line(source, key)), -1)
+
+    def is_users(self, key: str) -> bool:
+        """Return whether `key` was set in a user's file, and not after that in one of ours."""
+        rank = self.rank(key)
+        return 0 <= rank < len(self.sources) and not self.sources[rank].is_own
+
+
+def short(path: Path) -> str:
+    """Return `path` relative to the working directory if it is below it, otherwise in full."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _related(said: str, key: str) -> bool:
+    return said == key or said.startswith(key + ".") or key.startswith(said + ".")
+
+
+def _line(source: Source, key: str) -> int:
+    """Return the line (from 1) at which `source` sets `key`; 0 if it does not."""
+    prefix = source.package.split(".") if source.package else []
+    path = key.split(".")
+    if path[: len(prefix)] != prefix:
+        return 0
+    node = source.node
+    line = 0
+    for name in path[len(prefix) :]:
+        if not isinstance(node, yaml.MappingNode):
+            return 0
+        for name_node, value_node in reversed(node.value):
+            if name_node.value == name:
+                line, node = name_node.start_mark.line + 1, value_node
+                break
+        else:
+            return 0
+    return line
+
+
+def refuse_useless(source: Source, commands_allowed: bool) -> None:
+    """Check that the settings of a file have an effect, and the intended one.
+
+    Args:
+        source: the file.
+        commands_allowed: whether its settings may run code.
+
+    Raises:
+        ConfigError: a setting would be ignored, or not mean what it seems to.
+    """
+    section = source.package.partition(".")[0]
+    for key, node in _scalars(source.node, source.package):
+        top = key.partition(".")[0]
+        if section == "hydra" or top == "hydra" or _group(key).startswith("hydra/"):
+            if is_of_sweeper(key, group := _group(key)):
+                if group or key == f"{source.package}.defaults":
+                    continue  # the file that it chooses is looked at itself
+                _check_sweeper_value(key, node, commands_allowed, _place(source.path, node))
+                continue
+            raise ConfigError(
+                "hydra is Hydra's own section, of which only hydra.sweeper has an effect here",
+                "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+                where=_place(source.path, node),
+            )
+        if group := _switched_off(key.removeprefix(f"{source.package}."), node):
+            raise ConfigError(
+                f"{group}: null chooses nothing, and every run needs a {group}",
+                "Name an option, or leave the line out.",
+                where=_place(source.path, node),
+            )
+        if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
+            raise ConfigError(
+                f"{top} can be set only on the command line: a file that allows itself would "
+                "protect from nothing",
+                f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line.",
+                where=_place(source.path, node),
+            )
+        command = None if commands_allowed or _is_nothing(node) else command_at(key, node.value)
+        if command is not None:
+            raise not_allowed(command, _place(source.path, node))
+        is_number = node.style is None and node.tag in _NUMBERS
+        if is_number and key not in text_keys() and _ODD.fullmatch(node.value):
+            read = yaml.safe_load(node.value)
+            raise ConfigError(
+                f"{key}: {node.value} is read as {read}",
+                "Write numbers with decimal digits, and without a 0 in front.",
+                where=_place(source.path, node),
+            )
+
+
+def misshapen(sources: Sequence[Source]) -> ConfigError | None:
+    """Return the error for the first list in place of a table, or the reverse.
+
+    Hydra merges neither, nor names it.
+    """
+    wanted: dict[type, tuple[type, str]] = {
+        yaml.MappingNode: (list, "a list, not a table"),
+        yaml.SequenceNode: (dict, "a table, not a list"),
+    }
+    for source in sources:
+        for key, node in _nodes(source.node, source.package):
+            kind, words = wanted.get(type(node), (None, ""))
+            if kind and collections().get(key) is kind:
+                return ConfigError(f"{key} must be {words}", where=_place(source.path, node))
+    return None
+
+
+def choices(content: Any) -> dict[str, str]:
+    """Return the options that a file's defaults list chooses, by group.
+
+    They stand there as `group: option` or `override /group: option`. `content` is the file's, as
+    plain data.
+    """
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    return {
+        str(name).removeprefix("override ").lstrip("/").partition("@")[0]: str(choice)
+        for entry in defaults or ()
+        if isinstance(entry, dict)
+        for name, choice in entry.items()
+    }
+
+
+def refuse_unusable(file: Path) -> None:
+    """Raise ConfigError for a file that cannot hold settings, before Hydra merges it."""
+    if problem := _problem(file):
+        raise ConfigError(f"{short(file)} {problem}", "It must hold names and values.")
+
+
+def _problem(file: Path) -> str:
+    try:
+        root = yaml_node(file)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except DamagedError as error:
+        return str(error).removeprefix("it ")
+    except yaml.reader.ReaderError as error:
+        return f"is not YAML: {error.reason}"
+    except yaml.YAMLError:  # Hydra reports it with its line
+        return ""
+    if root is None:
+        return ""
+    if not isinstance(root, yaml.MappingNode):
+        return "does not hold settings"
+    said = (value for name, value in reversed(root.value) if name.value == "defaults")
+    defaults = next(said, None)
+    if defaults is None:
+        return ""
+    if not isinstance(defaults, yaml.SequenceNode):
+        return "has defaults that are not a list, such as [override /model: gpt]"
+    for entry in defaults.value:
+        fine = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
+        if not fine and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
+            return "has defaults with an entry that is not 'group: option'"
+    return ""
+
+
+def scalars(source: Source) -> Iterator[tuple[str, str, yaml.ScalarNode]]:
+    """Yield every value of a file with its dotted key, and the group that it chooses from."""
+    for key, node in _scalars(source.node, source.package):
+        yield key, _group(key), node
+
+
+def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """Yield every scalar below `node` with its dotted key; list items have the list's key."""
+    for inner, found in _nodes(node, key):
+        if isinstance(found, yaml.ScalarNode):
+            yield inner, found
+
+
+def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
+    """Yield `node` and all nodes below it, with keys as `_scalars`."""
+    if node is not None:
+        yield key, node
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _nodes(item, key)
+    elif isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _nodes(value, f"{key}.{name.value}" if key else str(name.value))
+
+
+def _is_nothing(node: yaml.ScalarNode) -> bool:
+    """Return whether a value is null or false."""
+    return node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
+
+
+def _switched_off(key: str, node: yaml.ScalarNode) -> str:
+    """Return the mandatory group for which a defaults list chooses null.
+
+    It is "" if there is none. Hydra leaves out what was chosen before, and the schema would fill it
+    in again.
+    """
+    return group if node.tag == _NULL and (group := _group(key)) in _NEEDED else ""
+
+
+def _group(key: str) -> str:
+    """Return the group of an entry of a defaults list; "" for any other value."""
+    said, _, word = key.partition(".")
+    return (
+        word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""
+    )
+
+
+def _place(path: Path, node: yaml.Node) -> str:
+    return f"in {short(path)}:{node.start_mark.line + 1}"
+
+
+def without_leftovers(
+    tree: Tree, sources: Sequence[Source], overrides: Sequence[Override], groups: Mapping[str, Any]
+) -> Tree:
+    """Return the tree without the files' settings of options that are not chosen.
+
+    Args:
+        tree: composed of `sources` and `overrides`, and not yet resolved.
+        sources: the files that took part.
+        overrides: what the command line says.
+        groups: the groups of files, by their names.
+    """
+    sections = groups.keys() & tree.keys()
+    chosen = {
+        o.key_or_group: str(o.value())
+        for o in overrides
+        if o.key_or_group in sections and not isinstance(o.value(), dict)
+    }
+    content = functools.cache(_content)
+    users = [(source, content(source)) for source in sources if not source.is_own]
+    options = {
+        name: content(source)
+        for name in chosen
+        for source in sources
+        if source.package == name and source.path.stem == chosen[name]
+    }
+    kinds = _kinds(tree, users, overrides, options)
+    for group in dict.fromkeys((*chosen, *kinds)):
+        files = [one for one in sources if one.package.partition(".")[0] in ("", group)]
+        parts = [(one, _part(one, content(one), group)) for one in files]
+        kept = [
+            part
+            for source, part in parts
+            if _is_chosen(source, content(source), group, chosen.get(group))
+            and all(part.get(key, kind) == kind for key, kind in kinds.get(group, {}).items())
+        ]
+        if len(kept) == len(parts):
+            continue
+        section: Tree = {}
+        for part in kept:
+            section = _merged(section, part)
+        for key in _said(overrides, group):
+            section = _merged(section, _only(tree[group], key))
+        tree = {**tree, group: section}
+    return tree
+
+
+def _kinds(
+    tree: Tree,
+    files: Sequence[tuple[Source, Any]],
+    overrides: Sequence[Override],
+    options: Mapping[str, Any],
+) -> dict[str, Tree]:
+    """Return the kinds of sections whose kind the user sets; settings of other kinds are dropped.
+
+    The command line comes first, then the option that it chose, then the user's files.
+
+    Args:
+        tree: all that was said.
+        files: the user's files, and what is in them.
+        overrides: what the command line says.
+        options: by section, what the file says that the command line has chosen.
+
+    Returns:
+        By section a table of one: the setting that names the kind, and the kind.
+    """
+    found = {}
+    for field in dataclasses.fields(Config):
+        name, variants, section = field.name, field.metadata.get("variants"), tree.get(field.name)
+        if variants is None or not isinstance(section, dict) or variants.key not in section:
+            continue
+        on_command_line = [variants.key] in _said(overrides, name)
+        option = options.get(name)
+        if not on_command_line and isinstance(option, dict) and variants.key in option:
+            found[name] = {variants.key: option[variants.key]}
+        elif on_command_line or any(variants.key in _part(*file, name) for file in files):
+            found[name] = {variants.key: section[variants.key]}
+    return found
+
+
+def _is_chosen(source: Source, content: Any, group: str, option: str | None) -> bool:
+    """Return whether a file applies to the chosen option."""
+    if option is None or source.package == group:
+        return True
+    return choices(content).get(group, option) == option
+
+
+def _content(source: Source) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(source.path))
+
+
+def _part(source: Source, content: Any, group: str) -> Tree:
+    """Return a file's settings of the section `group`."""
+    if not isinstance(content, dict):
+        return {}
+    part: Any = {name: value for name, value in content.items() if name != "defaults"}
+    for name in reversed(source.package.split(".") if source.package else ()):
+        part = {name: part}
+    found = part.get(group)
+    return found if isinstance(found, dict) else {}
+
+
+def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
+    """Yield the settings of the section that the command line sets, without the section's name."""
+    for override in overrides:
+        section, _, key = override.key_or_group.partition(".")
+        if section != group:
+            continue
+        if key:
+            yield key.split(".")
+        elif isinstance(table := override.value(), dict):
+            yield from ([str(name)] for name in table)
+
+
+def _only(tree: Any, names: Sequence[str]) -> Any:
+    """Return `tree` with only the value at the path `names`."""
+    return {names[0]: _only(tree[names[0]], names[1:])} if names else tree
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    both = {name: _merged(below[name], above[name]) for name in below.keys() & above.keys()}
+    return {**below, **above, **both}
+
+
+def with_runs_settings(
+    tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
+) -> Tree:
+    """Return `tree` with the settings of its program of the run that it evaluates or replays.
+
+    They are the model, the data, the optimizer and more, unless the command line or a recipe sets
+    them. `tree` is not yet resolved.
+    """
+    parallel, plan = tree.get("parallel"), None
+    if tree.get("task") in ("evaluate", "generate"):
+        run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
+        plan = Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
+    elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
+        plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
+    if plan is None:
+        return tree
+    run = settings_beside(str(plan))
+    if not run:
+        return tree
+    said = {override.key_or_group for override in overrides}
+    for source in sources:
+        if not source.package and source.path.name != "config.yaml":  # all others come after it
+            content = OmegaConf.to_container(OmegaConf.load(source.path))
+            assert isinstance(content, dict)
+            said |= choices(content).keys() | {
+                key for name, value in content.items() for key, _ in leaves(str(name), value)
+            }
+    for shorthand, names in shorthands_of(tree.get("model")).items():
+        if f"model.{shorthand}" in said:
+            said |= {f"model.{name}" for name in names}
+    taken = {
+        name: tree.get(name)
+        if _names_kind(name, said)
+        else _laid_over(run[name], tree.get(name), said, name)
+        for name in OF_PROGRAM
+    }
+    if CLUSTERS.get(str(run["cluster"].get("kind"))) not in _HERE:
+        del taken["cluster"]
+    if isinstance(tree.get("train"), dict):
+        keys = [key for key in OF_TRAIN if key in run["train"] and f"train.{key}" not in said]
+        taken["train"] = {**tree["train"], **{key: run["train"][key] for key in keys}}
+    return {**tree, **taken}
+
+
+def _names_kind(section: str, said: Set[str]) -> bool:
+    """Return whether the kind of a section is set, and so all of it."""
+    (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
+    variants = field.metadata.get("variants")
+    return variants is not None and f"{section}.{variants.key}" in said
+
+
+def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:
+    """Return the shorthands of a model."""
+    kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
+    return kind.shorthands if kind else {}
+
+
+def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
+    """Return the run's settings below `key`, overridden by those set here."""
+    if key in said:
+        return ours
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return theirs
+    laid = {}
+    for name in dict.fromkeys((*theirs, *ours)):
+        below = f"{key}.{name}"
+        if name in theirs and below not in said:
+            laid[name] = _laid_over(theirs[name], ours.get(name), said, below)
+        elif name in ours and any(word == below or word.startswith(f"{below}.") for word in said):
+            laid[name] = ours[name]
+    return laid
+
+
+def settings_beside(plan: str) -> Tree:
+    """Return the settings of the run that a plan is of.
+
+    None if there is no such file, or it cannot be read: then the program alone tells whether the
+    plan is for it.
+    """
+    try:
+        tree = read_yaml(Path(plan).parent / "config.yaml")
+    except (OSError, DamagedError, yaml.YAMLError):
+        return {}
+    ours = (*OF_PROGRAM, "train", "run", "parallel")  # and no other program's config.yaml
+    is_run = isinstance(tree, dict) and all(isinstance(tree.get(name), dict) for name in ours)
+    return tree if is_run else {}
+
+
+def is_of_sweeper(key: str, group: str) -> bool:
+    """Return whether a file's value, or the group that it chooses from, is the sweeper's."""
+    return f"{key}.".startswith(f"{SWEEPER}.") or f"{group}/".startswith(f"{SWEEPER_GROUP}/")
+
+
+def _check_sweeper_value(
+    key: str, node: yaml.ScalarNode, commands_allowed: bool, where: str
+) -> None:
+    """Raise ConfigError for a value of `hydra.sweeper` that may run code or refers to another."""
+    if "${" in node.value:
+        raise ConfigError(
+            f"{key}: {node.value} asks for another value, which has no effect here",
+            "Write the value itself.",
+            where=where,
+        )
+    if key.startswith(f"{SWEPT}."):
+        _check_param(key.removeprefix(f"{SWEPT}."), node.value, commands_allowed, where)
+    elif node.tag.endswith(":str") and key not in _SWEEPER_TEXTS and not commands_allowed:
+        raise not_allowed(key, where)
+
+
+def _check_param(name: str, value: str, commands_allowed: bool, where: str) -> None:
+    """Check a swept setting, whose values become part of each point's command line."""
+    if not re.fullmatch(r"[\w./]+", name) or name.partition(".")[0].partition("/")[0] == "hydra":
+        raise ConfigError(
+            f"{SWEPT}: {name} is not the name of a setting",
+            "Write KEY: VALUES, such as train.steps: 1,2.",
+            where=where,
+        )
+    if name.partition(".")[0] in COMMAND_LINE_ONLY:
+        raise ConfigError(
+            f"{name} can be set only on the command line", "Set it there.", where=where
+        )
+    # A table may hold a command further below.
+    command = command_at(name, "${" if "{" in value else value)
+    if command is not None and not commands_allowed:
+        raise not_allowed(command, where)
