@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from launcher import nnx as nnx
     from launcher import testing as testing
+    from launcher.api.foreach import check_replicas as check_replicas
     from launcher.api.foreach import foreach_replica as foreach_replica
     from launcher.api.foreach import foreach_worker as foreach_worker
     from launcher.api.foreach import on_first as on_first
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from launcher.api.parallelize import parallelize as parallelize
     from launcher.api.remote_array import RemoteArray as RemoteArray
     from launcher.api.remote_array import prefetch as prefetch
-    from launcher.api.replicas import check_replicas as check_replicas
     from launcher.api.session import init as init
     from launcher.api.session import shutdown as shutdown
     from launcher.arrays.stacked_array import StackedArray as StackedArray
@@ -52,7 +52,7 @@ _HOMES = {
     "StackedArray": "launcher.arrays.stacked_array",
     "WorkerError": "launcher.cluster.errors",
     "WorkerInfo": "launcher.hardware.worker_info",
-    "check_replicas": "launcher.api.replicas",
+    "check_replicas": "launcher.api.foreach",
     "foreach_replica": "launcher.api.foreach",
     "foreach_worker": "launcher.api.foreach",
     "grad": "launcher.trace.primitives",

@@ -16,6 +16,9 @@ def assert_allclose(actual: Any, desired: Any, rtol: float = 1e-5, atol: float =
 
     Raises:
         AssertionError: names the first leaf that differs, its worst element and both values.
+
+    Example:
+        >>> launcher.testing.assert_allclose({"loss": jnp.ones(2)}, {"loss": np.ones(2)})
     """
     structures: tuple[Any, Any] = jax.tree.structure(actual), jax.tree.structure(desired)
     if structures[0] != structures[1]:

@@ -19,11 +19,10 @@ import numpy as np
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cost.formulas import activation_bytes, transfer_seconds
 from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_pipeline
-from launcher.plan.inter_op.layers_again import in_full, layers_again, remat_word
-from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.recompute import NOTHING, Recompute, every_recompute, recompute_of
 from launcher.plan.inter_op.stage_choices import ZERO_LEVELS
-from launcher.plan.inter_op.stage_costs import StageCosts
-from launcher.plan.inter_op.submeshes import in_order, place_submeshes
+from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
+from launcher.plan.inter_op.submeshes import Mesh, in_order, place_submeshes
 from launcher.schedule import SCHEDULES, Kind, training_schedules
 
 
@@ -33,9 +32,9 @@ class Use:
 
     shape: tuple[int, int]
     size: int
-    m_index: int
+    row: int
     zero: int
-    again: int
+    again: Recompute
     forward: np.ndarray
     back: np.ndarray  # of the backward pass, what the stages before wait for
     whole: np.ndarray  # both passes
@@ -72,7 +71,7 @@ def least_seconds(problem, below, counts=None, schedules=None):
             continue
         known = {}
         for name in schedules or training_schedules():
-            setting = Setting(count, problem.batch_size, replicas, name, (), None)
+            setting = SearchPoint(count, problem.batch_size, replicas, name, (), None)
             of = SCHEDULES[name]
             alike = of.splits_backward, of.last_stage_alternates(count)
             if alike not in known:
@@ -92,10 +91,10 @@ def computes_again_what_it_must(assignment, problem):
     groups, own = grouped_layers(assignment, problem), make_pipeline(assignment, problem).stages
     selective, most = problem.table.selective, problem.memory_bytes or math.inf
     for s, of in enumerate(groups[:-1]):
-        if not layers_again(assignment.remat[s], of, selective):
+        if recompute_of(assignment.remat[s], of, selective) == NOTHING:
             continue
-        for again in numbers(len(of), selective):
-            word = remat_word(again, of)
+        for again in every_recompute(len(of), selective):
+            word = again.remat(of)
             changed = (*assignment.remat[:s], word, *assignment.remat[s + 1 :])
             other = make_pipeline(dataclasses.replace(assignment, remat=changed), problem).stages[s]
             if other.memory_bytes <= most and other.backward_seconds < own[s].backward_seconds:
@@ -103,16 +102,11 @@ def computes_again_what_it_must(assignment, problem):
     return True
 
 
-def numbers(layers, selective):
-    """Return all that a stage of so many layers may compute again."""
-    return [*range(layers + 1), *((~n for n in range(layers)) if selective else ())]
-
-
 def plans_below(problem, setting, uses, below):
     """Yield the plans that may take less than `below()` seconds."""
     of = SCHEDULES[setting.schedule]
     if of.splits_backward:
-        uses = [use for use in uses if not use.again]
+        uses = [use for use in uses if use.again == NOTHING]
     if of.interleaves:
         yield from _interleaved(problem, setting, uses, below)
     elif uses:
@@ -126,31 +120,33 @@ def uses_of(problem, setting):
     table, rows = problem.table, problem.batch_size // setting.num_micro_batches
     goes_back = SCHEDULES[setting.schedule].last_stage_alternates(setting.num_micro_batches)
     every = range(1, problem.cluster.num_devices + 1)
-    for size, (m_index, model) in itertools.product(every, enumerate(table.model_sizes)):
+    for size, (row, model) in itertools.product(every, enumerate(table.model_sizes)):
         data = size // model
         if size % model or rows % data or data % setting.replicas:
             continue
-        costs = StageCosts(table, m_index, problem.cluster, setting, data, goes_back)
+        mesh = Mesh.of(data, model, row)
+        costs = StageCosts(table, [mesh], problem.cluster, setting, goes_back)
         levels, layers = ZERO_LEVELS if data > 1 else (0,), len(problem.groups)
+        alone = NOTHING, Recompute(layers), Recompute(0, selective=True)
         # Without a limit only one program of both passes, which leaves little, is worth any.
         is_limited = np.isfinite(problem.memory_bytes or np.inf)
-        again = numbers(layers, table.selective)
-        counts = again if is_limited else [n for n in again if n in (0, layers, ~0)]
+        again = table.recomputes
+        counts = again if is_limited else [of for of in again if of in alone]
         for zero, again in itertools.product(levels, counts):
             passes = costs.passes(zero, again)
             whole = passes.forward + passes.backward
             yield Use(
                 (data, model),
                 size,
-                m_index,
+                row,
                 zero,
                 again,
-                forward=np.asarray(passes.forward),
-                back=np.asarray(passes.backward - passes.weight),
-                whole=np.asarray(whole),
-                once=costs.once(zero, again),
-                held=costs.held(zero) + activation_bytes(1, *costs.working(again)),
-                left=costs.working(again)[0],
+                forward=passes.forward[0],
+                back=(passes.backward - passes.weight)[0],
+                whole=whole[0],
+                once=costs.once(zero, again)[0],
+                held=(costs.held(zero) + activation_bytes(1, *costs.working(again)))[0],
+                left=costs.working(again)[0][0],
             )
 
 
@@ -183,13 +179,13 @@ def _chains(problem, setting, uses, below):
         sizes = tuple(use.size for _, _, use in stages)
         for end, use in itertools.product(range(first + 1, layers + 1), uses):
             idle, at = left - use.size, (first, end)
-            if in_full(use.again) > end - first - (use.again < 0):
+            if use.again.full > end - first - use.again.selective:
                 continue
             if idle < 0 or (end < layers and not idle) or use.held[at] > memory:
                 continue
             sent = 0.0
             if stages:
-                size = float(problem.table.of["sent_bytes"][use.m_index, first - 1]) / count
+                size = float(problem.table.of["sent_bytes"][use.row, first - 1]) / count
                 parts = stages[-1][2].shape[0], use.shape[0]
                 sent = _crossing(problem.cluster, (*sizes, use.size), size, parts)
             one, after, to = float(use.whole[at]), float(use.back[at]), there + sent
@@ -249,9 +245,9 @@ def _interleaved(problem, setting, uses, below):
             continue
         ends = np.linspace(0, layers, meshes * each + 1, dtype=int).tolist()
         at = list(itertools.pairwise(ends))
-        either = [use for use in uses if use.again in (0, layers)]
+        either = [use for use in uses if use.again in (NOTHING, Recompute(layers))]
         for use, last in itertools.product(either, either):
-            alike = (use.shape, use.m_index, use.zero) == (last.shape, last.m_index, last.zero)
+            alike = (use.shape, use.row, use.zero) == (last.shape, last.row, last.zero)
             if not alike or use.size * meshes > problem.cluster.num_devices:
                 continue
             if use.shape[0] != setting.replicas:
@@ -280,7 +276,7 @@ def assignment_of(problem, setting, stages, meshes):
         mesh_of=tuple(s % meshes for s in range(len(stages))),
         num_micro_batches=setting.num_micro_batches,
         schedule=setting.schedule,
-        remat=tuple(remat_word(use.again, groups[first:end]) for first, end, use in stages),
+        remat=tuple(use.again.remat(groups[first:end]) for first, end, use in stages),
         zero=tuple(use.zero for _, _, use in stages),
-        sequence=tuple(problem.table.is_sequence(use.m_index) for _, _, use in stages),
+        sequence=tuple(problem.table.is_sequence(use.row) for _, _, use in stages),
     )

@@ -6,12 +6,7 @@ from dataclasses import fields
 import numpy as np
 
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.plan.inter_op.cost_table import (
-    PARAMETER_FIELDS,
-    CostTable,
-    Parameters,
-)
-from launcher.plan.inter_op.layer_cost import LayerCost
+from launcher.plan.inter_op.layer_table import PARAMETER_FIELDS, LayerCost, LayerTable, Parameters
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.submeshes import submesh_sizes
 
@@ -58,7 +53,7 @@ def random_problem(rng):
     memory = rng.choice([np.inf, 120.0, 60.0, 30.0])
     groups = tuple((i,) for i in range(layers))
     batch = int(rng.choice([2, 4, 6]))
-    table = with_selective(CostTable(models, of, parameters, layers), rng.spawn(1)[0])
+    table = with_selective(LayerTable(models, of, parameters, layers), rng.spawn(1)[0])
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory)
 
 
@@ -126,7 +121,7 @@ def random_layers(rng, layers, hosts, each, batch):
         )
         for i in range(layers)
     )
-    table = with_selective(CostTable(models, of, parameters, layers), rng.spawn(1)[0])
+    table = with_selective(LayerTable(models, of, parameters, layers), rng.spawn(1)[0])
     cluster = dataclasses.replace(cluster_of(hosts, each), **rates)
     state = float(sum(one.of["parameter_bytes"][0] * 4 for one in parameters))
     least = state / cluster.num_devices + float(of["left_bytes"][0].sum()) / batch

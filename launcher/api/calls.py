@@ -1,4 +1,4 @@
-"""What the messages to the workers and their answers hold. Plain data, that is pickled."""
+"""Contents of the messages to the workers and of their answers: plain data, pickled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from launcher.api.signature import Traceable
 from launcher.partition.sharding.reshard import Box
 from launcher.plan import Plan
 
@@ -20,18 +21,12 @@ class StepProgram:
     """A step as it travels to the workers: the function, the shapes of its arguments, its plan.
 
     Attributes:
-        fun: the function.
-        args: pytrees of `jax.ShapeDtypeStruct`, for the whole batch.
-        batch_argnums: the positions of the arguments with a batch axis.
-        donate_argnums: the positions of the donated arguments.
+        source: the function, and the shapes of its arguments.
         plan: the plan of the step.
         settings: the settings of `jax.config` under which it was traced, by name.
     """
 
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    batch_argnums: tuple[int, ...]
-    donate_argnums: tuple[int, ...]
+    source: Traceable
     plan: Plan
     settings: dict[str, Any]
 

@@ -23,8 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from launcher.api.ray_backend import RayBackend
+from launcher.api.remote_array import RemoteArray
 from launcher.api.session import current
 from launcher.hardware.worker_info import WorkerInfo
+from launcher.runtime import Digester, check_equal
 
 
 def workers() -> list[WorkerInfo]:
@@ -34,6 +39,10 @@ def workers() -> list[WorkerInfo]:
         SessionError: this is one of several processes of `jax.distributed`.
         WorkerError: a worker died or failed before.
         HungError: a worker does not answer within `launcher.init(step_timeout=...)`.
+
+    Example:
+        >>> [worker.host for worker in launcher.workers()]
+        [0]
     """
     return current().workers()
 
@@ -55,6 +64,10 @@ def foreach_worker(fn: Callable[..., Any], *trees: Any) -> list[Any]:
             no block of the logical mesh.
         TypeError: `fn` cannot be pickled.
         SessionError, HungError: as `workers`.
+
+    Example:
+        >>> launcher.foreach_worker(lambda w: w.shape, jnp.ones(3))
+        [(3,)]
     """
     return current().foreach("worker", fn, trees)
 
@@ -75,6 +88,11 @@ def foreach_replica(fn: Callable[..., Any], *trees: Any) -> list[Any]:
     Raises:
         WorkerError: as `foreach_worker`; the traceback ends with the device's number.
         TypeError, SessionError, HungError: as `foreach_worker`.
+
+    Example:
+        >>> launcher.init("local", num_devices_per_node=2)
+        >>> launcher.foreach_replica(lambda w: float(w.sum()), jnp.ones(3))
+        [3.0, 3.0]
     """
     return current().foreach("replicas", fn, trees)
 
@@ -88,6 +106,51 @@ def on_first(fn: Callable[..., Any], *trees: Any) -> Any:
 
     Raises:
         WorkerError, TypeError, SessionError, HungError: as `foreach_replica`.
+
+    Example:
+        >>> launcher.on_first(lambda w: float(w.sum()), jnp.ones(3))
+        3.0
     """
     (result,) = current().foreach("first", fn, trees)
     return result
+
+
+def check_replicas(tree: Any) -> None:
+    """Compare the replicas of all arrays of a pytree, bit by bit, by digests.
+
+    The digests are made where the arrays lie, a few bytes for each array and device; no array is
+    moved. Leaves without replicas count as equal: arrays that lie on one device, or sharded over
+    all devices, and NumPy's. If the devices belong to several processes under `jax.distributed`,
+    all of them call it.
+
+    Args:
+        tree: arrays of this process, or handles to arrays on the workers.
+
+    Raises:
+        ReplicaError: replicas differ; the message names an array by its path in the tree, the
+            device that differs from most others, and its process.
+        TypeError: a handle belongs to a session that was shut down.
+        WorkerError: a worker failed.
+
+    Example:
+        >>> launcher.check_replicas({"weights": jnp.ones(3)})
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    remote = {_name(path): leaf for path, leaf in leaves if isinstance(leaf, RemoteArray)}
+    here = {_name(path): leaf for path, leaf in leaves if isinstance(leaf, jax.Array)}
+    parts = []
+    if remote:
+        backend = current()
+        if not isinstance(backend, RayBackend):
+            raise TypeError(
+                f"{next(iter(remote.values()))!r} belongs to a session that was shut down"
+            )
+        parts += backend.digests(remote)
+    if here:
+        digester = Digester(here, gathered=jax.process_count() > 1)
+        parts.append(digester.finish(digester.start(here)))
+    check_equal(parts)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

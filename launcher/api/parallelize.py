@@ -14,27 +14,29 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from launcher.api.python_words import python_words
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
-from launcher.api.recorded import recorded
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
 from launcher.api.settings import check_context
 from launcher.api.signature import Signature, Traceable, kind
 from launcher.base.log import warn_once
+from launcher.base.spans import Clock
 from launcher.plan import Plan, PlanError
+from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
-from launcher.report.pages.timeline import Timeline
+from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime import Executable, Transport
-from launcher.trace import TracedStep, trace_step
+from launcher.trace import TracedStep, TraceError, trace_step
 from launcher.trace.without_gradient import no_gradient_note
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
@@ -150,7 +152,15 @@ class ParallelizedFunction:
         """
         args = self._signature.positional(args, kwargs)
         dynamic, _ = self._signature.split(args)
-        return recorded(self._compiled(self._variant(args)), dynamic)
+        executable = self._compiled(self._variant(args))
+        if isinstance(executable, RemoteExecutable):
+            results, found, clocks = executable.record(*dynamic)
+            pairs = enumerate(zip(found, clocks, strict=True))
+            parts = [ProcessSpans(f"worker {i}", *pair) for i, pair in pairs]
+        else:
+            results, read = executable.record(*dynamic)
+            parts = [ProcessSpans("this process", read(), Clock())]
+        return results, Timeline().with_step(1, parts)
 
     def create(self, init: Callable[..., Any], *init_args: Any, like: Any) -> Any:
         """Create the step's first argument, `init(*init_args)`, already sharded.
@@ -229,8 +239,8 @@ class ParallelizedFunction:
         method = self._method
         return method.last_plan if isinstance(method, ParallelizedFunction) else None
 
-    def _as_method(self) -> Follow:
-        """Return the method of functions that follow this one."""
+    def as_method(self) -> Follow:
+        """Return the method of a function that follows this one: its last plan and step."""
         plan = self.last_plan
         assert self._last is not None
         return Follow(plan, self._last.variant.step)
@@ -240,14 +250,11 @@ class ParallelizedFunction:
         check_context(self.__name__)
         method, follows = self._method, False
         if isinstance(method, ParallelizedFunction):
-            method, follows = method._as_method(), True
+            method, follows = method.as_method(), True
         # The guard is for constants that JAX's own functions make.
         with python_words(), jax.transfer_guard("allow"):
             step = trace_step(
-                source.fun,
-                source.args,
-                batch_argnums=source.batch_argnums,
-                donate_argnums=source.donate_argnums,
+                **vars(source),
                 needs_loss=not (follows or _has_no_loss(method)),
             )
             if note := no_gradient_note(step):
@@ -319,6 +326,17 @@ def parallelize(
     Raises:
         TraceError: an argument is static and batch, or static and donated.
         PlanError: `method` is not a parallel method.
+
+    Example:
+        >>> def loss(params, batch):
+        ...     return jnp.mean((batch @ params) ** 2)
+        >>> @launcher.parallelize(method=launcher.DataParallel())
+        ... def step(params, batch):
+        ...     value, grads = launcher.value_and_grad(loss)(params, batch)
+        ...     return params - 0.1 * grads, value
+        >>> params, value = step(jnp.ones((4, 2)), jnp.ones((8, 4)))
+        >>> float(value)
+        16.0
     """
     if method is not None and (isinstance(method, type) or not hasattr(method, "plan")):
         name = getattr(method, "__name__", None)
@@ -344,3 +362,35 @@ def _has_no_loss(method: Method) -> bool:
 
 def _text(leaf: jax.ShapeDtypeStruct) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+_WORDS = (
+    (r" \(cluster\.\w+(, cluster\.\w+)*\)", ""),
+    (r"\bor use parallel=manual\b", "or a stage_option"),
+    (r"\bparallel=(\w+)", r'method "\1"'),
+    (r"\bparallel\.(num_stages|num_micro_batches)=auto\b", r"\1=None"),
+    (r"\bparallel\.(\w+)", r"\1"),
+    (r"\btrain\.global_batch_size\b", "batch size"),
+    (r"\bcluster\.gpus\b", "devices"),
+    (r"\bcluster\.(\w+\.)*(\w+)", r"\2"),
+)
+
+
+def in_python(text: str) -> str:
+    """Return a message with the names that Python has for what it names by settings."""
+    for setting, word in _WORDS:
+        text = re.sub(setting, word, text)
+    return text
+
+
+@contextmanager
+def python_words() -> Iterator[None]:
+    """Have errors of the planner raised with the words of the Python API."""
+    try:
+        yield
+    except TooLargeError as error:
+        error.reword(in_python)
+        raise
+    except (PlanError, TraceError) as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        raise

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from launcher.api.calls import Call, Given, Held, StepProgram, UserCall
-from launcher.api.connection import Connection
-from launcher.api.messages import Messages, Reply
+from launcher.api.messages import Connection, Messages, Reply
 from launcher.api.own_copies import Scope
 from launcher.api.planned_shape import planned_shape
 from launcher.api.remote_array import Fetch, RemoteArray, known_to_flax, pickled, portable
@@ -29,7 +28,7 @@ from launcher.trace import TracedStep
 _IN_MESSAGE = 64 * 1024  # bytes up to which sending to each worker is quicker than sharing
 
 
-class RayBackend:
+class RayBackend(Messages):
     """The workers, one a host, each with a `StepWorker`.
 
     The first call decides how they reach one another: by parameter servers if it compiles a plan
@@ -52,11 +51,10 @@ class RayBackend:
         serve: Callable[[int, int], list[WorkerHandle]],
         is_here: bool = False,
     ) -> None:
+        super().__init__(group)
         known_to_flax()
         self._nominal, self._is_here = nominal, is_here
-        self._group, self._connection = group, Connection(group, serve)
-        self._messages = Messages(group)
-        self.sending = self._messages.sending
+        self._connection = Connection(group, serve)
         self._next_number = 0
         self._wanted: list[RemoteArray] = []
 
@@ -65,18 +63,10 @@ class RayBackend:
         return planned_shape(self._nominal, method, self._is_here)
 
     def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
-        """Send a message; see `Messages.send`."""
+        """Send a message once the workers are connected; see `Messages.send`."""
         with self.sending:
             self._connection.open()
-            return self._messages.send(method, *arguments, shared=shared)
-
-    def answers(self, replies: Sequence[Reply]) -> list[Any]:
-        """Wait for replies; see `Messages.answers`."""
-        return self._messages.answers(replies)
-
-    def close(self, why: Exception) -> None:
-        """Refuse all further use with the error `why`."""
-        self._messages.close(why)
+            return super().send(method, *arguments, shared=shared)
 
     # -- arrays (see `remote_array.Owner`) -----------------------------------------------------
 
@@ -112,11 +102,8 @@ class RayBackend:
         Raises:
             TypeError: an array belongs to a session that was shut down.
         """
-        for array in arrays.values():
-            if array._owner is not self:
-                raise TypeError(f"{array!r} belongs to a session that was shut down")
         with self.sending:
-            numbers = {name: array.number for name, array in arrays.items()}
+            numbers = {name: self.number_of(array) for name, array in arrays.items()}
             replies = self.send("digests", numbers)
         return self.answers(replies)
 
@@ -127,10 +114,6 @@ class RayBackend:
         count = len(self._group.handles)
         every = f" of each of {count} workers" if self._connection.by_servers else ""
         return str(self.answers(replies)[0]) + every
-
-    def drop(self, number: int) -> None:
-        """Free an array or a compiled step with the next message."""
-        self._messages.drop(number)
 
     def lend(self, fun: Callable[..., Any], arrays: Sequence[RemoteArray], *given: Any) -> Any:
         """Return what `fun` answers on each worker; see `StepWorker.lend_own`."""
@@ -168,7 +151,7 @@ class RayBackend:
 
     def workers(self) -> list[WorkerInfo]:
         """Return what is known of each worker, in the order of the hosts."""
-        processes = self.answers(self._messages.send("process"))  # whether connected or not
+        processes = self.answers(super().send("process"))  # whether connected or not
         return self._group.infos(processes, self._nominal.devices_per_host)
 
     def clocks(self) -> list[Clock]:
@@ -196,11 +179,17 @@ class RayBackend:
 
     def _travelling(self, leaf: Any) -> Any:
         if isinstance(leaf, RemoteArray):
-            return Held(self._number_of(leaf))
+            return Held(self.number_of(leaf))
         return Given(portable(leaf)) if isinstance(leaf, jax.Array) else leaf
 
-    def _number_of(self, array: RemoteArray) -> int:
-        if array._owner is not self:
+    def number_of(self, array: RemoteArray) -> int:
+        """Return the number of an array of this session.
+
+        Raises:
+            TypeError: the array belongs to a session that was shut down.
+            ConsumedError: it was donated.
+        """
+        if array.owner is not self:
             raise TypeError(f"{array!r} belongs to a session that was shut down")
         return array.number
 
@@ -220,7 +209,7 @@ class RayBackend:
         """
         with self.sending:
             self._connection.open_for(plan)
-        program = StepProgram(**vars(source), plan=plan, settings=trace_settings())
+        program = StepProgram(source, plan, trace_settings())
         number = self.new_numbers(1)
         replies = self.send("compile", number, shared=pickled(program, source.fun))
         try:
@@ -243,11 +232,8 @@ class RemoteExecutable:
     ) -> None:
         self.plan, self.compile_seconds = plan, compile_seconds
         self._backend, self._number = backend, number
-        whole = step.whole
-        self._in_tree, self._out_tree = whole.in_tree, whole.out_tree
-        self._donated, self._batch = whole.donated, whole.batch
-        self._out_avals = [(v.aval.shape, v.aval.dtype) for v in whole.outvars]
-        self._in_avals = whole.in_avals
+        self._whole = step.whole
+        self._out_avals = [(v.aval.shape, v.aval.dtype) for v in self._whole.outvars]
 
     def __call__(self, *args: Any) -> Any:
         """Send one step to the workers and return handles at once; donated handles are consumed.
@@ -284,9 +270,11 @@ class RemoteExecutable:
             TypeError: `init` does not return what the step takes.
         """
         shapes, tree = jax.tree.flatten(jax.eval_shape(init, *args))
-        expected = self._in_tree.children()[0]
+        expected = self._whole.in_tree.children()[0]
         avals = [(leaf.shape, leaf.dtype) for leaf in shapes]
-        if tree != expected or avals != [(a.shape, a.dtype) for a in self._in_avals[: len(avals)]]:
+        if tree != expected or avals != [
+            (a.shape, a.dtype) for a in self._whole.in_avals[: len(avals)]
+        ]:
             raise TypeError("init does not return the structure, shapes and dtypes of the step")
         first = self._backend.new_numbers(len(avals))
         made_by = pickled((init, jax.tree.map(portable, args)), init)
@@ -308,8 +296,10 @@ class RemoteExecutable:
         self, args: tuple[Any, ...], method: str = "run", **how: bool
     ) -> tuple[Any, list[Reply]]:
         leaves, tree = jax.tree.flatten(args)
-        if tree != self._in_tree:
-            raise TypeError(f"the step was compiled for arguments {self._in_tree}, not {tree}")
+        if tree != self._whole.in_tree:
+            raise TypeError(
+                f"the step was compiled for arguments {self._whole.in_tree}, not {tree}"
+            )
         with self._backend.sending:
             return self._sent(leaves, method, how)
 
@@ -322,14 +312,16 @@ class RemoteExecutable:
         values: list[Any] = []
         consumed: list[RemoteArray] = []
         for i, leaf in enumerate(leaves):
-            if type(leaf) is not RemoteArray or self._batch[i]:  # every worker gets the whole batch
+            if (
+                type(leaf) is not RemoteArray or self._whole.batch[i]
+            ):  # every worker gets the whole batch
                 if isinstance(leaf, jax.core.Tracer):
                     raise transformed_error()
-                values.append(portable(leaf, self._in_avals[i].dtype))
+                values.append(portable(leaf, self._whole.in_avals[i].dtype))
                 numbers.append(-1)
                 continue
-            numbers.append(backend._number_of(leaf))
-            if self._donated[i] and method == "run":
+            numbers.append(backend.number_of(leaf))
+            if self._whole.donated[i] and method == "run":
                 consumed.append(leaf)
         gone = {leaf.number for leaf in consumed}
         if sum(number in gone for number in numbers) > len(gone):
@@ -342,7 +334,9 @@ class RemoteExecutable:
             replies = backend.send(method, call, values)
         for leaf in consumed:
             leaf.consume()
-        return jax.tree.unflatten(self._out_tree, self._handles(first, self._out_avals)), replies
+        return jax.tree.unflatten(
+            self._whole.out_tree, self._handles(first, self._out_avals)
+        ), replies
 
     def _handles(self, first: int, avals: Iterable[tuple[Any, Any]]) -> list[RemoteArray]:
         return [RemoteArray(self._backend, n, *aval) for n, aval in enumerate(avals, first)]

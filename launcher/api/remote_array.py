@@ -91,10 +91,10 @@ class RemoteArray(ArrayLike):
         WorkerError: a worker failed.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_fetched", "_number", "_owner", "_shape")
+    __slots__ = ("__weakref__", "_dtype", "_fetched", "_number", "_shape", "owner")
 
     def __init__(self, owner: Owner, number: int, shape: tuple[int, ...], dtype: Any) -> None:
-        self._owner, self._number = owner, number
+        self.owner, self._number = owner, number
         self._shape, self._dtype = shape, dtype
         self._fetched: tuple[Fetch, int] | None = None
 
@@ -126,7 +126,7 @@ class RemoteArray(ArrayLike):
     @property
     def placement(self) -> str:
         """Where it lies, in words such as "whole, on device 2"; a worker is asked for it."""
-        return self._owner.placement(self)
+        return self.owner.placement(self)
 
     @property
     def number(self) -> int:
@@ -149,8 +149,8 @@ class RemoteArray(ArrayLike):
 
     def delete(self) -> None:
         """Free the array on the workers; it cannot be used again."""
-        with self._owner.sending:
-            self._owner.drop(self.number)
+        with self.owner.sending:
+            self.owner.drop(self.number)
             self._number = -1
 
     def consume(self) -> None:
@@ -159,13 +159,13 @@ class RemoteArray(ArrayLike):
 
     def copy_to_host_async(self) -> None:
         """Fetch the array with the next message to the workers; many are fetched together."""
-        with self._owner.sending:
+        with self.owner.sending:
             if self.number >= 0 and self._fetched is None:
-                self._owner.want(self)
+                self.owner.want(self)
 
     def block_until_ready(self) -> RemoteArray:
         """Wait until the array is computed."""
-        self._owner.wait(self)
+        self.owner.wait(self)
         return self
 
     def fetched_by(self, fetch: Fetch, place: int) -> None:
@@ -198,11 +198,11 @@ class RemoteArray(ArrayLike):
 
     def _data(self) -> np.ndarray:
         """Return the array as it travels, fetched once."""
-        with self._owner.sending:
+        with self.owner.sending:
             if self.number >= 0 and self._fetched is None:
-                self._owner.flush()
+                self.owner.flush()
                 if self._fetched is None:
-                    self._owner.fetch([self])
+                    self.owner.fetch([self])
             assert self._fetched is not None
             fetch, place = self._fetched
         return fetch.result()[place]
@@ -213,7 +213,7 @@ class RemoteArray(ArrayLike):
 
     def __del__(self) -> None:
         if getattr(self, "_number", -1) >= 0:
-            self._owner.drop(self._number)
+            self.owner.drop(self._number)
 
 
 accept_as_array(RemoteArray, lambda array: array.value)
@@ -233,13 +233,18 @@ def prefetch(tree: Any) -> Any:
 
     Their values are there, or on their way, when `np.asarray` or `jax.device_get` asks for them. It
     also takes arrays of this process.
+
+    Example:
+        >>> metrics = launcher.prefetch({"loss": jnp.ones(())})
+        >>> jax.device_get(metrics["loss"]).item()
+        1.0
     """
     owners: dict[int, Owner] = {}
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, (RemoteArray, jax.Array)):
             leaf.copy_to_host_async()
         if isinstance(leaf, RemoteArray):
-            owners[id(leaf._owner)] = leaf._owner
+            owners[id(leaf.owner)] = leaf.owner
     for owner in owners.values():
         owner.flush()
     return tree

@@ -171,6 +171,12 @@ def init(  # noqa: PLR0913 (what a script may ask for)
         SessionError: it was called before, or the numbers do not fit the machine.
         ClusterError: Ray or a worker's process did not come up. Ctrl-C ends the wait.
         WorkerError: a worker failed.
+
+    Example:
+        >>> launcher.init("local", num_devices_per_node=2)
+        >>> len(launcher.workers()[0].devices)
+        2
+        >>> launcher.shutdown()
     """
     global _held
     if _held is not None:
@@ -201,6 +207,10 @@ def shutdown() -> None:
     """End the workers that `init` started; arrays that lie on them and were not fetched are lost.
 
     It does nothing if there is nothing to end. A program that ends without it calls it by itself.
+
+    Example:
+        >>> launcher.init("local")
+        >>> launcher.shutdown()
     """
     global _held
     held, _held = _held, None

@@ -112,10 +112,7 @@ class StepWorker(Peer):
         program: StepProgram = pickle.loads(pickled)
         _set(program.settings)
         step = trace_step(
-            program.fun,
-            program.args,
-            batch_argnums=program.batch_argnums,
-            donate_argnums=program.donate_argnums,
+            **vars(program.source),
             needs_loss=False,  # the driver has seen to that
         )
         ways = self._transport, self._servers

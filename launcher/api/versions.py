@@ -1,4 +1,4 @@
-"""Which versions of JAX the engine runs on, and what is said of any other."""
+"""The supported versions of JAX, and the answer to any other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_jax(found: str) -> None:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         problem = f"JAX {found} is too new: a step cannot be traced ({reason})"
         raise ConfigError(problem, _REMEDY) from error
-    _log.warning(f"JAX {found} is newer than those tested ({_TESTED}); going on with it")
+    _log.warning(f"JAX {found} is newer than those tested ({_TESTED}); continuing with it")
 
 
 def _trace_a_step() -> None:

@@ -1,17 +1,18 @@
 """Small files: written whole by one function, read by one strict reader. Standard library only.
 
-It writes and reads all that a run keeps beside its arrays and metrics, and files from other users.
-A FIFO, a device, a gigabyte or a thousand brackets in a file's place can neither block the reader
-nor exhaust its memory.
+It writes and reads all that a run keeps beside its arrays and metrics, and files of other users.
 """
 
 from __future__ import annotations
 
+import difflib
 import errno
+import itertools
 import json
 import logging
 import math
 import os
+import re
 import secrets
 import stat
 import time
@@ -28,10 +29,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # temporary: space can be freed
 LARGEST = 2**27  # bytes of a file that is read whole
 DEEPEST = 100  # levels of nested lists and tables
 DAMAGED = ".damaged"
-_PART = 2**22  # bytes that are read at a time
 _MOST_SAID = 300  # characters
+_MOST_ENTRIES = 10_000  # of a folder, searched for a near name
 _WRITING_SECONDS = 60  # a younger file may still be being written
-_NO_FILE = "it is not a regular file"
 
 
 class DamagedError(ValueError):
@@ -157,7 +157,7 @@ def _unmapped_owner() -> list[int]:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a regular file, as `os.open` does, without ever blocking on a FIFO.
+    """Open a regular file, as `os.open` does; refuse a FIFO, which would block, or a device.
 
     Raises:
         OSError: it cannot be opened.
@@ -165,13 +165,9 @@ def open_regular(path: Path, flags: int) -> int:
     """
     with suppress(FileNotFoundError):
         status = path.stat(follow_symlinks=not flags & os.O_NOFOLLOW)
-        if not stat.S_ISREG(status.st_mode):  # opening a device may have effects
-            raise DamagedError(_NO_FILE)
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise DamagedError(_NO_FILE)
-    return descriptor
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError("it is not a regular file")
+    return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -215,12 +211,9 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
 
 def _read(descriptor: int, most: int) -> bytes:
     with open(descriptor, "rb") as file:
-        data = bytearray()
-        while part := file.read(_PART):
-            data += part
-            if len(data) > most:
-                raise DamagedError(f"it is larger than {most:,} bytes")
-    return bytes(data)
+        if os.fstat(descriptor).st_size > most:
+            raise DamagedError(f"it is larger than {most:,} bytes")
+        return file.read()
 
 
 def read_text(path: Path, most: int = LARGEST) -> str:
@@ -258,35 +251,18 @@ def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a JSON number")
 
 
-def _check(value: Any) -> None:
-    """Check a value level by level, since it may be deeper than Python's stack."""
-    level = [value]
-    for _ in range(DEEPEST):
-        below: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                if "\0" in one or not (one.isascii() or _can_be_written(one)):
-                    raise DamagedError("it holds text with invalid characters")
-            elif isinstance(one, float):
-                if not math.isfinite(one):
-                    raise DamagedError("it holds a number that is not finite")
-            elif isinstance(one, list):
-                below += one
-            elif isinstance(one, dict):
-                below += one.keys()
-                below += one.values()
-        if not below:
-            return
-        level = below
-    raise DamagedError("it is nested too deeply")
-
-
-def _can_be_written(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _check(value: Any, levels: int = DEEPEST) -> None:
+    if isinstance(value, str):
+        if "\0" in value or (not value.isascii() and re.search("[\ud800-\udfff]", value)):
+            raise DamagedError("it holds text with invalid characters")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise DamagedError("it holds a number that is not finite")
+    elif isinstance(value, list | dict):
+        if not levels:
+            raise DamagedError("it is nested too deeply")
+        for one in value if isinstance(value, list) else (*value, *value.values()):
+            _check(one, levels - 1)
 
 
 def read_own(path: Path, convert: Callable[[Any], T]) -> T | None:
@@ -340,3 +316,14 @@ def aside(path: Path) -> Path:
 def named(error: OSError, path: Path) -> OSError:
     """Return `error` with the name of the file, which the error of a failed write lacks."""
     return OSError(error.errno, error.strerror or str(error), str(path))
+
+
+def missing_path(path: Path) -> str:
+    """Return the clause of an error for a missing path, with the nearest name in its folder."""
+    try:
+        some = itertools.islice(path.parent.iterdir(), _MOST_ENTRIES)
+        there = [entry.name for entry in some if entry.name != path.name]  # a link to nowhere is
+    except OSError:
+        there = []
+    near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
+    return f"does not exist ({path.with_name(near[0])} does)" if near else "does not exist"

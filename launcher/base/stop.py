@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from os import _exit as exit_at_once
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -149,7 +150,7 @@ class Stop:
     def over(self, code: int) -> None:
         """Have a signal end the process at once with `code` from now on: all is done."""
         for signum in self._handled:
-            signal.signal(signum, lambda signum, frame: os._exit(code))
+            signal.signal(signum, lambda signum, frame: exit_at_once(code))
         self._previous = {}
 
     def _ignore(self) -> None:
@@ -169,7 +170,7 @@ class Stop:
         for output in self._on_terminal:
             _write(output, _SHOW_CURSOR)  # a spinner hides it
         _write(1, f"{_STOPPING}\n")
-        os._exit(self.ending[0])
+        exit_at_once(self.ending[0])
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.arrays.npz import read_headers
-from launcher.base.files import DamagedError
-from launcher.base.missing_path import missing_path
+from launcher.base.files import DamagedError, missing_path
 from launcher.checkpoint.account import Account, read_account
 from launcher.checkpoint.integrity import damage
 from launcher.checkpoint.layout import CHECKSUMS, METADATA, steps_in

@@ -62,6 +62,9 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
         FileExistsError: the folder holds something else than a checkpoint.
         OSError: it cannot be written; what was there stays.
         WorkerError: a worker failed.
+
+    Example:
+        >>> launcher.save("checkpoint", {"weights": jnp.ones(3)})
     """
     final = Path(folder).expanduser().absolute()
     paths, leaves = _named(tree)
@@ -97,6 +100,12 @@ def restore(folder: str | os.PathLike[str], like: Any) -> Any:
     Raises:
         RestoreError: there is no intact checkpoint, or its leaves differ from those of `like`.
         WorkerError: a worker failed.
+
+    Example:
+        >>> launcher.save("checkpoint", {"weights": jnp.ones(3)})
+        >>> tree = launcher.restore("checkpoint", like={"weights": jnp.zeros(3)})
+        >>> float(tree["weights"].sum())
+        3.0
     """
     path = Path(folder).expanduser().absolute()
     paths, leaves = _named(like)

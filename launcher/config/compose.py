@@ -48,7 +48,6 @@ from launcher.config.sources import (
     Source,
     Tree,
     choices,
-    misshapen,
     refuse_useless,
     short,
     with_runs_settings,
@@ -177,7 +176,7 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
         in_file = not set(error.keys) & set(COMMAND_LINE_ONLY)
         raise error.located(f"in {short(path)}" if in_file else COMMAND_LINE) from None
     except (OmegaConfBaseException, RecursionError) as error:
-        raise translated(error, overrides, (), ()).located(f"in {short(path)}") from None
+        raise translated(error, overrides, ()).located(f"in {short(path)}") from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -259,7 +258,7 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
     except ConfigError as raised:
         error = raised
     except Exception as raised:  # Hydra asserts that a file holds settings
-        error = translated(raised, overrides, folders, sources)
+        error = translated(raised, overrides, folders)
     raise error.located(Origin(sources, overrides, groups).of(error.keys)) from None
 
 
@@ -359,21 +358,15 @@ def translated(
     error: BaseException,
     overrides: Sequence[Override],
     folders: Sequence[Path],
-    sources: Sequence[Source],
 ) -> ConfigError:
-    """Return the ConfigError for an error of Hydra, OmegaConf or PyYAML; raise any other.
-
-    `sources`: the files that had been found when it was raised.
-    """
-    if "Cannot merge" in str(error) and (found := misshapen(sources)) is not None:
-        return found
+    """Return the ConfigError for an error of Hydra, OmegaConf or PyYAML; raise any other."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, error.missing_cfg_file, overrides, folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return ConfigError(f"{short(Path(mark.name))}:{mark.line + 1} is not YAML: {error.problem}")
     if isinstance(error, HydraException) and not str(error) and error.__cause__ is not None:
-        return translated(error.__cause__, overrides, folders, sources)
+        return translated(error.__cause__, overrides, folders)
     if isinstance(error, OmegaConfBaseException):  # its first line is the problem
         key = error.full_key or ""
         if lost := re.search(r"Environment variable '(.+?)' not found", str(error)):

@@ -41,6 +41,7 @@ _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  #
 _NEEDED = ("model", "dataset", "optimizer", "parallel", "cluster")  # groups
 _NULL, _BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OTHER_NODES: Mapping[type, type[yaml.Node]] = {dict: yaml.SequenceNode, list: yaml.MappingNode}
 # Text of the sweeper's section that names no class, function or file.
 _SWEEPER_TEXTS = (f"{SWEEPER}.direction", f"{SWEEPER}.study_name")
 
@@ -68,6 +69,10 @@ class Source:
     def node(self) -> yaml.Node | None:
         """The file's content with line numbers, read once; raises as `yaml_node`."""
         return yaml_node(self.path)
+
+    def place(self, node: yaml.Node) -> str:
+        """Return the place of a node in words."""
+        return f"in {short(self.path)}:{node.start_mark.line + 1}"
 
 
 @dataclass(frozen=True)
@@ -152,61 +157,54 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
     Raises:
         ConfigError: a setting would be ignored, or not mean what it seems to.
     """
-    section = source.package.partition(".")[0]
-    for key, node in _scalars(source.node, source.package):
-        top = key.partition(".")[0]
-        if section == "hydra" or top == "hydra" or _group(key).startswith("hydra/"):
-            if is_of_sweeper(key, group := _group(key)):
-                if group or key == f"{source.package}.defaults":
-                    continue  # the file that it chooses is looked at itself
-                _check_sweeper_value(key, node, commands_allowed, _place(source.path, node))
-                continue
+    for key, node in _nodes(source.node, source.package):
+        where = source.place(node)
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(source, key, node, commands_allowed, where)
+        elif (kind := collections().get(key)) and isinstance(node, _OTHER_NODES[kind]):
+            words = ("table", "list") if kind is dict else ("list", "table")
+            raise ConfigError("{} must be a {}, not a {}".format(key, *words), where=where)
+
+
+def _check_scalar(
+    source: Source, key: str, node: yaml.ScalarNode, commands_allowed: bool, where: str
+) -> None:
+    top, group = key.partition(".")[0], _group(key)
+    if "hydra" in (source.package.partition(".")[0], top) or group.startswith("hydra/"):
+        if not is_of_sweeper(key, group):
             raise ConfigError(
                 "hydra is Hydra's own section, of which only hydra.sweeper has an effect here",
                 "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
-                where=_place(source.path, node),
+                where=where,
             )
-        if group := _switched_off(key.removeprefix(f"{source.package}."), node):
-            raise ConfigError(
-                f"{group}: null chooses nothing, and every run needs a {group}",
-                "Name an option, or leave the line out.",
-                where=_place(source.path, node),
-            )
-        if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
-            raise ConfigError(
-                f"{top} can be set only on the command line: a file that allows itself would "
-                "protect from nothing",
-                f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line.",
-                where=_place(source.path, node),
-            )
-        command = None if commands_allowed or _is_nothing(node) else command_at(key, node.value)
-        if command is not None:
-            raise not_allowed(command, _place(source.path, node))
-        is_number = node.style is None and node.tag in _NUMBERS
-        if is_number and key not in text_keys() and _ODD.fullmatch(node.value):
-            read = yaml.safe_load(node.value)
-            raise ConfigError(
-                f"{key}: {node.value} is read as {read}",
-                "Write numbers with decimal digits, and without a 0 in front.",
-                where=_place(source.path, node),
-            )
-
-
-def misshapen(sources: Sequence[Source]) -> ConfigError | None:
-    """Return the error for the first list in place of a table, or the reverse.
-
-    Hydra merges neither, nor names it.
-    """
-    wanted: dict[type, tuple[type, str]] = {
-        yaml.MappingNode: (list, "a list, not a table"),
-        yaml.SequenceNode: (dict, "a table, not a list"),
-    }
-    for source in sources:
-        for key, node in _nodes(source.node, source.package):
-            kind, words = wanted.get(type(node), (None, ""))
-            if kind and collections().get(key) is kind:
-                return ConfigError(f"{key} must be {words}", where=_place(source.path, node))
-    return None
+        if not group and key != f"{source.package}.defaults":  # a chosen file is checked itself
+            _check_sweeper_value(key, node, commands_allowed, where)
+        return
+    chosen = _group(key.removeprefix(f"{source.package}."))
+    if node.tag == _NULL and chosen in _NEEDED:
+        # Hydra drops the option that was chosen before, and the schema would fill it in again.
+        raise ConfigError(
+            f"{chosen}: null chooses nothing, and every run needs a {chosen}",
+            "Name an option, or leave the line out.",
+            where=where,
+        )
+    if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
+        raise ConfigError(
+            f"{top} can be set only on the command line: a file that allows itself would "
+            "protect from nothing",
+            f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line.",
+            where=where,
+        )
+    is_nothing = node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
+    if not commands_allowed and not is_nothing and (command := command_at(key, node.value)):
+        raise not_allowed(command, where)
+    is_number = node.style is None and node.tag in _NUMBERS
+    if is_number and key not in text_keys() and _ODD.fullmatch(node.value):
+        raise ConfigError(
+            f"{key}: {node.value} is read as {yaml.safe_load(node.value)}",
+            "Write numbers with decimal digits, and without a 0 in front.",
+            where=where,
+        )
 
 
 def choices(content: Any) -> dict[str, str]:
@@ -259,20 +257,17 @@ def _problem(file: Path) -> str:
 
 
 def scalars(source: Source) -> Iterator[tuple[str, str, yaml.ScalarNode]]:
-    """Yield every value of a file with its dotted key, and the group that it chooses from."""
-    for key, node in _scalars(source.node, source.package):
-        yield key, _group(key), node
+    """Yield every scalar of a file with its dotted key, and the group that it chooses from.
 
-
-def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """Yield every scalar below `node` with its dotted key; list items have the list's key."""
-    for inner, found in _nodes(node, key):
-        if isinstance(found, yaml.ScalarNode):
-            yield inner, found
+    List items have the list's key.
+    """
+    for key, node in _nodes(source.node, source.package):
+        if isinstance(node, yaml.ScalarNode):
+            yield key, _group(key), node
 
 
 def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Yield `node` and all nodes below it, with keys as `_scalars`."""
+    """Yield `node` and all nodes below it, with keys as `scalars`."""
     if node is not None:
         yield key, node
     if isinstance(node, yaml.SequenceNode):
@@ -283,30 +278,12 @@ def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
             yield from _nodes(value, f"{key}.{name.value}" if key else str(name.value))
 
 
-def _is_nothing(node: yaml.ScalarNode) -> bool:
-    """Return whether a value is null or false."""
-    return node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
-
-
-def _switched_off(key: str, node: yaml.ScalarNode) -> str:
-    """Return the mandatory group for which a defaults list chooses null.
-
-    It is "" if there is none. Hydra leaves out what was chosen before, and the schema would fill it
-    in again.
-    """
-    return group if node.tag == _NULL and (group := _group(key)) in _NEEDED else ""
-
-
 def _group(key: str) -> str:
     """Return the group of an entry of a defaults list; "" for any other value."""
     said, _, word = key.partition(".")
     return (
         word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""
     )
-
-
-def _place(path: Path, node: yaml.Node) -> str:
-    return f"in {short(path)}:{node.start_mark.line + 1}"
 
 
 def without_leftovers(

@@ -59,7 +59,6 @@ from launcher.config.sources import (
     is_of_sweeper,
     refuse_useless,
     scalars,
-    short,
 )
 from launcher.config.tasks import MAXIMIZED
 
@@ -319,7 +318,7 @@ def _sources(
     except ConfigError:
         raise
     except Exception as error:
-        raise translated(error, fixed, folders, ()) from None
+        raise translated(error, fixed, folders) from None
     allowed = any(one.key_or_group == "allow_commands" and one.value() is True for one in fixed)
     for source in found:
         refuse_useless(source, allowed)
@@ -340,7 +339,7 @@ def _place_of(sources: Sequence[Source], key: str) -> str:
     for source in reversed(sources):
         for found, group, node in scalars(source):
             if key in (found, group):
-                return f"in {short(source.path)}:{node.start_mark.line + 1}"
+                return source.place(node)
     return ""
 
 

@@ -43,8 +43,8 @@ class ClusterShape:
             workers and servers busy, as those below.
         store_add: bytes/s of parts that a server gets and adds.
         store_get: bytes/s at which a worker gets sums and places them on its devices.
-        correction: how many times as long as at the devices' own rates a program took here before;
-            the rates above have it in (`plan.profile.outcomes`).
+        correction: factor that the rates above were divided by in plans of earlier versions, which
+            learned it from earlier runs; 1 in new plans.
     """
 
     name: str

@@ -25,7 +25,6 @@ from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
 from launcher.trace import Loss, TracedStep
 from launcher.trace.ir.jaxpr import is_var
-from launcher.trace.leaf_names import operand_names
 
 _MOST_NAMED = 4  # parameters in an error
 
@@ -178,7 +177,7 @@ def partition(
     loss = step.loss(assignment.slicing.num_slices)
     graphs = cut_stages(loss, assignment.layers, assignment.mesh_of)
     if lost := lost_gradients(loss, graphs):
-        names = ", ".join(operand_names(step)[i] for i in lost[:_MOST_NAMED])
+        names = ", ".join(step.operand_names[i] for i in lost[:_MOST_NAMED])
         raise PlanError(
             f"these stages would lose the gradient of {names}, which has one on one device: no "
             "gradient comes back for what a stage hands on. Please report it, with the step"

@@ -10,7 +10,7 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.sharding.named_dims import Spec, axes
 from launcher.schedule import SCHEDULES, Tasks
-from launcher.trace.leaf_names import leaf_names
+from launcher.trace.interface import leaf_names
 from launcher.trace.step import TracedStep
 
 

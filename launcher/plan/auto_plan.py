@@ -11,7 +11,7 @@ from launcher.partition.errors import PlanError
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.remat import remat_of_stages
 from launcher.plan.followers.further import checked_fit, lead_of, with_further
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.submeshes import model_sizes
 from launcher.plan.options import checked_micro_batches
@@ -61,7 +61,7 @@ def auto_plans(  # noqa: PLR0913 (the search's settings)
         )
     if remat != "auto":
         remat = remat_of_stages(remat, 1)[0]
-    wanted = Wanted(
+    wanted = Constraints(
         num_micro_batches=num_micro_batches and checked_micro_batches(num_micro_batches),
         schedule=None if schedule == "auto" else schedule,
         remat=None if remat == "auto" else str(remat),

@@ -38,7 +38,6 @@ from launcher.plan.transfers import transfers_of
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
 from launcher.trace.ir.cost import matmul_flops
-from launcher.trace.leaf_names import operand_names
 from launcher.trace.step import TracedStep
 from launcher.trace.without_gradient import no_gradient_note
 
@@ -146,7 +145,7 @@ class PlanBuilder:
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
-        return operand_names(self._step)
+        return self._step.operand_names
 
     @functools.cached_property
     def _no_gradient(self) -> str | None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from launcher.hardware.cluster_shape import ClusterShape
 from launcher.plan.cost import formulas
 from launcher.plan.stage_plan import NO_RINGS, RingSeconds, Staged, StagePlan, Transfer
-from launcher.schedule import Way, Ways
+from launcher.schedule import Route, Routes
 
 
-def transfer_ways(plan: Staged) -> Ways:
+def transfer_routes(plan: Staged) -> Routes:
     """Return how a microbatch gets from stage to stage."""
     found = _by_transfer(plan, lambda one: one.bytes_per_microbatch)
     return {(one.src_stage, one.dst_stage): way for one, way in found}
@@ -22,7 +22,7 @@ def transfer_ways(plan: Staged) -> Ways:
 
 def microbatch_transfer_seconds(plan: Staged) -> dict[tuple[int, int], float]:
     """Return the seconds of a microbatch's transfer, by (source, destination) stage."""
-    return {pair: way.seconds + way.latency for pair, way in transfer_ways(plan).items()}
+    return {pair: way.seconds + way.latency for pair, way in transfer_routes(plan).items()}
 
 
 def once_seconds(plan: Staged) -> float:
@@ -102,7 +102,7 @@ def _by_ring(
 
 def _by_transfer(
     plan: Staged, size_of: Callable[[Transfer], int]
-) -> Iterator[tuple[Transfer, Way]]:
+) -> Iterator[tuple[Transfer, Route]]:
     cluster, mesh_of = ClusterShape(**plan.cluster), plan.mesh_of
     for one in plan.transfers:
         size, ends = size_of(one), (one.src_stage, one.dst_stage)
@@ -122,4 +122,4 @@ def _by_transfer(
         else:
             out, into = ([f"host {host}" for host in stage.hosts] for stage in (src, dst))
         links = *(f"from {end}" for end in out), *(f"to {end}" for end in into)
-        yield one, Way(links, float(seconds) - cluster.latency, cluster.latency)
+        yield one, Route(links, float(seconds) - cluster.latency, cluster.latency)

@@ -10,8 +10,8 @@ from launcher.partition.remat import RematSegment, keeps, own_layers, segments
 from launcher.partition.sharding.layout import MODEL, ROWS
 from launcher.partition.stages import StageGraph
 from launcher.trace.errors import BatchError
+from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import source_line
-from launcher.trace.leaf_names import leaf_names
 
 
 def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]:

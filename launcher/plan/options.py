@@ -41,8 +41,8 @@ class ManualLayerOption:
 
     def layered(self, step: TracedStep) -> TracedStep:
         """Return the step cut into its layers."""
-        further = tuple(map(self.layered, step.further))
-        return dataclasses.replace(step.cut_at(None), further=further)
+        others = tuple(map(self.layered, step.other_losses))
+        return dataclasses.replace(step.cut_at(None), other_losses=others)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class AutoLayerOption:
             ends = cluster_layers(step.loss(1), self.layer_num, self.eps)
         except LayerCountError as error:
             raise PlanError(str(error)) from error
-        further = tuple(map(self.layered, step.further))
-        return dataclasses.replace(step.cut_at(ends), further=further)
+        others = tuple(map(self.layered, step.other_losses))
+        return dataclasses.replace(step.cut_at(ends), other_losses=others)
 
 
 @dataclass(frozen=True)

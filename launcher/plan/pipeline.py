@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.reduction import Reduction
-from launcher.plan.links import link_seconds, longest_update, once_seconds, transfer_ways
+from launcher.plan.links import link_seconds, longest_update, once_seconds, transfer_routes
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
 from launcher.schedule import (
@@ -69,10 +69,10 @@ def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
         return seconds[task.stage][task.kind]
 
     if not cluster.shares_machine:
-        return simulate(plan.tasks(), duration, transfer_ways(plan))
+        return simulate(plan.tasks(), duration, transfer_routes(plan))
     machine = _machine(cluster, [stage.effective_parallelism for stage in plan.stages])
     devices_of = [len(mesh) for mesh in plan.meshes]
-    return simulate_shared(plan.tasks(), duration, transfer_ways(plan), devices_of, machine)
+    return simulate_shared(plan.tasks(), duration, transfer_routes(plan), devices_of, machine)
 
 
 def measured_bubble(plan: Pipeline | Plan, seconds: Mapping[Task, float]) -> float:

@@ -26,6 +26,10 @@ def runs(dir: str | os.PathLike[str] | Sequence[str] = FOLDERS) -> list[dict[str
 
     Returns:
         The fields of `RunRecord` of each run, by name.
+
+    Example:
+        >>> launcher.runs("outputs")
+        []
     """
     roots = [dir] if isinstance(dir, str | os.PathLike) else list(dir)
     return [record.to_dict() for record in read_runs([Path(root) for root in roots])]

@@ -1,6 +1,5 @@
-"""What is computed: the train step as data. Imports nothing else of ours."""
+"""The train step as data. Imports nothing else of ours."""
 
-from launcher.trace.arguments import without_static
 from launcher.trace.errors import BatchError, BoundaryError, GradientError, JoinedError, TraceError
 from launcher.trace.slicing.slices import Loss
 from launcher.trace.step import TracedStep, trace_step
@@ -14,5 +13,4 @@ __all__ = [
     "TraceError",
     "TracedStep",
     "trace_step",
-    "without_static",
 ]

@@ -1,4 +1,4 @@
-"""A step's arguments as shapes: which leaves are batch, donated or static, and who follows whom."""
+"""A step's arguments as shapes: the batch and donated leaves, and the results that replace them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ class Arguments:
     """A step's arguments.
 
     Attributes:
-        shapes: the arguments with a shape for every array; None in place of a static one.
-        static: the values of the static arguments by position.
+        shapes: the arguments with a shape for every array.
         batch, donated: per leaf of `shapes`. donate_argnums: the donated arguments by position.
     """
 
     shapes: tuple[Any, ...]
-    static: dict[int, Any]
     batch: tuple[bool, ...]
     donated: tuple[bool, ...]
     donate_argnums: tuple[int, ...]
@@ -35,54 +33,26 @@ class Arguments:
         """Return the same arguments, none of which is a batch."""
         return dataclasses.replace(self, batch=(False,) * len(self.batch))
 
-    def with_static(self, shapes: Sequence[Any]) -> tuple[Any, ...]:
-        """Arguments for the user's function: `shapes` with the static values in their places."""
-        return tuple(self.static.get(i, x) for i, x in enumerate(shapes))
-
 
 def read_arguments(
-    args: Sequence[Any],
-    batch_argnums: Sequence[int],
-    donate_argnums: Sequence[int],
-    static_argnums: Sequence[int],
+    args: Sequence[Any], batch_argnums: Sequence[int], donate_argnums: Sequence[int]
 ) -> Arguments:
     """See `Arguments`.
 
     Raises:
-        TraceError: a leaf is no array, a position does not exist, or is named twice.
+        TraceError: a leaf is no array, or a position does not exist.
     """
-    batch, donate, static = (
-        _positions(name, numbers, len(args))
-        for name, numbers in (
-            ("batch_argnums", batch_argnums),
-            ("donate_argnums", donate_argnums),
-            ("static_argnums", static_argnums),
-        )
-    )
-    for name, numbers in (("batch_argnums", batch), ("donate_argnums", donate)):
-        for n in set(numbers) & set(static):
-            raise TraceError(
-                f"argument {n} is named by static_argnums and by {name}; a static argument is a "
-                "Python value that the program is built with, not an array"
-            )
+    batch = _positions("batch_argnums", batch_argnums, len(args))
+    donate = _positions("donate_argnums", donate_argnums, len(args))
     shapes = tuple(
-        None
-        if i in static
-        else jax.tree_util.tree_map_with_path(lambda path, x, i=i: _abstract(i, path, x), arg)
+        jax.tree_util.tree_map_with_path(lambda path, x, i=i: _abstract(i, path, x), arg)
         for i, arg in enumerate(args)
     )
 
     def flags(wanted: Sequence[int]) -> tuple[bool, ...]:
         return tuple(i in wanted for i, arg in enumerate(shapes) for _ in jax.tree.leaves(arg))
 
-    values = {i: args[i] for i in static}
-    return Arguments(shapes, values, flags(batch), flags(donate), donate)
-
-
-def without_static(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any, ...]:
-    """Arguments of a call as the traced step takes them: None in place of a static one."""
-    static = {n % len(args) for n in static_argnums} if args else ()
-    return tuple(None if i in static else arg for i, arg in enumerate(args))
+    return Arguments(shapes, flags(batch), flags(donate), donate)
 
 
 def _positions(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:

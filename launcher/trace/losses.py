@@ -1,4 +1,4 @@
-"""The losses of a train step: where they stand in its program, and what may not be there."""
+"""The losses of a train step: where its program holds them, and a placeholder for none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from launcher.trace.errors import GradientError, TraceError
-from launcher.trace.ir.jaxpr import Equation, Var, is_var, source_line, sub_jaxprs
+from launcher.trace.ir.jaxpr import Equation, Var, is_var, make_jaxpr, source_line, sub_jaxprs
 from launcher.trace.primitives import loss_p
+from launcher.trace.slicing.slices import Loss
 
 
 def find_losses(
@@ -71,3 +72,15 @@ def refuse_side_effects(equations: Sequence[Equation]) -> None:
                 "parallelized step run in several places, which must not see each other. Remove "
                 "the print or callback, or return the value as a result of the step"
             )
+
+
+def no_loss_equation() -> Equation:
+    """Return a loss that reads nothing, differentiates nothing and returns nothing."""
+    nothing = make_jaxpr(lambda: ())
+    (eqn,) = make_jaxpr(lambda: loss_p.bind(jaxpr=nothing, wrt=(), reduce=())).eqns
+    return eqn
+
+
+def no_loss(num_slices: int) -> Loss:
+    """Return that loss on one of `num_slices` slices: it has no layers."""
+    return Loss(num_slices, (), (), (), (), 0, (), (), (), (), ())

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from launcher.trace.interface import Interface
-from launcher.trace.ir.conditionals import split_conditionals
+from launcher.trace.ir.bodies import split_conditionals
 from launcher.trace.ir.jaxpr import Atom, Equation, Var, free_vars, is_var, needed
-from launcher.trace.slicing.split_loss import SplitLoss
+from launcher.trace.slicing.slices import SplitLoss
 
-Placed = Mapping[int, SplitLoss]
+SplitLosses = Mapping[int, SplitLoss]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Part:
 
 
 def cut_at_losses(
-    equations: Sequence[Equation], losses: Placed, outvars: Sequence[Atom], free: Set[Var]
+    equations: Sequence[Equation], losses: SplitLosses, outvars: Sequence[Atom], free: Set[Var]
 ) -> list[Part]:
     """Cut a step's program into parts with one loss each.
 
@@ -87,7 +87,7 @@ def cut_at_losses(
     return parts
 
 
-def _only_part(equations: Sequence[Equation], losses: Placed, outvars: Sequence[Atom]) -> Part:
+def _only_part(equations: Sequence[Equation], losses: SplitLosses, outvars: Sequence[Atom]) -> Part:
     ((place, split),) = losses.items()
     loss = split.traces.whole
     before = needed([*equations[:place], *split.before], loss.invars)

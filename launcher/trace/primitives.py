@@ -9,8 +9,10 @@ equations is what it says.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -28,7 +30,6 @@ from launcher.trace.ir.jaxpr import (
     lift_constants,
     make_jaxpr,
 )
-from launcher.trace.stop_at_loss import end_here
 
 REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
 _PER_SLICE = "launcher.per_slice"
@@ -51,6 +52,14 @@ def mark_pipeline_boundary() -> None:
     Call it in the forward pass between two blocks of the model, outside loops (`lax.scan`,
     `while`) and outside `jax.checkpoint`. A scan over stacked parameters needs no marks: each
     iteration is a layer. Without a pipeline it does nothing.
+
+    Example:
+        >>> def forward(params, x):
+        ...     x = jnp.tanh(x @ params[0])
+        ...     launcher.mark_pipeline_boundary()
+        ...     return x @ params[1]
+        >>> forward((jnp.ones((2, 2)), jnp.ones((2, 1))), jnp.zeros((3, 2))).shape
+        (3, 1)
     """
     boundary_p.bind()
 
@@ -62,6 +71,13 @@ def per_slice(fun: Callable[..., Any]) -> Callable[..., Any]:
     one another, as batch normalization does, is refused where there are several slices, unless it
     is marked so. A result that does not grow with the batch then stands for its mean over the
     slices. Outside a parallelized step this does nothing.
+
+    Example:
+        >>> @launcher.per_slice
+        ... def centered(x):
+        ...     return x - x.mean(axis=0)
+        >>> float(centered(jnp.ones((4, 2))).sum())
+        0.0
     """
 
     @functools.wraps(fun)
@@ -104,6 +120,11 @@ def value_and_grad(
     Raises:
         TypeError: a differentiated leaf is not of a floating dtype, or the loss is no scalar.
         GradientError: `reduce` is not a known word, or `argnums` names no positional argument.
+
+    Example:
+        >>> value, slope = launcher.value_and_grad(lambda w, x: jnp.mean(w * x))(2.0, jnp.ones(4))
+        >>> float(value), float(slope)
+        (2.0, 1.0)
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +148,12 @@ def grad(
     has_aux: bool = False,
     reduce: Any = "infer",
 ) -> Callable[..., Any]:
-    """`jax.grad` for a parallelized step; see `value_and_grad`. Gives `grads` or `(grads, aux)`."""
+    """`jax.grad` for a parallelized step; see `value_and_grad`. Gives `grads` or `(grads, aux)`.
+
+    Example:
+        >>> float(launcher.grad(lambda w, x: jnp.mean(w * x))(2.0, jnp.ones(4)))
+        1.0
+    """
     with_value = value_and_grad(fun, argnums, has_aux, reduce)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -141,6 +167,11 @@ def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[...
     """Evaluate `fun` a microbatch at a time and combine its results: the forward-only form.
 
     `reduce` is one word or a pytree prefix of `fun`'s result, as in `value_and_grad`.
+
+    Example:
+        >>> evaluate = launcher.microbatched(lambda x: {"total": x.sum()}, reduce="sum")
+        >>> float(evaluate(jnp.ones(4))["total"])
+        4.0
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -287,3 +318,52 @@ loss_p.def_abstract_eval(_loss_avals)
 mlir.register_lowering(loss_p, mlir.lower_fun(_whole_batch, multiple_results=True))
 ad.primitive_jvps[loss_p] = _loss_jvp
 batching.primitive_batchers[loss_p] = _loss_batching
+
+
+_stops = ContextVar("stops_at_loss", default=False)
+_reached: ContextVar[list[Any] | None] = ContextVar("losses_reached", default=None)
+
+
+class LossReachedError(BaseException):
+    """Ends the trace of a step at its loss.
+
+    Attributes:
+        avals: the operands of the loss.
+        params: the parameters of its equation.
+    """
+
+    def __init__(self, avals: Sequence[Any], params: dict[str, Any]) -> None:
+        super().__init__()
+        self.avals, self.params = avals, params
+
+
+@contextlib.contextmanager
+def stopping_at_loss() -> Iterator[None]:
+    """Have the traces inside end with `LossReachedError` when they come to a loss."""
+    token = _stops.set(True)
+    try:
+        yield
+    finally:
+        _stops.reset(token)
+
+
+@contextlib.contextmanager
+def listing_losses() -> Iterator[list[Any]]:
+    """Give a list, to which the traces inside add the program of each loss that they come to.
+
+    That may be one that the step does not hold, as under `jax.eval_shape`, or inside another loss.
+    """
+    found: list[Any] = []
+    token = _reached.set(found)
+    try:
+        yield found
+    finally:
+        _reached.reset(token)
+
+
+def end_here(avals: Sequence[Any], params: dict[str, Any]) -> None:
+    """Raise LossReachedError if the trace is to end at this loss."""
+    if _stops.get():
+        raise LossReachedError(avals, params)
+    if (found := _reached.get()) is not None:
+        found.append(params["jaxpr"])

@@ -20,61 +20,58 @@ import jax
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.errors import BatchError, TraceError
-from launcher.trace.interface import Interface
-from launcher.trace.ir.conditionals import split_conditionals
+from launcher.trace.interface import Interface, OuterProgram, leaf_names
+from launcher.trace.ir.bodies import split_conditionals
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
     Var,
     inline_calls,
-    is_var,
     make_jaxpr,
     make_jaxpr_and_shape,
     needed,
 )
 from launcher.trace.ir.structure_text import structure_text
-from launcher.trace.leaf_names import leaf_names
-from launcher.trace.losses import find_losses, refuse_side_effects, with_named_operands
-from launcher.trace.no_loss import no_loss, no_loss_equation
-from launcher.trace.parts import Part, cut_at_losses, interfaces
-from launcher.trace.primitives import loss_p
+from launcher.trace.losses import (
+    find_losses,
+    no_loss,
+    no_loss_equation,
+    refuse_side_effects,
+    with_named_operands,
+)
+from launcher.trace.parts import Part, SplitLosses, cut_at_losses, interfaces
+from launcher.trace.primitives import LossReachedError, listing_losses, loss_p, stopping_at_loss
 from launcher.trace.scans.open_scans import OPEN, Stacks, open_scans
-from launcher.trace.slicing.slices import Loss, Traces, resized, slice_loss
-from launcher.trace.slicing.split_loss import SplitLoss, split_loss
-from launcher.trace.stop_at_loss import LossReachedError, listing_losses, stopping_at_loss
+from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, resized, slice_loss, split_loss
 
 
 @dataclass(frozen=True, eq=False)
-class TracedStep(Interface):
+class TracedStep(OuterProgram):
     """A train step (or, with nothing differentiated, an evaluation step) as data.
 
-    A function without a loss is a step, too, whose loss reads and makes nothing (`trace.no_loss`).
+    A function without a loss is a step, too, whose loss reads and makes nothing (`losses.no_loss`).
 
     A step with several losses is a chain of parts with one loss each (`trace.parts`). Then this is
     the first part, and has its arguments and results.
 
     Attributes:
         constants: captured arrays by their variable.
-        before, loss_equation, after: the outer program, split at the loss.
         batch_size: rows along axis 0 of the batch leaves.
         fingerprint: equal for equal programs, in every process.
         traces: those of the loss; None if there is none.
         layer_ends: where layers end instead of at the marks (`cut_at`); None: at the marks.
-        further: the parts after the first.
+        other_losses: the parts after the first.
         of: the arguments and results of the whole step, if it has several parts.
         stacks: the arguments and results as the caller knows them, if scans are open.
     """
 
     constants: dict[Var, Any]
-    before: tuple[Equation, ...]
-    loss_equation: Equation
-    after: tuple[Equation, ...]
     batch_size: int
     fingerprint: str
     traces: Traces | None
     layer_ends: LayerEnds | None = None
-    further: tuple[TracedStep, ...] = ()
+    other_losses: tuple[TracedStep, ...] = ()
     of: Interface | None = None
     stacks: Stacks | None = None
     # the memo of `loss`
@@ -83,7 +80,7 @@ class TracedStep(Interface):
     @property
     def parts(self) -> tuple[TracedStep, ...]:
         """The step's parts, one for each loss, in order."""
-        return (self, *self.further)
+        return (self, *self.other_losses)
 
     @property
     def whole(self) -> Interface:
@@ -91,9 +88,11 @@ class TracedStep(Interface):
         return self.of or self
 
     @functools.cached_property
-    def operands(self) -> tuple[Var, ...]:
-        """The operands of the loss, of which a large model has thousands."""
-        return tuple(v for v in self.loss_equation.invars if is_var(v))  # as all of them are
+    def operand_names(self) -> tuple[str, ...]:
+        """A name for every operand of the loss: the argument leaf's name, or a description."""
+        words: dict[Any, str] = dict.fromkeys(self.constants, "a constant")
+        words |= zip(self.invars, leaf_names(self), strict=True)
+        return tuple(words.get(v, f"operand {i}") for i, v in enumerate(self.operands))
 
     def loss(self, num_slices: int) -> Loss:
         """Return the loss on one of `num_slices` equal slices of the batch (cached).
@@ -122,7 +121,12 @@ class TracedStep(Interface):
 
         It is the step itself if there is none, or if they are open. See `open_scans`.
         """
-        return self if self.stacks else open_scans(self) or self
+        if self.stacks or self.traces is None or self.other_losses or self.of is not None:
+            return self
+        if not (opened := open_scans(self, self.traces)):
+            return self
+        fingerprint = f"{self.fingerprint}{OPEN}"
+        return dataclasses.replace(self, **opened, fingerprint=fingerprint, losses={})
 
     def planned_as(self, fingerprint: str) -> TracedStep:
         """Return the step as a plan with this fingerprint has it: with open scans, or as it is."""
@@ -139,7 +143,6 @@ def trace_step(
     *,
     batch_argnums: Sequence[int] = (1,),
     donate_argnums: Sequence[int] = (0,),
-    static_argnums: Sequence[int] = (),
     needs_loss: bool = True,
 ) -> TracedStep:
     """Trace `fun(*args)`.
@@ -149,8 +152,6 @@ def trace_step(
         args: pytrees of arrays or `jax.ShapeDtypeStruct`, of the whole batch.
         batch_argnums: the arguments whose leaves are cut along axis 0.
         donate_argnums: those that a call consumes.
-        static_argnums: those that are Python values, baked into the program. The traced step takes
-            None in their place (`arguments.without_static`).
         needs_loss: whether the function has to have a loss. If it has none, no argument is a batch.
 
     Raises:
@@ -159,16 +160,16 @@ def trace_step(
         BatchError: the batch's leaves disagree about their first axis.
         TraceError: an argument is no array, or something outside the loss has a side effect.
     """
-    arguments = read_arguments(args, batch_argnums, donate_argnums, static_argnums)
+    arguments = read_arguments(args, batch_argnums, donate_argnums)
     if needs_loss:
         batch_size(arguments)  # refuses what the trace would refuse in other words
 
     def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
-        def of_arrays(*values: Any) -> Any:
-            return fun(*arguments.with_static(values))
+        def uncached(*values: Any) -> Any:  # JAX keeps the traces of `fun` itself
+            return fun(*values)
 
         with described_cudnn():
-            closed, out = make_jaxpr_and_shape(of_arrays, *shapes)
+            closed, out = make_jaxpr_and_shape(uncached, *shapes)
         return inline_calls(closed), out
 
     with listing_losses() as reached:
@@ -208,31 +209,7 @@ def trace_step(
 
     losses = {place: split(number, place) for number, place in enumerate(places)}
     refuse_side_effects([e for i, e in enumerate(equations) if i not in losses])
-    whole = _interface(closed, arguments, out_shape)
-    fingerprint = _fingerprint(closed, arguments)
-    batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
-    parts = cut_at_losses(equations, losses, whole.outvars, batch | set(constants))
-
-    def step_of(part: Part, at: Interface, fingerprint: str) -> TracedStep:
-        return TracedStep(
-            **vars(at),
-            constants=constants,
-            before=part.before,
-            loss_equation=part.loss,
-            after=part.after,
-            batch_size=size,
-            fingerprint=fingerprint,
-            traces=losses[part.place].traces,
-        )
-
-    if len(parts) == 1:
-        return step_of(parts[0], whole, fingerprint)
-    ends = interfaces(whole, parts, set(constants), leaf_names(whole))
-    first, *further = (
-        step_of(part, at, f"{fingerprint}.{number}" if number else fingerprint)
-        for number, (part, at) in enumerate(zip(parts, ends, strict=True))
-    )
-    return dataclasses.replace(first, further=tuple(further), of=whole)
+    return _chained(closed, arguments, out_shape, losses, constants)
 
 
 @contextlib.contextmanager
@@ -262,6 +239,41 @@ def _interface(closed: Jaxpr, arguments: Arguments, out_shape: Any) -> Interface
         batch=arguments.batch,
         aliases=aliases(arguments, out_shape),
     )
+
+
+def _chained(
+    closed: Jaxpr,
+    arguments: Arguments,
+    out_shape: Any,
+    losses: SplitLosses,
+    constants: dict[Var, Any],
+) -> TracedStep:
+    """Return a step with one loss, or the chain of parts of one with several."""
+    whole = _interface(closed, arguments, out_shape)
+    fingerprint = _fingerprint(closed, arguments)
+    batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
+    parts = cut_at_losses(closed.eqns, losses, whole.outvars, batch | set(constants))
+
+    def step_of(part: Part, at: Interface, fingerprint: str) -> TracedStep:
+        return TracedStep(
+            **vars(at),
+            constants=constants,
+            before=part.before,
+            loss_equation=part.loss,
+            after=part.after,
+            batch_size=batch_size(arguments),
+            fingerprint=fingerprint,
+            traces=losses[part.place].traces,
+        )
+
+    if len(parts) == 1:
+        return step_of(parts[0], whole, fingerprint)
+    ends = interfaces(whole, parts, set(constants), leaf_names(whole))
+    first, *others = (
+        step_of(part, at, f"{fingerprint}.{number}" if number else fingerprint)
+        for number, (part, at) in enumerate(zip(parts, ends, strict=True))
+    )
+    return dataclasses.replace(first, other_losses=tuple(others), of=whole)
 
 
 def _without_loss(

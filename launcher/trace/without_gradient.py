@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import Atom, Equation, Jaxpr, Var, has_tangent, is_var, sub_jaxprs
 from launcher.trace.ir.primitive_kinds import RECOMPUTED, WITHOUT_GRADIENT
-from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import TracedStep
 
 _MOST_NAMES = 4

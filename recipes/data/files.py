@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base.missing_path import missing_path
+from launcher.base.files import missing_path
 from launcher.recipes import InputError
 
 # Folders of the standard library that are not its source, or are its tests.

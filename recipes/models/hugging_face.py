@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import launcher.recipes.models
-from launcher.base.files import DamagedError, read_json
-from launcher.base.missing_path import missing_path
+from launcher.base.files import DamagedError, missing_path, read_json
 from launcher.config.errors import ConfigError
 from launcher.config.families import modules_of_families
 

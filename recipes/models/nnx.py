@@ -35,6 +35,14 @@ def model(make: Make, loss: Callable[[Any, Any], Any]) -> Model:
         make: makes the module, `make(rngs)`; called while it is traced.
         loss: takes the module and a batch; returns the mean loss, a float32 scalar, or
             `(loss, metrics)` with a dict of further scalars. What it changes in the module is kept.
+
+    Example:
+        >>> def make(rngs):
+        ...     return flax.nnx.Linear(4, 2, rngs=rngs)
+        >>> model = launcher.nnx.model(make, lambda net, batch: jnp.mean(net(batch) ** 2))
+        >>> params, state = model.init(jax.random.key(0))
+        >>> params["kernel"].shape
+        (4, 2)
     """
     like = _split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
@@ -62,6 +70,13 @@ def module(make: Make, params: Any, state: Any, key: jax.Array | int = 0) -> Any
         params: its parameters, as `Model.init` returns them.
         state: its state.
         key: for its random streams.
+
+    Example:
+        >>> def make(rngs):
+        ...     return flax.nnx.Linear(4, 2, rngs=rngs)
+        >>> params, state = launcher.nnx.model(make, lambda net, batch: 0.0).init(jax.random.key(0))
+        >>> launcher.nnx.module(make, params, state)(jnp.ones((1, 4))).shape
+        (1, 2)
     """
     like = _split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return _merged(like, params, state, jax.random.key(key) if isinstance(key, int) else key)

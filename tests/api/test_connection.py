@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.api.connection import Connection
+from launcher.api.messages import Connection
 from launcher.partition.reduction import Reduction
 from launcher.plan import PlanError
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.api.python_words import in_python, python_words
+from launcher.api.parallelize import in_python, python_words
 from launcher.plan import PlanError
 from launcher.plan.errors import TooLargeError
 

@@ -178,7 +178,7 @@ def test_a_stopped_worker_is_named_by_every_call_that_waits_for_it(shape, tmp_pa
         params, value = train(params, X)
     launcher.save(tmp_path / "before", params)
     second = psutil.Process(launcher.workers()[1].process)
-    messages = current()._messages
+    messages = current()
     for name, call in waits(train, params, value, tmp_path).items():
         with stopped(second), pytest.raises(launcher.HungError) as error:
             call()

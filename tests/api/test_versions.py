@@ -22,7 +22,7 @@ def test_a_tested_one_is_taken_without_a_word(found, said):
 @pytest.mark.parametrize("found", ["0.13.0", "0.13.0.dev20270101", "1.0.0"])
 def test_a_newer_one_that_traces_is_named_in_a_line(found, said):
     versions.check_jax(found)
-    assert said == [f"JAX {found} is newer than those tested (0.10 to 0.12); going on with it"]
+    assert said == [f"JAX {found} is newer than those tested (0.10 to 0.12); continuing with it"]
 
 
 def test_a_newer_one_that_cannot_trace_is_refused(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from launcher.base.files import (
     DamagedError,
     clear_partial,
+    missing_path,
     open_own,
     open_regular,
     parse_json,
@@ -17,7 +18,6 @@ from launcher.base.files import (
     read_text,
     write_whole,
 )
-from launcher.base.missing_path import missing_path
 from launcher.cluster.errors import last_lines
 
 

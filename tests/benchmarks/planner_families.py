@@ -23,8 +23,8 @@ from planner_published import cluster_of, fits, restricted
 
 import launcher
 from launcher.plan import Plan, describe_plan
-from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.select import search
 from launcher.plan.methods import Zero3Parallel
 from launcher.trace import TracedStep, trace_step
 
@@ -197,7 +197,7 @@ def plans(model: Model, gpus: int) -> dict[str, Plan | None]:
     """The plan that is found, and those that have only one kind of parallelism."""
     step, cluster = traced(model), cluster_of(gpus, SUSTAINED)
     return {
-        "auto": best_plan(step, cluster, Wanted()),
+        "auto": search(step, cluster, Constraints())[0][0],
         "intra": restricted(step, cluster, intra=True),
         "inter": restricted(step, cluster, intra=False),
         "zero3": Zero3Parallel(step.batch_size // (2 * gpus)).plan(step, cluster),

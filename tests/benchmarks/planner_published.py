@@ -29,8 +29,8 @@ from launcher.partition.stages import group_layers
 from launcher.plan import ClusterShape, Plan, describe_plan
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
-from launcher.plan.inter_op.problem import Wanted, best_of
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.problem import Constraints, best_of
+from launcher.plan.inter_op.select import search
 from launcher.recipes import build_model
 from launcher.trace import TracedStep, trace_step
 
@@ -140,7 +140,7 @@ def restricted(step: TracedStep, cluster: ClusterShape, intra: bool) -> Plan | N
     """The best plan of one stage on all devices, or of stages of one device each."""
     problem = make_problem(step, cluster)
     sizes = (cluster.num_devices,) if intra else (1,)
-    found = best_of(dataclasses.replace(problem, sizes=sizes), Wanted(schedule="1f1b"))
+    found = best_of(dataclasses.replace(problem, sizes=sizes), Constraints(schedule="1f1b"))
     return build_plan(step, found[0].assignment, cluster) if found else None
 
 
@@ -167,7 +167,7 @@ def main(most: int = 64) -> None:
         step, cluster = traced(point.size), cluster_of(point.gpus, share)
         theirs = published(step, point, cluster)
         plans = [
-            best_plan(step, cluster, Wanted()),
+            search(step, cluster, Constraints())[0][0],
             theirs,
             *(restricted(step, cluster, way) for way in (True, False)),
         ]

@@ -17,16 +17,16 @@ from launcher.plan.build import build_plan
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.runners_up import reason
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.select import search
 from launcher.plan.links import link_seconds, once_seconds
 from launcher.plan.pipeline import Pipeline, estimated, timeline
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import (
     SCHEDULES,
     Kind,
-    Way,
+    Route,
     make_tasks,
     simulate,
     step_seconds,
@@ -192,7 +192,7 @@ def test_no_prediction_is_below_what_a_link_or_a_device_takes_alone(seeds):
 def test_a_slow_link_sets_the_pace_under_every_schedule(schedule):
     """64 microbatches of a byte over a link of a byte a second, in either direction by itself."""
     tasks = make_tasks(schedule, 2, 2, 64)
-    ways = {(0, 1): Way(("out", "in"), 1.0), (1, 0): Way(("back",), 1.0)}
+    ways = {(0, 1): Route(("out", "in"), 1.0), (1, 0): Route(("back",), 1.0)}
     length = step_seconds(simulate(tasks, lambda task: 0.001, ways))
     assert length > 64.0
     if schedule == "gpipe":  # all go forward, then all come back
@@ -202,8 +202,12 @@ def test_a_slow_link_sets_the_pace_under_every_schedule(schedule):
 def test_transfers_of_one_link_follow_one_another_and_others_do_not_wait():
     """Stages 0 and 1 are on one host and send to two others at the same time."""
     tasks = make_tasks("gpipe", 3, 3, 1)
-    shared = {(0, 1): Way((), 0.0), (0, 2): Way(("host 0",), 3.0), (1, 2): Way(("host 0",), 2.0)}
-    apart = {**shared, (1, 2): Way(("host 1",), 2.0)}
+    shared = {
+        (0, 1): Route((), 0.0),
+        (0, 2): Route(("host 0",), 3.0),
+        (1, 2): Route(("host 0",), 2.0),
+    }
+    apart = {**shared, (1, 2): Route(("host 1",), 2.0)}
 
     def starts(ways):
         timed = simulate(tasks, lambda task: 1.0, ways)
@@ -358,6 +362,6 @@ def test_no_plan_is_predicted_below_what_its_own_bytes_take(seeds):
 def test_a_host_behind_a_slow_link_is_left_idle(inter_host, devices):
     """Where what would cross takes longer than what the other host saves."""
     cluster = cluster_of(2, 2, inter_host=inter_host, intra_host=1e11, latency=1e-7)
-    plan = best_plan(traced(), cluster, Wanted())
+    plan = search(traced(), cluster, Constraints())[0][0]
     assert plan.num_devices == devices
     assert plan.predicted_step_seconds >= max(link_seconds(plan).values(), default=0.0)

@@ -16,7 +16,7 @@ from launcher.plan.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from launcher.trace.leaf_names import leaf_names
+from launcher.trace.interface import leaf_names
 
 
 def manual(num_micro_batches, stages, submeshes, logical=None, options=None, **other):

@@ -14,7 +14,7 @@ from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
-from launcher.trace.leaf_names import leaf_names
+from launcher.trace.interface import leaf_names
 
 COLLECTIVE = re.compile(r"= (\(?[^=]*?) (all-[\w-]+|reduce-scatter|collective-\w+)\(")
 ARRAY = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")

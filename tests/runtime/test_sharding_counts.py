@@ -21,7 +21,7 @@ from launcher.plan.methods import (
 )
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
-from launcher.trace.leaf_names import leaf_names
+from launcher.trace.interface import leaf_names
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trainings import RECIPES, training

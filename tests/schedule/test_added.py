@@ -23,15 +23,9 @@ def fifo():
     class Fifo(Schedule):
         name = "fifo"
 
-        def tasks(self, num_meshes, num_micro_batches, stages_per_mesh=1):
+        def order(self, mesh, num_meshes, num_micro_batches, stages_per_mesh):
             kinds = Kind.FORWARD, Kind.BACKWARD
-            return tuple(
-                tuple(Task(s, m, kind) for kind in kinds for m in range(num_micro_batches))
-                for s in range(num_meshes)
-            )
-
-        def in_flight(self, mesh, num_meshes, num_micro_batches, stages_per_mesh=1):
-            return num_micro_batches
+            return [Task(mesh, m, kind) for kind in kinds for m in range(num_micro_batches)]
 
     yield Fifo.name
     del SCHEDULES[Fifo.name]

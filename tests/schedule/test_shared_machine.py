@@ -6,8 +6,16 @@ import itertools
 
 import pytest
 
-from launcher.schedule import Kind, Shared, Way, make_tasks, simulate, simulate_shared, step_seconds
-from launcher.schedule.links import Traffic
+from launcher.schedule import (
+    Kind,
+    Route,
+    Shared,
+    make_tasks,
+    simulate,
+    simulate_shared,
+    step_seconds,
+)
+from launcher.schedule.simulate import Traffic
 
 
 def seconds(task):
@@ -15,7 +23,7 @@ def seconds(task):
 
 
 LATE = {
-    (src, dst): Way((), 0.0, latency=0.01 * (1 + src + dst))
+    (src, dst): Route((), 0.0, latency=0.01 * (1 + src + dst))
     for src in range(4)
     for dst in (src - 1, src + 1)
 }
@@ -87,7 +95,7 @@ def test_a_mesh_asks_for_its_inputs_only_when_one_of_them_has_come(monkeypatch):
         Traffic, "arrival", lambda self, task: asked.append(task) or arrival(self, task)
     )
     tasks = make_tasks("1f1b", 16, 16, 32)
-    ways = {(a, b): Way((f"{a}",), 0.1) for a in range(16) for b in (a - 1, a + 1) if 0 <= b < 16}
+    ways = {(a, b): Route((f"{a}",), 0.1) for a in range(16) for b in (a - 1, a + 1) if 0 <= b < 16}
     simulate_shared(
         tasks, lambda task: 1.0 + task.stage % 3, ways, [1] * 16, Shared(16, [2.0] * 16)
     )

@@ -1,4 +1,4 @@
-"""Arguments: weak types, static ones, and which result takes a donated argument's place."""
+"""Arguments: weak types, and which result takes a donated argument's place."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ import pytest
 
 import launcher
 from launcher.trace import TraceError, trace_step
-from launcher.trace.arguments import without_static
 
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -83,29 +82,6 @@ def test_weak_types_do_not_widen_the_parameters(scale):
     assert found.aliases == {0: 0, 1: 1}
 
 
-def test_static_arguments_are_python_values():
-    def step(w, x, power, options):
-        assert isinstance(power, int)
-
-        def loss(w):
-            h = x @ w
-            return jnp.mean((jnp.sin(h) if options["sine"] else h) ** power)
-
-        return w - launcher.grad(loss)(w)
-
-    def trace(power, sine):
-        args = W, X, power, {"sine": sine, "name": "a"}
-        return trace_step(step, args, static_argnums=(2, -1))
-
-    two = trace(2, True)
-    assert len(two.invars) == 2
-    assert two.in_tree == jax.tree.structure(without_static((W, X, 2, {}), (2, -1)))
-    assert two.aliases == {0: 0}
-    assert two.loss(2).slice_axes.count(0) == 1
-    prints = {t.fingerprint for t in (two, trace(3, True), trace(2, False))}
-    assert len(prints) == 3
-
-
 @pytest.mark.parametrize(
     ("args", "options", "words"),
     [
@@ -113,8 +89,6 @@ def test_static_arguments_are_python_values():
         ((W, X, np.array("x")), {}, "argument 2 is a ndarray, which is not an array of numbers"),
         ((W, X, len), {}, "argument 2 is a builtin_function"),
         ((W, X), {"batch_argnums": (3,)}, "batch_argnums names argument 3"),
-        ((W, X), {"static_argnums": (0,)}, "static_argnums and by donate_argnums"),
-        ((W, np.zeros(())), {"static_argnums": (1,)}, "static_argnums and by batch_argnums"),
     ],
 )
 def test_bad_arguments_are_named(args, options, words):

@@ -12,8 +12,8 @@ from jax import lax
 import launcher
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
+from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import jaxpr_as_fun, make_jaxpr
-from launcher.trace.leaf_names import leaf_names
 from launcher.trace.scans.open_scans import with_rows_apart
 
 WIDTH, LAYERS, ROWS = 4, 5, 12

@@ -7,8 +7,8 @@ import several
 
 import launcher
 from launcher.trace import BatchError, TraceError, trace_step
+from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import free_vars, is_var
-from launcher.trace.leaf_names import leaf_names
 from launcher.trace.primitives import loss_p
 
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)

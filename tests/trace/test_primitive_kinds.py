@@ -17,11 +17,11 @@ from launcher.trace.ir.factors import _RULES, factors
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr, sub_jaxprs
 
 ROOT = Path(launcher.__file__).parent
-RULES = (
-    *("bodies", "derivative_rules", "factors", "follow_placements", "partial_rules"),
-    *("placement_rules", "row_numbers"),
-)
-TABLES = {f"trace/{name}.py" for name in ("primitive_kinds", *RULES)}
+TABLES = {
+    *(f"trace/ir/{name}.py" for name in ("primitive_kinds", "bodies", "factors")),
+    *(f"trace/slicing/{name}.py" for name in ("derivative_rules", "relation_rules")),
+    "trace/slicing/follow_relations.py",
+}
 KINDS = {k: v for k, v in vars(primitive_kinds).items() if isinstance(v, frozenset)}
 # "name" is a primitive's too, and everybody's word.
 NAMES = set().union(*KINDS.values(), _RULES, ("scan", "while", "cond", "fft", "iota")) - {"name"}

@@ -18,7 +18,6 @@ from launcher.driver.planning.check import Inputs, look
 from launcher.driver.planning.cluster_from_config import shape_of
 from launcher.driver.planning.fitting import too_large, what_fits
 from launcher.driver.planning.init_from import check_start
-from launcher.driver.planning.learned import as_learned
 from launcher.driver.planning.plan_from_config import plans_of
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.report.console import Phase, status
@@ -101,7 +100,6 @@ def trace(config: Config, console: Console, found: Inputs, measures: bool = Fals
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.device_kind)
-    cluster = as_learned(config, cluster, program.train)
     if found.init_from is not None:
         check_start(config.train.init_from, found.init_from, stored_part(program.state.model))
     return Traced(found, cluster, program, time.perf_counter() - began)

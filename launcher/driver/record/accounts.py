@@ -13,7 +13,6 @@ import psutil
 
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder
-from launcher.driver.planning.learned import learn
 from launcher.driver.record.wall_clock import WallClock, with_lost
 from launcher.plan import Plan
 from launcher.report.breakdown.account import Known, account
@@ -96,7 +95,6 @@ class Accounts:
         found = self.result(folder, measured)
         if os.path.isdir(folder):
             _save(found, folder)
-        learn(self._config, self._plan, found, self.wall.steps)
         return found
 
 

@@ -67,7 +67,7 @@ def ring_hops(hosts: tuple[int, ...], model: int) -> tuple[Mapping[int, int], Ma
 
 
 def all_reduce_seconds(
-    size: Amount, devices: int, bandwidth: float, latency: float, count: Amount = 1
+    size: Amount, devices: Amount, bandwidth: Amount, latency: float, count: Amount = 1
 ) -> Amount:
     """Return the seconds of ring all-reduces, one after another.
 
@@ -85,7 +85,7 @@ def all_reduce_seconds(
 
 
 def gather_seconds(
-    size: Amount, devices: int, bandwidth: float, latency: float, count: Amount = 1
+    size: Amount, devices: Amount, bandwidth: Amount, latency: float, count: Amount = 1
 ) -> Amount:
     """Return the seconds of ring all-gathers or reduce-scatters: half of an all-reduce's."""
     return all_reduce_seconds(size, devices, bandwidth, latency, count) / 2
@@ -237,7 +237,7 @@ def update_seconds(sums: Amount, state: Amount, bandwidth: float) -> Amount:
     return sums + 2 * state / bandwidth
 
 
-def sharded_bytes(whole: Amount, divisible: Amount, devices: int) -> Amount:
+def sharded_bytes(whole: Amount, divisible: Amount, devices: Amount) -> Amount:
     """Return the bytes on each device if what is divisible of `whole` is sharded over `devices`."""
     return whole - divisible + divisible / devices
 

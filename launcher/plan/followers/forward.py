@@ -13,7 +13,7 @@ from launcher.plan.followers.further import plan_of_parts
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import StagePlan
 from launcher.schedule import FORWARD_SCHEDULE
-from launcher.trace.leaf_names import leaf_names
+from launcher.trace.interface import leaf_names
 from launcher.trace.step import TracedStep
 
 
@@ -31,7 +31,7 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
         PlanError: the two steps do not have the same layers.
     """
     step = step.planned_as(like.fingerprint)
-    if step.further:
+    if step.other_losses:
         return plan_of_parts(step, [_make_forward_plan(part, like) for part in step.parts])
     return _make_forward_plan(step, like)
 

@@ -24,7 +24,7 @@ from launcher.trace.step import TracedStep
 
 def lead_of(step: TracedStep) -> TracedStep:
     """Return the part of a step that the method plans: of those that train the most work."""
-    return max(step.parts, key=_work) if step.further else step
+    return max(step.parts, key=_work) if step.other_losses else step
 
 
 def _work(part: TracedStep) -> tuple[bool, float]:
@@ -61,7 +61,7 @@ def with_further(
         PlanError: another loss cannot follow.
         BatchError: the batch does not divide, or slices cannot compute what another loss means.
     """
-    if not step.further:
+    if not step.other_losses:
         return plan
     lead, places, cluster = lead_of(step), Places(step), ClusterShape(**plan.cluster)
     places.add(lead, plan)

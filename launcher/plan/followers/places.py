@@ -10,8 +10,8 @@ from launcher.partition.sharding.named_dims import Spec, parts
 from launcher.plan.build import KeptShardings
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import StagePlan
+from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import Var, free_vars, is_var, nbytes, source_line
-from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import TracedStep
 
 Devices = tuple[int, ...]  # of a submesh

@@ -19,9 +19,8 @@ from launcher.partition.sharding.named_dims import Axis, Spec, axes
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import StagePlan
 from launcher.schedule import FORWARD_SCHEDULE
-from launcher.trace.interface import Interface
+from launcher.trace.interface import Interface, leaf_names
 from launcher.trace.ir.jaxpr import Atom, Var, free_vars, is_var
-from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import TracedStep
 
 Devices = tuple[int, ...]  # of a submesh

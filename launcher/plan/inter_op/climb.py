@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from launcher.partition.assignment import Assignment
 from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.estimate import grouped_layers, make_pipeline
-from launcher.plan.inter_op.layers_again import remat_word
 from launcher.plan.inter_op.problem import Problem
+from launcher.plan.inter_op.recompute import NOTHING, Recompute
 from launcher.plan.pipeline import Estimate, estimated
 from launcher.plan.stage_plan import StagePlan
 
@@ -86,47 +86,55 @@ def fewest_again(
     groups, together = grouped_layers(assignment, problem), len(assignment.submeshes)
     lengths = [len(of) for of in groups]
 
-    def with_numbers(again: Sequence[int]) -> Assignment:
-        return dataclasses.replace(assignment, remat=tuple(map(remat_word, again, groups)))
+    def recomputing(every: Sequence[Recompute]) -> Assignment:
+        remat = tuple(one.remat(of) for one, of in zip(every, groups, strict=True))
+        return dataclasses.replace(assignment, remat=remat)
 
-    def stages(again: Sequence[int]) -> Sequence[StagePlan]:
-        return make_pipeline(with_numbers(again), problem).stages
+    def stages(every: Sequence[Recompute]) -> Sequence[StagePlan]:
+        return make_pipeline(recomputing(every), problem).stages
 
-    def fits(again: Sequence[int]) -> list[bool]:
-        return [stage.memory_bytes <= of for stage, of in zip(stages(again), most, strict=True)]
+    def fits(every: Sequence[Recompute]) -> list[bool]:
+        return [stage.memory_bytes <= of for stage, of in zip(stages(every), most, strict=True)]
 
-    if all(fits(nothing := [0] * len(groups))):
-        return with_numbers(nothing)
-    if not all(fits(lengths)):
+    if all(fits(nothing := [NOTHING] * len(groups))):
+        return recomputing(nothing)
+    if not all(fits([Recompute(length) for length in lengths])):
         return None
-    found = _least([range(length + 1) for length in lengths], fits, together)
+    ladders = [[Recompute(full) for full in range(length + 1)] for length in lengths]
+    found = _least(ladders, fits, together)
     if problem.table.selective:
-        ladders = [(0, *(~full for full in range(length)), length) for length in lengths]
-        other = _least(ladders, fits, together)
+        mixed = [[Recompute(full, True) for full in range(length)] for length in lengths]
+        other = _least(
+            [[NOTHING, *one, of[-1]] for one, of in zip(mixed, ladders, strict=True)],
+            fits,
+            together,
+        )
         times = [
-            [stage.forward_seconds + stage.backward_seconds for stage in stages(again)]
-            for again in (found, other)
+            [stage.forward_seconds + stage.backward_seconds for stage in stages(every)]
+            for every in (found, other)
         ]
         for mesh in range(together):
             of_mesh = slice(mesh, None, together)
             if sum(times[1][of_mesh]) < sum(times[0][of_mesh]):
                 found[of_mesh] = other[of_mesh]
-    return with_numbers(found)
+    return recomputing(found)
 
 
 def _least(
-    ladders: Sequence[Sequence[int]], fits: Callable[[Sequence[int]], list[bool]], together: int
-) -> list[int]:
-    """Return of every stage the first number in its ladder with which it fits; the last ones fit.
+    ladders: Sequence[Sequence[Recompute]],
+    fits: Callable[[Sequence[Recompute]], list[bool]],
+    together: int,
+) -> list[Recompute]:
+    """Return the first rung of each stage's ladder with which the stage fits; the last ones fit.
 
     Args:
-        ladders: numbers for what is computed again, of every stage.
-        fits: returns which stages fit with such numbers.
+        ladders: the recomputations of each stage, by how little memory they need.
+        fits: returns which stages fit.
         together: how many stages are decided at once.
     """
     high = [len(ladder) - 1 for ladder in ladders]
 
-    def numbers(at: Sequence[int]) -> list[int]:
+    def rungs(at: Sequence[int]) -> list[Recompute]:
         return [ladder[k] for ladder, k in zip(ladders, at, strict=True)]
 
     for turn in range(0, len(ladders), together):
@@ -139,13 +147,13 @@ def _least(
             tried = [*high]
             for s in open_ones:
                 tried[turn + s] = (low[s] + high[turn + s]) // 2
-            fit = fits(numbers(tried))
+            fit = fits(rungs(tried))
             for s in open_ones:
                 if fit[turn + s]:
                     high[turn + s] = tried[turn + s]
                 else:
                     low[s] = tried[turn + s]
-    return numbers(high)
+    return rungs(high)
 
 
 def ungrouped(problem: Problem) -> Problem:

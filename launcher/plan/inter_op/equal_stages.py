@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.partition.assignment import Assignment, Submesh
-from launcher.plan.inter_op.layers_again import FEWEST
 from launcher.plan.inter_op.problem import Problem
-from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.recompute import FEWEST
 from launcher.plan.inter_op.stage_choices import Outline, StageChoice
+from launcher.plan.inter_op.stage_cost import SearchPoint
 from launcher.plan.inter_op.submeshes import place_submeshes
 
 
@@ -27,17 +27,17 @@ class EqualStages:
     Attributes:
         seconds: what a step takes at least.
         num_stages: number of stages.
-        setting: what they have in common.
+        point: what they have in common.
         choice: how each uses its devices.
     """
 
     seconds: float
     num_stages: int
-    setting: Setting
+    point: SearchPoint
     choice: StageChoice
 
 
-def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[EqualStages]:
+def equal_stages(problem: Problem, point: SearchPoint, known: Outline) -> list[EqualStages]:
     """Return the best pipelines on all devices and whole hosts.
 
     They are one for each number of stages and policy of rematerialisation; where it is open what is
@@ -47,7 +47,7 @@ def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[Equ
     cluster, of = problem.cluster, known.candidates
     sizes, remats = np.array(of.sizes), np.array([one.remat for one in known.choices])
     most, found = min(len(problem.groups), cluster.hosts), []
-    for stages, remat in itertools.product(range(1, most + 1), setting.remats):
+    for stages, remat in itertools.product(range(1, most + 1), point.remats):
         ways = np.flatnonzero((sizes == cluster.num_devices // stages) & (remats == remat))
         if cluster.hosts % stages or not len(ways):
             continue
@@ -61,9 +61,7 @@ def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[Equ
             words = ("none", *some, "full") if remat == FEWEST else (remat,)
             one = known.choices[int(ways[best])]
             found += [
-                EqualStages(
-                    float(every[best]), stages, setting, dataclasses.replace(one, remat=word)
-                )
+                EqualStages(float(every[best]), stages, point, dataclasses.replace(one, remat=word))
                 for word in words
             ]
     return found
@@ -71,7 +69,7 @@ def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[Equ
 
 def assignment_of(of: EqualStages, problem: Problem) -> Assignment:
     """Return equal stages as an assignment."""
-    groups, count, setting = problem.groups, of.num_stages, of.setting
+    groups, count, point = problem.groups, of.num_stages, of.point
     cuts = _cuts(len(groups), count)
     devices = place_submeshes([problem.cluster.num_devices // count] * count, problem.cluster)
     return Assignment(
@@ -82,12 +80,12 @@ def assignment_of(of: EqualStages, problem: Problem) -> Assignment:
         ),
         submeshes=tuple(Submesh(of_stage, of.choice.logical_mesh) for of_stage in devices),
         mesh_of=tuple(range(count)),
-        num_micro_batches=setting.num_micro_batches,
-        schedule=setting.schedule,
+        num_micro_batches=point.num_micro_batches,
+        schedule=point.schedule,
         remat=(of.choice.remat,) * count,
         zero=(of.choice.zero,) * count,
         sequence=(of.choice.sequence,) * count,
-        reduction=setting.reduction,
+        reduction=point.reduction,
     )
 
 

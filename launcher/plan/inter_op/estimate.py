@@ -17,10 +17,10 @@ from launcher.partition.assignment import Assignment
 from launcher.plan.cost.formulas import stage_parallelism
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of
-from launcher.plan.inter_op.layers_again import in_full, layers_again
 from launcher.plan.inter_op.problem import Problem
-from launcher.plan.inter_op.setting import Setting
-from launcher.plan.inter_op.stage_costs import StageCosts
+from launcher.plan.inter_op.recompute import NOTHING, Recompute, recompute_of
+from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
+from launcher.plan.inter_op.submeshes import Mesh
 from launcher.plan.pipeline import Estimate, Pipeline, estimated
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import Kind, backward_follows, make_tasks
@@ -47,9 +47,10 @@ def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
     )
     stages, arounds, crossing, footprints = [], [], [], {}
     for s, of_stage in enumerate(groups):
-        at = first[of_stage[0][0]], first[of_stage[0][0]] + len(of_stage)
+        begin = first[of_stage[0][0]]
+        at = 0, begin, begin + len(of_stage)
         costs = _costs(assignment, s, problem, goes_back)
-        again = layers_again(assignment.remat[s], of_stage, problem.table.selective)
+        again = recompute_of(assignment.remat[s], of_stage, problem.table.selective)
         stages.append(_stage(assignment, s, at, costs, again, problem))
         arounds.append(float(costs.around(assignment.zero_of(s))[at]))
         footprints[s] = _footprint(costs, at, again, is_first=s == 0)
@@ -172,24 +173,17 @@ def _shared_bytes(
 def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) -> StageCosts:
     submesh = assignment.submeshes[assignment.mesh_of[s]]
     data, model = submesh.logical_mesh
-    setting = Setting(
-        assignment.num_micro_batches,
-        problem.batch_size,
-        assignment.num_replicas,
-        assignment.schedule,
-        (),
-        None,
-        assignment.reduction,
-    )
-    m_index = problem.table.index(model, assignment.sequence_of(s))
-    links = links_of(submesh, problem.cluster)
-    return problem.costs(m_index, setting, data, goes_back, links)
+    count, replicas = assignment.num_micro_batches, assignment.num_replicas
+    fixed = assignment.schedule, (), None, assignment.reduction
+    point = SearchPoint(count, problem.batch_size, replicas, *fixed)
+    mesh = Mesh.of(data, model, problem.table.index(model, assignment.sequence_of(s)))
+    return problem.costs(mesh, point, goes_back, links_of(submesh, problem.cluster))
 
 
-def _footprint(costs: StageCosts, at: tuple[int, int], again: int, is_first: bool) -> Footprint:
-    """Return the memory of a stage of the layer groups `at[0] … at[1] - 1`.
-
-    Of them is computed again what the number `again` says (`layers_again`).
+def _footprint(
+    costs: StageCosts, at: tuple[int, int, int], again: Recompute, is_first: bool
+) -> Footprint:
+    """Return the memory of a stage, the one at `[mesh, first, end]`.
 
     Of a backward pass in two tasks the first is taken to need what the whole does, and the second
     to let go of everything. The first stage has the second one only.
@@ -206,12 +200,12 @@ def _footprint(costs: StageCosts, at: tuple[int, int], again: int, is_first: boo
 def _stage(
     assignment: Assignment,
     s: int,
-    at: tuple[int, int],
+    at: tuple[int, int, int],
     costs: StageCosts,
-    again: int,
+    again: Recompute,
     problem: Problem,
 ) -> StagePlan:
-    """Return stage `s`, of the layer groups `at[0] … at[1] - 1`, of which some run again.
+    """Return stage `s`, the one at `[mesh, first, end]` among the costs.
 
     Its memory is what is held while tasks run, beside activations.
     """
@@ -225,7 +219,10 @@ def _stage(
     else:
         total = float(np.asarray(passes.forward + passes.backward)[at])
         alone = _parallelism(assignment, s, at, again, total, problem)
-    pass_rings = (float(np.asarray(of)[at]) for of in costs.pass_rings(zero, again))
+    in_pass, once = (
+        {axis: float(np.asarray(of)[at]) for axis, of in rings.items()}
+        for rings in (costs.pass_rings(zero, again), costs.once_rings(zero))
+    )
     return StagePlan(
         layers=layers,
         hosts=tuple(sorted({cluster.host_of(device) for device in submesh.devices})),
@@ -241,31 +238,37 @@ def _stage(
         shardings={},
         effective_parallelism=alone,
         hidden_seconds=float(costs.hidden(zero, again)[at]),
-        pass_rings=RingSeconds(*pass_rings),
-        once_rings=RingSeconds(0.0, float(np.asarray(costs.once_rings(zero))[at])),
+        pass_rings=RingSeconds(**in_pass),
+        once_rings=RingSeconds(**once),
     )
 
 
 def _parallelism(
-    assignment: Assignment, s: int, at: tuple[int, int], again: int, total: float, problem: Problem
+    assignment: Assignment,
+    s: int,
+    at: tuple[int, int, int],
+    again: Recompute,
+    total: float,
+    problem: Problem,
 ) -> float | None:
     """Return the effective parallelism of stage `s`, whose passes take `total` seconds.
 
-    What is computed again has the same share of products as the rest.
+    Recomputed layers have the same share of products as the others.
     """
     (data, model), table = assignment.submeshes[assignment.mesh_of[s]].logical_mesh, problem.table
-    of = table.spans[table.index(model, assignment.sequence_of(s))]
-    slices = assignment.num_micro_batches * data
+    row, slices = table.index(model, assignment.sequence_of(s)), assignment.num_micro_batches * data
+    _, first, end = at
 
-    def seconds(name: str, fixed: str, at: tuple[int, int] = at) -> float:
-        return float(of[f"{name}_seconds"][at]) / slices + float(of[fixed][at])
+    def seconds(name: str, fixed: str, first: int = first, end: int = end) -> float:
+        return float(table.of_slice(row, slices, name, fixed)[first, end])
 
-    products, work = seconds("product", "fixed_product_seconds"), seconds("work", "fixed_seconds")
-    if again and work:
-        first = in_full(again)
-        repeated = seconds("work", "fixed_seconds", (at[0], at[0] + int(first)))
-        if again < 0:
-            repeated += seconds("selective", "fixed_selective_seconds", (at[0] + int(first), at[1]))
-        products *= 1 + repeated / (work + seconds("back", "fixed_back_seconds"))
+    products = seconds("product_seconds", "fixed_product_seconds")
+    work = seconds("work_seconds", "fixed_seconds")
+    if again != NOTHING and work:
+        in_full = first + again.full
+        repeated = seconds("work_seconds", "fixed_seconds", end=in_full)
+        if again.selective:
+            repeated += seconds("selective_seconds", "fixed_selective_seconds", in_full)
+        products *= 1 + repeated / (work + seconds("back_seconds", "fixed_back_seconds"))
     found = stage_parallelism(products, total, problem.cluster)
     return None if found is None else float(found)

@@ -7,14 +7,14 @@ import math
 
 from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.problem import Problem, Wanted, best_of, of_batch
+from launcher.plan.inter_op.problem import Constraints, Problem, best_of, of_batch
 from launcher.plan.pipeline import Estimate
 
 _MOST_FEWER = 0.1  # of the rows
 _LEAST_GAIN = 0.1  # of the time of a row
 
 
-def fewer_rows_note(problem: Problem, wanted: Wanted, plan: Estimate) -> tuple[str, ...]:
+def fewer_rows_note(problem: Problem, wanted: Constraints, plan: Estimate) -> tuple[str, ...]:
     """Return a note that names a batch of fewer rows and what a step of it takes; or none.
 
     A batch is tried that all devices can share, unless the one that is asked for is such a batch.

@@ -10,7 +10,7 @@ from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.boundaries import by_single_layers
 from launcher.plan.inter_op.equal_stages import EqualStages, assignment_of
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.problem import Problem, Wanted
+from launcher.plan.inter_op.problem import Constraints, Problem
 from launcher.plan.inter_op.variants import recounted, schedule_variants
 from launcher.plan.pipeline import Estimate
 from launcher.schedule import SCHEDULES
@@ -85,7 +85,7 @@ class Found:
         elif not SCHEDULES[assignment.schedule].interleaves:  # whose memory is not searched by
             self.large[assignment] = estimate
 
-    def add_equal_stages(self, wanted: Wanted) -> None:
+    def add_equal_stages(self, wanted: Constraints) -> None:
         """Add the best pipelines of equal stages on whole hosts, under every schedule."""
         most, enough = self.tasks + _MOST_EXTRA_TASKS, len(self.estimates) + _MOST_EQUAL
         for one in sorted(self.equal, key=lambda one: one.seconds):
@@ -97,7 +97,7 @@ class Found:
                     self.add(plan)
         self.tasks = most - _MOST_EXTRA_TASKS  # they take nothing from what proves the bound
 
-    def recount(self, wanted: Wanted) -> None:
+    def recount(self, wanted: Constraints) -> None:
         """Add the best plan with more and with fewer microbatches, as long as it gets faster."""
         before, most = self.tasks, self.tasks + _MOST_EXTRA_TASKS
         for given, estimate in self.ranked[:1] if self.estimates else ():
@@ -118,7 +118,7 @@ class Found:
                     least, worse = min(least, seconds), worse + 1 if seconds >= least else 0
         self.tasks = before
 
-    def reschedule(self, wanted: Wanted) -> None:
+    def reschedule(self, wanted: Constraints) -> None:
         """Add the best plan under every other schedule, also those that have no bound."""
         before = self.tasks
         for given, _ in self.ranked[:1] if self.estimates else ():
@@ -127,7 +127,7 @@ class Found:
                     self.add(plan)
         self.tasks = before
 
-    def climb(self, wanted: Wanted) -> None:
+    def climb(self, wanted: Constraints) -> None:
         """Add the best plan with fewer layers that are computed again, and other ends of stages.
 
         Either may end between joined layers.

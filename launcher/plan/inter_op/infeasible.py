@@ -14,16 +14,15 @@ import numpy as np
 from launcher.hardware.cluster_shape import LOCAL, ClusterShape
 from launcher.partition.errors import PlanError
 from launcher.plan.errors import TooLargeError, UnmeasuredError
-from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.problem import (
     Candidate,
+    Constraints,
     Problem,
-    Wanted,
     best_of,
     of_batch,
 )
-from launcher.plan.inter_op.submeshes import submesh_sizes
+from launcher.plan.inter_op.submeshes import spread_divisors, submesh_sizes
 from launcher.plan.stage_plan import Staged
 from launcher.plan.words import describe_plan
 
@@ -35,7 +34,7 @@ _LINK = "cluster.links.inter_host_gb_per_second=12.5"
 
 
 def nothing_fits(
-    problem: Problem, wanted: Wanted, least: Candidate | None, built: Staged | None = None
+    problem: Problem, wanted: Constraints, least: Candidate | None, built: Staged | None = None
 ) -> PlanError:
     """Return the error that explains to a person why `best_of` found nothing.
 
@@ -92,7 +91,7 @@ def _estimated(least: Candidate, problem: Problem) -> Staged | None:
         return None
 
 
-def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
+def _too_many_stages(problem: Problem, wanted: Constraints) -> str:
     """Return a message if there are fewer layers or devices than requested stages; otherwise ""."""
     asked = wanted.num_stages or 1
     layers, devices = sum(map(len, problem.groups)), problem.cluster.num_devices
@@ -108,7 +107,7 @@ def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
     return ""
 
 
-def leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
+def leanest(problem: Problem, wanted: Constraints) -> Candidate | None:
     """Return the plan that would fit with the least additional memory, to a hundredth of it."""
     if problem.memory_bytes is None or _too_many_stages(problem, wanted):
         return None
@@ -134,11 +133,11 @@ def _most_bytes(found: Sequence[Candidate]) -> float:
     return min(max(candidate.memory) for candidate in found)
 
 
-def _changes(problem: Problem, wanted: Wanted) -> list[str]:
+def _changes(problem: Problem, wanted: Constraints) -> list[str]:
     """Return changes of the settings alone if any suffice; else of the batch and the devices."""
     if setting := _settings(problem, wanted):
         return [setting]
-    free = Wanted(reduction=wanted.reduction)
+    free = Constraints(reduction=wanted.reduction)
     for asked, words in ((wanted, ""), (free, f" with {_as_auto(wanted)}")):
         found = [change for change in (_batch(problem, asked), _devices(problem, asked)) if change]
         if found or asked == wanted == free:
@@ -149,11 +148,11 @@ def _changes(problem: Problem, wanted: Wanted) -> list[str]:
 _SETTINGS = "num_micro_batches", "remat", "schedule", "num_stages"
 
 
-def _as_auto(wanted: Wanted) -> str:
+def _as_auto(wanted: Constraints) -> str:
     return " ".join(f"parallel.{name}=auto" for name in _SETTINGS if getattr(wanted, name))
 
 
-def _settings(problem: Problem, wanted: Wanted) -> str:
+def _settings(problem: Problem, wanted: Constraints) -> str:
     """Return the requested settings that should be left to the search, as few as suffice."""
     asked = [name for name in _SETTINGS if getattr(wanted, name)]
     singles = [(name,) for name in _SETTINGS if name in asked]
@@ -164,7 +163,7 @@ def _settings(problem: Problem, wanted: Wanted) -> str:
     return ""
 
 
-def _batch(problem: Problem, wanted: Wanted) -> str:
+def _batch(problem: Problem, wanted: Constraints) -> str:
     for parts in spread_divisors(problem.batch_size, problem.batch_size)[1:]:
         size = problem.batch_size // parts
         # The table is of the whole batch: fewer samples cost their share.
@@ -173,7 +172,7 @@ def _batch(problem: Problem, wanted: Wanted) -> str:
     return ""
 
 
-def _devices(problem: Problem, wanted: Wanted) -> str:
+def _devices(problem: Problem, wanted: Constraints) -> str:
     cluster, times = problem.cluster, 1
     while times < _MOST_TIMES:
         times *= 2

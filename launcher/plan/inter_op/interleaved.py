@@ -15,12 +15,12 @@ import numpy as np
 
 from launcher.base.remat_name import parse_remat
 from launcher.partition.assignment import Assignment, Submesh
-from launcher.plan.inter_op.cost_table import CostTable
-from launcher.plan.inter_op.problem import Problem, Wanted
-from launcher.plan.inter_op.setting import Setting
-from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, count_again, splits
-from launcher.plan.inter_op.stage_costs import StageCosts
-from launcher.plan.inter_op.submeshes import place_submeshes
+from launcher.partition.sharding.layout import MODEL
+from launcher.plan.inter_op.layer_table import LayerTable
+from launcher.plan.inter_op.problem import Constraints, Problem
+from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, meshes_of, recompute_in
+from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
+from launcher.plan.inter_op.submeshes import Mesh, place_submeshes
 from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4
@@ -30,7 +30,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def interleaved_plans(
-    problem: Problem, wanted: Wanted, setting: Setting, below: float, device_seconds: float = 0.0
+    problem: Problem,
+    wanted: Constraints,
+    point: SearchPoint,
+    below: float,
+    device_seconds: float = 0.0,
 ) -> list[Bounded]:
     """Return lower bounds on the step of interleaved pipelines, and these; the least first.
 
@@ -39,28 +43,31 @@ def interleaved_plans(
     Args:
         problem: the problem.
         wanted: what is fixed by the user.
-        setting: what is fixed here.
+        point: what is fixed here.
         below: the seconds to stay below.
         device_seconds: the least time that all layers take of the devices together.
     """
     if wanted.num_stages is not None or not problem.sliced:
         return []
     found, table = [], problem.table
-    for size, m_index in itertools.product(problem.sizes, range(len(table.model_sizes))):
-        every = _cuts(len(problem.groups), problem.cluster.num_devices // size)
-        cuts = [of for of in every if device_seconds < below * size * of[0]]
-        data, rest = divmod(size, table.model_sizes[m_index])
-        if rest or not cuts or not splits(setting, data):
+    every = ((mesh, size) for size in problem.sizes for mesh in meshes_of(table, point, size))
+    for mesh, size in every:
+        cuts = [
+            of
+            for of in _cuts(len(problem.groups), problem.cluster.num_devices // size)
+            if device_seconds < below * size * of[0]
+        ]
+        if not cuts:
             continue
         # The last stage's passes may be one program: see `backward_follows`.
-        costs = StageCosts(table, m_index, problem.cluster, setting, data, back_at_once=True)
-        for zero in ZERO_LEVELS if data > 1 else (0,):
-            bounds = _Bounds(costs, zero, setting, table)
+        costs = StageCosts(table, [mesh], problem.cluster, point, back_at_once=True)
+        for zero in ZERO_LEVELS if mesh.data > 1 else (0,):
+            bounds = _Bounds(costs, zero, point, table)
             for remats, (meshes, each) in itertools.product(bounds.remats, cuts):
                 seconds = bounds.least(remats, meshes, meshes * each)
                 if seconds < below:
-                    way = data, m_index, zero, remats
-                    found.append((seconds, _assignment(problem, setting, way, meshes, each)))
+                    way = mesh, zero, remats
+                    found.append((seconds, _assignment(problem, point, way, meshes, each)))
     return sorted(found, key=lambda one: one[0])
 
 
@@ -75,14 +82,14 @@ def _cuts(layers: int, most_meshes: int) -> Iterator[tuple[int, int]]:
 class _Bounds:
     """What pipelines take at least whose stages use their devices in the same way."""
 
-    def __init__(self, costs: StageCosts, zero: int, setting: Setting, table: CostTable) -> None:
-        self._count, self._schedule = setting.num_micro_batches, SCHEDULES[setting.schedule]
-        self._held, self._memory = costs.held(zero), setting.memory_bytes or np.inf
-        again = {remat: count_again(remat, table) for remat in setting.remats}
-        self._left = {remat: costs.working(count)[0] for remat, count in again.items()}
-        passes = {remat: costs.passes(zero, count) for remat, count in again.items()}
-        self._one = {r: np.asarray(of.forward + of.backward) for r, of in passes.items()}
-        self._once = {remat: costs.once(zero, count) for remat, count in again.items()}
+    def __init__(self, costs: StageCosts, zero: int, point: SearchPoint, table: LayerTable) -> None:
+        self._count, self._schedule = point.num_micro_batches, SCHEDULES[point.schedule]
+        self._held, self._memory = costs.held(zero)[0], point.memory_bytes or np.inf
+        every = {remat: recompute_in(remat, table) for remat in point.remats}
+        self._left = {remat: costs.working(of)[0][0] for remat, of in every.items()}
+        passes = {remat: costs.passes(zero, of) for remat, of in every.items()}
+        self._one = {r: np.asarray(of.forward + of.backward)[0] for r, of in passes.items()}
+        self._once = {remat: costs.once(zero, of)[0] for remat, of in every.items()}
 
     @property
     def remats(self) -> Iterator[tuple[str, str]]:
@@ -126,31 +133,33 @@ def _in_flight(schedule: Schedule, meshes: int, count: int, each: int) -> np.nda
     return np.array([bound(mesh, meshes, count, each) for mesh in range(meshes - 1)])
 
 
-Way = tuple[int, int, int, tuple[str, str]]  # data axis, number of the model axis, zero, remats
+Way = tuple[Mesh, int, tuple[str, str]]  # ZeRO level, remats
 
 
-def _assignment(problem: Problem, setting: Setting, way: Way, meshes: int, each: int) -> Assignment:
-    data, m_index, zero, (remat, last) = way
-    model, stages = problem.table.model_sizes[m_index], meshes * each
+def _assignment(
+    problem: Problem, point: SearchPoint, way: Way, meshes: int, each: int
+) -> Assignment:
+    mesh, zero, (remat, last) = way
+    stages, logical_mesh = meshes * each, (mesh.data, mesh.size(MODEL))
     return Assignment(
         method="auto",
         layers=_turns(problem.groups, (len(problem.groups) // meshes,) * meshes, each),
         submeshes=tuple(
-            Submesh(devices, (data, model))
-            for devices in place_submeshes([data * model] * meshes, problem.cluster)
+            Submesh(devices, logical_mesh)
+            for devices in place_submeshes([mesh.devices] * meshes, problem.cluster)
         ),
         mesh_of=tuple(s % meshes for s in range(stages)),
-        num_micro_batches=setting.num_micro_batches,
-        schedule=setting.schedule,
+        num_micro_batches=point.num_micro_batches,
+        schedule=point.schedule,
         remat=(*(remat,) * (stages - 1), last),
         zero=(zero,) * stages,
-        sequence=(problem.table.is_sequence(m_index),) * stages,
-        reduction=setting.reduction,
+        sequence=(problem.table.is_sequence(mesh.row),) * stages,
+        reduction=point.reduction,
     )
 
 
 def interleaved_like(
-    assignment: Assignment, problem: Problem, wanted: Wanted, schedule: str
+    assignment: Assignment, problem: Problem, wanted: Constraints, schedule: str
 ) -> Iterator[Assignment]:
     """Yield the interleaved pipelines on the submeshes of another one, which may be unequal.
 

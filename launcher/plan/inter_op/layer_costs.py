@@ -37,13 +37,13 @@ from launcher.plan.cost.stage_memory import (
     temporaries,
 )
 from launcher.plan.cost.update_memory import UpdateMemory
-from launcher.plan.inter_op.cost_table import (
-    CostTable,
+from launcher.plan.inter_op.layer_table import (
+    LayerCost,
+    LayerTable,
     ParameterCost,
     Parameters,
     joined,
 )
-from launcher.plan.inter_op.layer_cost import LayerCost
 from launcher.plan.inter_op.selective_costs import SelectiveCosts, has_attention
 from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sharding
 from launcher.plan.intra_op.stage_shardings import model_sharding
@@ -68,7 +68,7 @@ def cost_table(
     model_sizes: Sequence[int],
     with_sequence: bool = True,
     outer: NamedDims | None = None,
-) -> CostTable:
+) -> LayerTable:
     """Return the table of a step's layers.
 
     Args:
@@ -121,7 +121,7 @@ def cost_table(
                 for one in solved[key]
             ]
         )
-    return CostTable(
+    return LayerTable(
         model_sizes=tuple(m for m, _ in model_axes),
         of={
             f.name: np.array(

@@ -18,15 +18,12 @@ from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cost.formulas import Links
-from launcher.plan.inter_op.cost_table import CostTable
-from launcher.plan.inter_op.divisors import spread_divisors
-from launcher.plan.inter_op.layer_cost import PER_SAMPLE
-from launcher.plan.inter_op.layers_again import FEWEST, remat_word
-from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.layer_table import PER_SAMPLE, LayerTable
+from launcher.plan.inter_op.recompute import FEWEST
 from launcher.plan.inter_op.stage_choices import Outline, Outlines, Priced, StageChoice, price
-from launcher.plan.inter_op.stage_costs import StageCosts
+from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
-from launcher.plan.inter_op.submeshes import place_submeshes, submesh_sizes
+from launcher.plan.inter_op.submeshes import Mesh, place_submeshes, spread_divisors, submesh_sizes
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
 _MOST_SLICES_TRIED = 1024
@@ -36,7 +33,7 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Constraints:
     """What the user fixed, and what is left open (None)."""
 
     num_micro_batches: int | None = None
@@ -79,7 +76,7 @@ class Problem:
         unjoined: the costs of the step's own layers, where `table` is of groups of several.
     """
 
-    table: CostTable
+    table: LayerTable
     groups: tuple[tuple[int, ...], ...]
     batch_size: int
     cluster: ClusterShape
@@ -87,14 +84,12 @@ class Problem:
     memory_bytes: float | None
     sliced: bool = True
     refused: frozenset[int] = frozenset()
-    unjoined: CostTable | None = None
+    unjoined: LayerTable | None = None
 
     @functools.cached_property
-    def costs(self) -> Callable[[int, Setting, int, bool, Links], StageCosts]:
+    def costs(self) -> Callable[[Mesh, SearchPoint, bool, Links], StageCosts]:
         """The costs of the stages on one logical mesh, as `StageCosts` takes it, kept."""
-        return functools.cache(
-            lambda m_index, *of: StageCosts(self.table, m_index, self.cluster, *of)
-        )
+        return functools.cache(lambda mesh, *of: StageCosts(self.table, [mesh], self.cluster, *of))
 
 
 def of_batch(problem: Problem, size: int) -> Problem:
@@ -108,7 +103,7 @@ def of_batch(problem: Problem, size: int) -> Problem:
 
 
 def best_of(
-    problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
+    problem: Problem, wanted: Constraints, progress: Progress = lambda share: None
 ) -> list[Candidate]:
     """Return the best candidates, best first; empty where nothing fits.
 
@@ -119,18 +114,18 @@ def best_of(
     as if everything were.
     """
     devices = problem.cluster.num_devices
-    promising: list[tuple[float, int, Setting, Outline]] = []
+    promising: list[tuple[float, int, SearchPoint, Outline]] = []
     schedule = wanted.schedule or DEFAULT_SCHEDULE
     for alike in alike_but_replicas(settings(problem, wanted, schedule)):
         outlines = Outlines(problem.table, problem.cluster, problem.sizes, alike[0])
-        for setting in alike:
-            known = outlines.of(setting)
+        for point in alike:
+            known = outlines.of(point)
             least = sum(lower_bound(known.candidates, devices))
             if np.isfinite(least):
-                promising.append((least, len(promising), setting, known))
+                promising.append((least, len(promising), point, known))
     promising.sort(key=lambda one: one[:2])
     distinct: dict[object, Candidate] = {}
-    for k, (least, _, setting, known) in enumerate(promising):
+    for k, (least, _, point, known) in enumerate(promising):
         ranked = sorted(candidate.seconds for candidate in distinct.values())
         most = ranked[_MOST_FOUND - 1] if len(ranked) >= _MOST_FOUND else np.inf
         if least >= most:
@@ -140,19 +135,19 @@ def best_of(
             progress((k + share) / len(promising))
 
         useful = known.useful(devices, most)
-        priced = price(problem.table, problem.cluster, setting, problem.sizes, useful=useful)
+        priced = price(problem.table, problem.cluster, point, problem.sizes, useful=useful)
         best = best_stages(
             priced.candidates, devices, best=most, progress=inner, num_stages=wanted.num_stages
         )
         if best is not None:
-            candidate = candidate_of(best, priced, setting, problem)
+            candidate = candidate_of(best, priced, point, problem)
             same = candidate.assignment.layers, candidate.choices
             if same not in distinct or candidate.seconds < distinct[same].seconds:
                 distinct[same] = candidate
     return sorted(distinct.values(), key=lambda c: c.seconds)[:_MOST_FOUND]
 
 
-def settings(problem: Problem, wanted: Wanted, schedule: str) -> Iterator[Setting]:
+def settings(problem: Problem, wanted: Constraints, schedule: str) -> Iterator[SearchPoint]:
     """Yield what may be fixed for one run of the stage search, under a schedule."""
     batch_size, devices = problem.batch_size, problem.cluster.num_devices
     asked, most = wanted.num_micro_batches, min(batch_size, _MOST_SLICES_TRIED)
@@ -162,7 +157,7 @@ def settings(problem: Problem, wanted: Wanted, schedule: str) -> Iterator[Settin
             continue
         if count * replicas > 1 and not problem.sliced:
             continue
-        yield Setting(
+        yield SearchPoint(
             num_micro_batches=count,
             batch_size=batch_size,
             replicas=replicas,
@@ -173,13 +168,13 @@ def settings(problem: Problem, wanted: Wanted, schedule: str) -> Iterator[Settin
         )
 
 
-def alike_but_replicas(every: Iterable[Setting]) -> Iterator[list[Setting]]:
+def alike_but_replicas(every: Iterable[SearchPoint]) -> Iterator[list[SearchPoint]]:
     """Yield the settings in a row that differ in their replicas alone."""
     for _, alike in itertools.groupby(every, lambda one: dataclasses.replace(one, replicas=1)):
         yield list(alike)
 
 
-def remat_choices(wanted: Wanted, schedule: str) -> tuple[str, ...]:
+def remat_choices(wanted: Constraints, schedule: str) -> tuple[str, ...]:
     """Return the words for rematerialisation that a stage may have under a schedule.
 
     A schedule that splits backward passes is searched for what is not computed again, unless it is
@@ -193,7 +188,7 @@ def remat_choices(wanted: Wanted, schedule: str) -> tuple[str, ...]:
 
 
 def candidate_of(
-    found: BestStages, priced: Priced, setting: Setting, problem: Problem
+    found: BestStages, priced: Priced, point: SearchPoint, problem: Problem
 ) -> Candidate:
     """Return stages that were found as an assignment."""
     count = len(found.stages)
@@ -201,7 +196,7 @@ def candidate_of(
     groups = [problem.groups[first:end] for first, end, _ in found.stages]
     chosen = [priced.choices[int(priced.chosen[i])] for i in at]
     choices = tuple(
-        dataclasses.replace(one, remat=remat_word(int(priced.again[i]), of))
+        dataclasses.replace(one, remat=problem.table.recomputes[priced.recomputed[i]].remat(of))
         if one.remat == FEWEST
         else one
         for one, i, of in zip(chosen, at, groups, strict=True)
@@ -216,12 +211,12 @@ def candidate_of(
             Submesh(of, choice.logical_mesh) for of, choice in zip(devices, choices, strict=True)
         ),
         mesh_of=tuple(range(count)),
-        num_micro_batches=setting.num_micro_batches,
-        schedule=setting.schedule,
+        num_micro_batches=point.num_micro_batches,
+        schedule=point.schedule,
         remat=tuple(choice.remat for choice in choices),
         zero=tuple(choice.zero for choice in choices),
         sequence=tuple(choice.sequence for choice in choices),
-        reduction=setting.reduction,
+        reduction=point.reduction,
     )
     memory = tuple(float(priced.memory[i]) for i in at)
     return Candidate(assignment, found.objective, choices, memory)

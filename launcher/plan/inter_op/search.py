@@ -19,17 +19,17 @@ from launcher.plan.inter_op.equal_stages import equal_stages
 from launcher.plan.inter_op.found import Found
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import (
+    Constraints,
     Problem,
     Progress,
-    Wanted,
     alike_but_replicas,
     best_of,
     candidate_of,
     remat_choices,
     settings,
 )
-from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import Outline, Outlines, Priced, hidden_forwards, price
+from launcher.plan.inter_op.stage_cost import SearchPoint
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
 from launcher.plan.inter_op.stage_enumeration import (
     Crossings,
@@ -49,7 +49,9 @@ _MOST_EXPANDED = 1000  # beginnings of pipelines, of one number of microbatches 
 _MOST_CELLS = 50_000_000  # of the tables that tell which are worth it: else the best stages alone
 
 
-def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda share: None) -> Found:
+def find_plans(
+    problem: Problem, wanted: Constraints, progress: Progress = lambda share: None
+) -> Found:
     """Return the best plans and a lower bound; no plans where nothing fits."""
     found = Found(problem)
     if problem.cluster.hosts > 1:
@@ -87,7 +89,7 @@ def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda sha
     return found
 
 
-def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -> Found:
+def plans_on_one_machine(problem: Problem, wanted: Constraints, progress: Progress) -> Found:
     """Return the best plans where devices share a machine, without a bound (`variants`)."""
     found = Found(problem)
     assignments = [candidate.assignment for candidate in best_of(problem, wanted, progress)]
@@ -107,7 +109,7 @@ def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -
 
 
 def _branches(
-    problem: Problem, wanted: Wanted, found: Found
+    problem: Problem, wanted: Constraints, found: Found
 ) -> Iterator[tuple[float, Iterator[Bounded]]]:
     """Yield what there is to search, each with a lower bound."""
     asked = wanted.schedule
@@ -120,17 +122,17 @@ def _branches(
     for alike in alike_but_replicas(settings(problem, wanted, asked or DEFAULT_SCHEDULE)):
         outlines = Outlines(*of, alike[0])
         outlines_under = [Outlines(*of, _under(other, alike[0], wanted)) for other in others]
-        for setting in alike:
-            known = outlines.of(setting)
+        for point in alike:
+            known = outlines.of(point)
             least = sum(lower_bound(known.candidates, devices))
             if problem.cluster.hosts > 1:
-                found.equal += equal_stages(problem, setting, known)
+                found.equal += equal_stages(problem, point, known)
             if not math.isfinite(least):
                 continue
-            yield least, _stages(problem, wanted, setting, known, found)
+            yield least, _stages(problem, wanted, point, known, found)
             taken = least_cover(known.device_seconds)
             for other, every in zip(others, outlines_under, strict=True):
-                under = _under(other, setting, wanted)
+                under = _under(other, point, wanted)
                 if other.interleaves:
                     branch = _interleaved(problem, wanted, under, taken, found)
                 else:
@@ -138,26 +140,26 @@ def _branches(
                 yield taken / devices, branch
 
 
-def _under(schedule: Schedule, setting: Setting, wanted: Wanted) -> Setting:
-    """Return a setting under another schedule."""
+def _under(schedule: Schedule, point: SearchPoint, wanted: Constraints) -> SearchPoint:
+    """Return a point under another schedule."""
     remats = remat_choices(wanted, schedule.name)
-    return dataclasses.replace(setting, schedule=schedule.name, remats=remats)
+    return dataclasses.replace(point, schedule=schedule.name, remats=remats)
 
 
 def _stages_under(
-    problem: Problem, wanted: Wanted, setting: Setting, outlines: Outlines, found: Found
+    problem: Problem, wanted: Constraints, point: SearchPoint, outlines: Outlines, found: Found
 ) -> Iterator[Bounded]:
-    """Yield plans under a schedule that the setting was not outlined for yet."""
-    known = outlines.of(setting)
+    """Yield plans under a schedule that the point was not outlined for yet."""
+    known = outlines.of(point)
     yield sum(lower_bound(known.candidates, problem.cluster.num_devices)), None
-    yield from _stages(problem, wanted, setting, known, found)
+    yield from _stages(problem, wanted, point, known, found)
 
 
 def _stages(
-    problem: Problem, wanted: Wanted, setting: Setting, known: Outline, found: Found
+    problem: Problem, wanted: Constraints, point: SearchPoint, known: Outline, found: Found
 ) -> Iterator[Bounded]:
     """Yield plans by what they take at least, the best stages first."""
-    devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, setting)
+    devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, point)
     useful = known.useful(devices, found.limit)
     priced = price(*of, problem.sizes, useful=useful)
     yield sum(lower_bound(priced.candidates, devices)), None
@@ -165,10 +167,10 @@ def _stages(
     if best is None:
         yield math.inf, None
         return
-    alike = setting.schedule != (wanted.schedule or DEFAULT_SCHEDULE)  # for one stage all are
+    alike = point.schedule != (wanted.schedule or DEFAULT_SCHEDULE)  # for one stage all are
 
     def bounded(one: BestStages, priced: Priced) -> Bounded:
-        assignment = candidate_of(one, priced, setting, problem).assignment
+        assignment = candidate_of(one, priced, point, problem).assignment
         return one.objective, None if alike and len(one.stages) == 1 else assignment
 
     yield bounded(best, priced)
@@ -183,8 +185,8 @@ def _stages(
         lambda: found.best,
         _MOST_EXPANDED,
         wanted.num_stages,
-        _crossings(problem, setting),
-        _round_trips(problem, setting),
+        _crossings(problem, point),
+        _round_trips(problem, point),
     )
     for objective, one in following:
         yield bounded(one, every) if one else (objective, None)
@@ -196,28 +198,28 @@ def _on_one_host(problem: Problem) -> Problem:
     return dataclasses.replace(problem, cluster=cluster, sizes=sizes, unjoined=None)
 
 
-def _round_trips(problem: Problem, setting: Setting) -> list[int]:
+def _round_trips(problem: Problem, point: SearchPoint) -> list[int]:
     """Return the round trips that follow a stage's first one, by the number of stages behind."""
-    schedule, count = SCHEDULES[setting.schedule], setting.num_micro_batches
+    schedule, count = SCHEDULES[point.schedule], point.num_micro_batches
     depth = min(problem.table.num_layers, problem.cluster.num_devices)
     return [schedule.round_trips(behind, count) for behind in range(depth)]
 
 
-def _crossings(problem: Problem, setting: Setting) -> Crossings | None:
+def _crossings(problem: Problem, point: SearchPoint) -> Crossings | None:
     """Return what crossing hosts costs, if there are several that stages can share."""
-    cluster, count = problem.cluster, setting.num_micro_batches
+    cluster, count = problem.cluster, point.num_micro_batches
     if cluster.hosts == 1 or cluster.devices_per_host == 1:
         return None
     sent = problem.table.of["sent_bytes"].min(0)[:-1] / count
     depth = min(problem.table.num_layers, cluster.num_devices)
-    hidden = np.array(hidden_forwards(setting, depth, cluster))
+    hidden = np.array(hidden_forwards(point, depth, cluster))
     behind = np.minimum(np.arange(problem.table.num_layers + 1), depth - 1)
     sends, local = sent / cluster.inter_host, sent / cluster.intra_host
     return Crossings.of(sends, local, count - 1, hidden[behind], cluster.devices_per_host)
 
 
 def _interleaved(
-    problem: Problem, wanted: Wanted, setting: Setting, device_seconds: float, found: Found
+    problem: Problem, wanted: Constraints, point: SearchPoint, device_seconds: float, found: Found
 ) -> Iterator[Bounded]:
-    yield from interleaved_plans(problem, wanted, setting, found.limit, device_seconds)
+    yield from interleaved_plans(problem, wanted, point, found.limit, device_seconds)
     yield math.inf, None

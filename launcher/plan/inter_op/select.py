@@ -20,7 +20,7 @@ from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.fewer_rows import fewer_rows_note
 from launcher.plan.inter_op.found import Estimated, Found
 from launcher.plan.inter_op.infeasible import leanest, nothing_fits
-from launcher.plan.inter_op.problem import Problem, Wanted
+from launcher.plan.inter_op.problem import Constraints, Problem
 from launcher.plan.inter_op.runners_up import most_bytes, runners_up
 from launcher.plan.inter_op.search import find_plans, plans_on_one_machine
 from launcher.plan.notes import refused_notes
@@ -39,21 +39,10 @@ _REFITS = 3  # at most, of what a plan computes again
 _PRECISION = 1.002  # relative error of an estimate's seconds: plans within it are not told apart
 
 
-def best_plan(
-    step: TracedStep,
-    cluster: ClusterShape,
-    wanted: Wanted,
-    progress: Callable[[float], None] = lambda share: None,
-    measured: MeasuredLayers | None = None,
-) -> Plan:
-    """Return the best plan; see `search`."""
-    return search(step, cluster, wanted, progress, measured)[0][0]
-
-
 def search(
     step: TracedStep,
     cluster: ClusterShape,
-    wanted: Wanted,
+    wanted: Constraints,
     progress: Callable[[float], None] = lambda share: None,
     measured: MeasuredLayers | None = None,
     how_many: Callable[[Plan], int] = lambda best: 1,
@@ -122,7 +111,9 @@ def search(
     raise next(iter(refused.values()))
 
 
-def _leanest(builder: PlanBuilder, problem: Problem, wanted: Wanted) -> tuple[Plan, Assignment]:
+def _leanest(
+    builder: PlanBuilder, problem: Problem, wanted: Constraints
+) -> tuple[Plan, Assignment]:
     """Return the plan that needs the least memory, which the search takes for too large.
 
     Raises:
@@ -137,7 +128,7 @@ def _leanest(builder: PlanBuilder, problem: Problem, wanted: Wanted) -> tuple[Pl
     raise nothing_fits(problem, wanted, least, plan)
 
 
-def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -> Found:
+def _find(problem: Problem, wanted: Constraints, progress: Callable[[float], None]) -> Found:
     """Return the best plans by their simulated timelines; none where nothing fits.
 
     Raises:
@@ -154,7 +145,7 @@ def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -
 
 def _of_every_depth(
     problem: Problem,
-    wanted: Wanted,
+    wanted: Constraints,
     ranked: Sequence[Estimated],
     progress: Callable[[float], None],
 ) -> list[Estimated]:

@@ -1,4 +1,4 @@
-"""The cost of a stage of any layers on any submesh, for one number of microbatches.
+"""Prices of a stage of any layers on any submesh, for one point of the search.
 
 For each number of devices the logical mesh, ZeRO level and rematerialisation that fit the memory
 are chosen here, so that the stage search sees few prices. Pure.
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.plan.inter_op.cost_table import CostTable
-from launcher.plan.inter_op.layers_again import FEWEST, layers_again
-from launcher.plan.inter_op.many_stage_costs import ManyStageCosts
-from launcher.plan.inter_op.setting import Setting
-from launcher.plan.inter_op.stage_costs import StageCosts
-from launcher.plan.inter_op.stage_dp import Candidates, rests, with_others
+from launcher.partition.sharding.layout import MODEL
+from launcher.plan.inter_op.layer_table import LayerTable
+from launcher.plan.inter_op.recompute import Recompute, recompute_of
+from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
+from launcher.plan.inter_op.stage_dp import StageTables, rests, with_others
+from launcher.plan.inter_op.submeshes import Mesh
 from launcher.schedule import SCHEDULES
 
 ZERO_LEVELS = (0, 2, 3)
@@ -46,34 +46,35 @@ class Priced:
         choices: the choices.
         chosen: the choice of each candidate, as a position in `choices`.
         memory: the memory of each candidate.
-        again: what each candidate computes again, as a number (`layers_again`).
+        recomputed: what each recomputes where its choice is `FEWEST`, as a position in the table's
+            `recomputes`.
     """
 
-    candidates: Candidates
+    candidates: StageTables
     choices: tuple[StageChoice, ...]
     chosen: np.ndarray
     memory: np.ndarray
-    again: np.ndarray
+    recomputed: np.ndarray
 
 
-def in_flight(setting: Setting, depth: int) -> list[int]:
+def in_flight(point: SearchPoint, depth: int) -> list[int]:
     """Return the microbatches whose activations a stage holds, by the number of stages behind it.
 
     The stage is taken to be the first, which gives a lower bound, since the number of all stages is
     not known here.
     """
-    schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
+    schedule, most = SCHEDULES[point.schedule], point.num_micro_batches
     return [schedule.in_flight_bound(0, behind + 1, most) for behind in range(depth)]
 
 
-def hidden_forwards(setting: Setting, depth: int, cluster: ClusterShape) -> list[int]:
+def hidden_forwards(point: SearchPoint, depth: int, cluster: ClusterShape) -> list[int]:
     """Return the forward passes that the first round trip hides, by the number of stages behind.
 
     Devices that share a machine are faster while others wait: there nothing is a bound.
     """
     if cluster.shares_machine:
         return [0] * depth
-    schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
+    schedule, most = SCHEDULES[point.schedule], point.num_micro_batches
     return [schedule.hidden_forwards(behind, most) for behind in range(depth)]
 
 
@@ -89,7 +90,7 @@ class Outline:
             a step, under any schedule that holds no fewer microbatches.
     """
 
-    candidates: Candidates
+    candidates: StageTables
     choices: tuple[StageChoice, ...]
     device_seconds: np.ndarray
 
@@ -112,7 +113,7 @@ class Outlines:
     """
 
     def __init__(
-        self, table: CostTable, cluster: ClusterShape, sizes: tuple[int, ...], setting: Setting
+        self, table: LayerTable, cluster: ClusterShape, sizes: tuple[int, ...], point: SearchPoint
     ) -> None:
         """Keep the problem.
 
@@ -120,82 +121,74 @@ class Outlines:
             table: the costs of the layers.
             cluster: the devices.
             sizes: the numbers of devices that a stage may have.
-            setting: one of the settings.
+            point: one of the settings.
         """
-        self._table, self._cluster, self._setting = table, cluster, setting
-        every = dataclasses.replace(setting, replicas=1)
-        self._meshes = [
-            (m_index, size // model)
-            for size in sizes
-            for m_index, model in enumerate(table.model_sizes)
-            if size % model == 0 and splits(every, size // model)
-        ]
-        self._uses = list(itertools.product(ZERO_LEVELS, setting.remats))
+        self._table, self._cluster = table, cluster
+        self._point = dataclasses.replace(point, replicas=None)
+        self._meshes = [mesh for size in sizes for mesh in meshes_of(table, self._point, size)]
+        self._uses = list(itertools.product(ZERO_LEVELS, point.remats))
 
     @functools.cached_property
-    def _stages(self) -> ManyStageCosts:
-        setting = self._setting
-        goes_back = SCHEDULES[setting.schedule].last_stage_alternates(setting.num_micro_batches)
-        return ManyStageCosts(self._table, self._meshes, self._cluster, setting, goes_back)
+    def _stages(self) -> StageCosts:
+        point = self._point
+        goes_back = SCHEDULES[point.schedule].last_stage_alternates(point.num_micro_batches)
+        return StageCosts(self._table, self._meshes, self._cluster, point, goes_back)
 
     @functools.cached_property
     def _lost(self) -> list[np.ndarray]:
         """For each use 0 where it may fit the memory, else infinite, `[mesh, first, end]`."""
-        held = min(in_flight(self._setting, self._depth))
-        most = self._setting.memory_bytes or np.inf
+        held = min(in_flight(self._point, self._depth))
+        most = self._point.memory_bytes or np.inf
         needs = (
-            self._needs(zero, count_again(remat, self._table), held) for zero, remat in self._uses
+            self._stages.memory(zero, recompute_in(remat, self._table), [held])[0]
+            for zero, remat in self._uses
         )
         return [np.where(needed <= most, 0.0, np.inf) for needed in needs]
-
-    def _needs(self, zero: int, again: int | None, held: int) -> np.ndarray:
-        """Return the peak bytes on a device at least, `[mesh, first, end]`."""
-        if again is None:
-            return self._stages.least_memory(zero)
-        return self._stages.memory(zero, again, [held])
 
     @property
     def _depth(self) -> int:
         return min(self._table.num_layers, self._cluster.num_devices)
 
-    def of(self, setting: Setting) -> Outline:
+    def of(self, point: SearchPoint) -> Outline:
         """Return the outline in one of the settings."""
         table, count = self._table, self._table.num_layers
-        at = [k for k, (_, data) in enumerate(self._meshes) if splits(setting, data)]
+        at = [k for k, mesh in enumerate(self._meshes) if splits(point, mesh.data)]
         meshes = [self._meshes[k] for k in at]
         if not meshes:
             none = np.zeros((0, 0, 0, 0))
-            return Outline(Candidates((), none, none), (), np.full((count, count + 1), np.inf))
-        stages = self._stages.of_replicas(setting, at)
-        hidden = max(hidden_forwards(setting, self._depth, self._cluster))
+            return Outline(StageTables((), none, none), (), np.full((count, count + 1), np.inf))
+        stages = self._stages.among(at, point)
+        hidden = max(hidden_forwards(point, self._depth, self._cluster))
         found: list[tuple[np.ndarray, ...]] = []
         for (zero, remat), every in zip(self._uses, self._lost, strict=True):
             lost = every[at]
             fits = np.isfinite(lost).any()
-            again = count_again(remat, table)
-            seconds = stages.seconds(zero, again, [hidden]) if fits else (lost,) * 3
-            found.append(tuple(one + lost for one in seconds))
+            recompute = recompute_in(remat, table)
+            seconds: tuple[np.ndarray, ...] = (lost, lost[None], lost)
+            if fits:
+                seconds = stages.seconds(zero, recompute, [hidden])[:3]
+            first, rest, work = seconds
+            found.append((first + lost, rest[0] + lost, work + lost))
         # By the mesh first, as `ways` has them, and without ZeRO levels of one replica.
         kept = [
             (k, way)
-            for k, (_, data) in enumerate(meshes)
+            for k, mesh in enumerate(meshes)
             for way in range(len(found))
-            if data > 1 or way < len(setting.remats)
+            if mesh.data > 1 or way < len(point.remats)
         ]
         by_way = tuple(way for _, way in kept), tuple(k for k, _ in kept)
         first, rest, work = (np.stack(of)[by_way] for of in zip(*found, strict=True))
-        counts = tuple(table.model_sizes[meshes[k][0]] * meshes[k][1] for k, _ in kept)
+        counts = tuple(meshes[k].devices for k, _ in kept)
         device_seconds = (work * np.array(counts)[:, None, None]).min(0)
         laid = (np.moveaxis(of, 0, -1)[None] for of in (first, rest))
-        axes = [(data, table.model_sizes[m], table.is_sequence(m)) for m, data in meshes]
-        choices = [StageChoice(axes[k][:2], *self._uses[way], axes[k][2]) for k, way in kept]
-        return Outline(Candidates(counts, *laid), tuple(choices), device_seconds)
+        choices = [choice_on(meshes[k], *self._uses[way], table) for k, way in kept]
+        return Outline(StageTables(counts, *laid), tuple(choices), device_seconds)
 
 
 def price(
-    table: CostTable,
+    table: LayerTable,
     cluster: ClusterShape,
-    setting: Setting,
+    point: SearchPoint,
     sizes: tuple[int, ...],
     beaten: bool = False,
     useful: np.ndarray | None = None,
@@ -208,7 +201,7 @@ def price(
     Args:
         table: the costs of the layers.
         cluster: the devices.
-        setting: what is fixed.
+        point: what is fixed.
         sizes: the numbers of devices that a stage may have.
         beaten: whether to keep all ways.
         useful: which stages to price, `[first, end, way]` in the order of `ways`; None: all.
@@ -217,26 +210,26 @@ def price(
     choices: list[StageChoice] = []
     fronts: list[tuple[int, Way]] = []
     for size in sizes:
-        listed = list(ways(table, cluster, setting, size, depth, choices, useful=useful))
+        listed = list(ways(table, cluster, point, size, depth, choices, useful=useful))
         fronts.extend((size, way) for way in (listed if beaten else _fronts(listed)))
     if not fronts:
         none = np.zeros((0, 0, 0, 0))
-        return Priced(Candidates((), none, none), (), none, none, none)
+        return Priced(StageTables((), none, none), (), none, none, none)
     stacked = {name: np.stack([front[name] for _, front in fronts], -1) for name in fronts[0][1]}
     of_sizes = tuple(size for size, _ in fronts)
-    found = Candidates(of_sizes, stacked["seconds"], stacked["rest"], stacked["once"])
+    found = StageTables(of_sizes, stacked["seconds"], stacked["rest"], stacked["once"])
     chosen = stacked["chosen"].astype(np.int32)
-    return Priced(found, tuple(choices), chosen, stacked["memory"], stacked["again"])
+    return Priced(found, tuple(choices), chosen, stacked["memory"], stacked["recomputed"])
 
 
-# seconds, rest, once, memory, chosen, again, each `[stages behind, first, end]`
+# seconds, rest, once, memory, chosen, recomputed, each `[stages behind, first, end]`
 Way = dict[str, np.ndarray]
 
 
 def ways(
-    table: CostTable,
+    table: LayerTable,
     cluster: ClusterShape,
-    setting: Setting,
+    point: SearchPoint,
     size: int,
     depth: int,
     choices: list[StageChoice],
@@ -247,44 +240,53 @@ def ways(
     Of what is not `useful` (`[first, end, way]`, by the position in `choices`) all is infinite, and
     a way of which nothing is useful is left out.
     """
-    schedule = SCHEDULES[setting.schedule]
-    goes_back = schedule.last_stage_alternates(setting.num_micro_batches)
-    hidden, held = hidden_forwards(setting, depth, cluster), in_flight(setting, depth)
-    for m_index, model in enumerate(table.model_sizes):
-        data = size // model
-        if size % model or not splits(setting, data):
-            continue
-        stage = StageCosts(table, m_index, cluster, setting, data, goes_back)
-        for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
-            if zero and data == 1:
+    schedule = SCHEDULES[point.schedule]
+    goes_back = schedule.last_stage_alternates(point.num_micro_batches)
+    hidden, held = hidden_forwards(point, depth, cluster), in_flight(point, depth)
+    for mesh in meshes_of(table, point, size):
+        stage = StageCosts(table, [mesh], cluster, point, goes_back)
+        for zero, remat in itertools.product(ZERO_LEVELS, point.remats):
+            if zero and mesh.data == 1:
                 continue
             at = len(choices)
-            choices.append(StageChoice((data, model), zero, remat, table.is_sequence(m_index)))
+            choices.append(choice_on(mesh, zero, remat, table))
             lost: np.ndarray | float = 0.0
             if useful is not None:
                 if not useful[:, :, at].any():
                     continue
                 lost = np.where(useful[:, :, at], 0.0, np.inf)
-            count = count_again(remat, table)
-            if count is None:
+            asked = recompute_in(remat, table)
+            chosen: Recompute | np.ndarray = asked
+            if asked.is_open:
                 wanted = None if useful is None else useful[:, :, at]
-                again, needs = stage.fewest_again(zero, held, wanted)
+                chosen, needs = stage.fewest(zero, held, wanted)
             else:
-                again, needs = count, stage.memory(zero, count, held)
-            one, other, _ = stage.seconds(zero, again, hidden)
-            _, once = stage.timed(zero, again)
-            lost = lost + np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
+                needs = stage.memory(zero, asked, held)
+            every = needs, *stage.seconds(zero, chosen, hidden)
+            needs, one, other, _, once = (of[..., 0, :, :] for of in every)
+            positions = chosen[..., 0, :, :] if isinstance(chosen, np.ndarray) else np.array(0)
+            lost = lost + np.where(needs <= (point.memory_bytes or np.inf), 0.0, np.inf)
             timed = {"seconds": one + lost, "rest": other + lost, "memory": needs}
-            fixed = {"once": once, "chosen": np.array(at), "again": np.asarray(again)}
+            fixed = {"once": once, "chosen": np.array(at), "recomputed": positions}
             yield timed | {name: np.broadcast_to(of, needs.shape) for name, of in fixed.items()}
 
 
-def count_again(remat: str, table: CostTable) -> int | None:
-    """Return what of each stage is computed again, as a number; None: as little as fits."""
-    if remat == FEWEST:
-        return None
+def recompute_in(remat: str, table: LayerTable) -> Recompute:
+    """Return the recomputation that a remat string asks of stages of the table's first layers."""
     groups = table.groups or [(i,) for i in range(table.num_layers)]
-    return layers_again(remat, groups, table.selective)
+    return recompute_of(remat, groups, table.selective)
+
+
+def choice_on(mesh: Mesh, zero: int, remat: str, table: LayerTable) -> StageChoice:
+    """Return a use of the devices of a mesh."""
+    return StageChoice((mesh.data, mesh.size(MODEL)), zero, remat, table.is_sequence(mesh.row))
+
+
+def meshes_of(table: LayerTable, point: SearchPoint, size: int) -> Iterator[Mesh]:
+    """Yield the logical meshes of `size` devices that a microbatch can be cut along."""
+    for row, model in enumerate(table.model_sizes):
+        if size % model == 0 and splits(point, size // model):
+            yield Mesh.of(size // model, model, row)
 
 
 def _fronts(listed: Sequence[Way]) -> Iterator[Way]:
@@ -302,7 +304,7 @@ def _fronts(listed: Sequence[Way]) -> Iterator[Way]:
         all_of["seconds"] = np.where(beaten, np.inf, all_of["seconds"])
 
 
-def splits(setting: Setting, data: int) -> bool:
+def splits(point: SearchPoint, data: int) -> bool:
     """Return whether a microbatch can be cut along so many devices, and they into the replicas."""
-    rows = setting.batch_size // setting.num_micro_batches
-    return data % setting.replicas == 0 and rows % data == 0
+    rows = point.batch_size // point.num_micro_batches
+    return data % (point.replicas or 1) == 0 and rows % data == 0

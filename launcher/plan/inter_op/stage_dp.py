@@ -17,7 +17,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Candidates:
+class StageTables:
     """The costs of a stage of layers `first … end - 1`.
 
     Attributes:
@@ -57,7 +57,7 @@ def objective(seconds: Sequence[float], rest: Sequence[float]) -> float:
     return sum(seconds) + max(rest)
 
 
-def lower_bound(candidates: Candidates, num_devices: int) -> tuple[float, float]:
+def lower_bound(candidates: StageTables, num_devices: int) -> tuple[float, float]:
     """Return lower bounds on the objective of any choice of stages.
 
     They are the sum of the stages' seconds, and the rest of the stage that has most left. Both take
@@ -72,7 +72,7 @@ def lower_bound(candidates: Candidates, num_devices: int) -> tuple[float, float]
 
 
 def best_stages(
-    candidates: Candidates,
+    candidates: StageTables,
     num_devices: int,
     best: float = np.inf,
     progress: Callable[[float], None] = lambda share: None,
@@ -141,7 +141,7 @@ def best_stages(
     return found
 
 
-def rests(candidates: Candidates) -> np.ndarray:
+def rests(candidates: StageTables) -> np.ndarray:
     """Return the rest of each possible stage."""
     return np.where(np.isfinite(candidates.seconds), candidates.rest, np.inf)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launcher.plan.inter_op.stage_dp import BestStages, Candidates, rests
+from launcher.plan.inter_op.stage_dp import BestStages, StageTables, rests
 
 _MOST_HOSTS_MORE = 2  # that are told apart, of those that the layers before may need
 _MOST_UNITS = 64  # in which devices are counted for what the layers before cost at least
@@ -93,13 +93,13 @@ def _busiest_link(sends: np.ndarray, others: int, hidden: np.ndarray) -> np.ndar
     return found
 
 
-def enumeration_cells(candidates: Candidates, num_devices: int) -> int:
+def enumeration_cells(candidates: StageTables, num_devices: int) -> int:
     """Return the entries of the tables that an enumeration works with: what it costs to begin."""
     return candidates.seconds.size * min(num_devices, _MOST_UNITS)
 
 
 def stages_by_objective(
-    candidates: Candidates,
+    candidates: StageTables,
     num_devices: int,
     below: Callable[[], float],
     most_expanded: int,
@@ -157,7 +157,7 @@ def stages_by_objective(
     yield (queue[0][0] if queue else np.inf), None
 
 
-def _parted(of: Candidates) -> tuple[np.ndarray, np.ndarray]:
+def _parted(of: StageTables) -> tuple[np.ndarray, np.ndarray]:
     """Return the rest of each possible stage without what is done once a step, and that."""
     rest = rests(of)
     if of.once is None:
@@ -170,7 +170,7 @@ def _parted(of: Candidates) -> tuple[np.ndarray, np.ndarray]:
 class _Before:
     """What pipelines take at least, with the layers before the stages that are there."""
 
-    def __init__(self, of: Candidates, num_devices: int, crossings: Crossings | None) -> None:
+    def __init__(self, of: StageTables, num_devices: int, crossings: Crossings | None) -> None:
         self._unit = -(-num_devices // _MOST_UNITS)  # what is less is taken to need no devices
         self._devices, self._crossings = num_devices, crossings
         self._any = self._tables(of, of.sizes)
@@ -179,7 +179,7 @@ class _Before:
             self._each = crossings.devices_per_host
             self._sharing = self._tables(of, [n if n < self._each else 0 for n in of.sizes])
 
-    def _tables(self, of: Candidates, sizes: Sequence[int]) -> list[np.ndarray]:
+    def _tables(self, of: StageTables, sizes: Sequence[int]) -> list[np.ndarray]:
         units, most = [int(n) // self._unit for n in sizes], self._devices // self._unit
         ways = zip((np.add, np.maximum, np.maximum), (of.seconds, *_parted(of)), strict=True)
         return [_least(joined, cost, units, most) for joined, cost in ways]

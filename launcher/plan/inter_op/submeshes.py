@@ -1,13 +1,61 @@
-"""Which devices each submesh of a pipeline gets, and their links. Pure."""
+"""Submeshes of a pipeline: their sizes, logical meshes, devices and links. Pure."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launcher.hardware.cluster_shape import ClusterShape
+from launcher.partition.sharding.layout import DATA, MODEL
 from launcher.plan.cost.formulas import Links, ring_links
-from launcher.plan.inter_op.divisors import divisors, spread_divisors
+
+_MOST_DIVISORS = 20
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A logical mesh.
+
+    Attributes:
+        axes: the size of each axis by its name, the outermost first.
+        row: the row of the layer table that holds the costs on its model axis.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    row: int
+
+    @classmethod
+    def of(cls, data: int, model: int, row: int) -> Mesh:
+        """Return a mesh of a data and a model axis."""
+        return cls(((DATA, data), (MODEL, model)), row)
+
+    def size(self, axis: str) -> int:
+        """Return the devices along an axis; 1 along one that the mesh does not have."""
+        return dict(self.axes).get(axis, 1)
+
+    @property
+    def data(self) -> int:
+        """The devices along the data axis."""
+        return self.size(DATA)
+
+    @property
+    def devices(self) -> int:
+        """The devices along all axes."""
+        return math.prod(size for _, size in self.axes)
+
+    def link_to_next(self, cluster: ClusterShape) -> tuple[float, int]:
+        """Return the bytes/s of a link to the next stage, and how many links there are at most.
+
+        Part of a host may be on two of them.
+        """
+        each = cluster.devices_per_host
+        if cluster.hosts == 1 or self.devices < each:
+            return cluster.intra_host, self.data
+        partial = self.devices % each
+        hosts = (self.devices - 2) // each + 2 if partial else self.devices // each
+        return cluster.inter_host, min(self.data, hosts)
 
 
 def model_sizes(cluster: ClusterShape) -> list[int]:
@@ -69,7 +117,27 @@ def in_order(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...
 
 
 @functools.cache
-def links_within(data: int, model: int, cluster: ClusterShape) -> Links:
+def links_within(mesh: Mesh, cluster: ClusterShape) -> Links:
     """Return the links of a submesh that takes the devices in order, from the first of a host."""
-    hosts = [cluster.host_of(device) for device in range(data * model)]
-    return ring_links(hosts, model, cluster)
+    hosts = [cluster.host_of(device) for device in range(mesh.devices)]
+    return ring_links(hosts, mesh.size(MODEL), cluster)
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Return all divisors of a number up to `most`."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted(n for n in {*low, *(number // n for n in low)} if n <= most)
+
+
+def spread_divisors(number: int, most: int) -> list[int]:
+    """Return the divisors of a number up to `most`.
+
+    Of more than `_MOST_DIVISORS` they are those that are nearest to the powers of the root of two,
+    and the largest.
+    """
+    every = divisors(number, most)
+    if len(every) <= _MOST_DIVISORS:
+        return every
+    powers = [2 ** (k / 2) for k in range(2 * every[-1].bit_length())]
+    nearest = {min(every, key=lambda n: max(n / power, power / n)) for power in powers}
+    return sorted({*nearest, every[-1]})

@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterator
 
 from launcher.partition.assignment import Assignment, Submesh
-from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.interleaved import interleaved_like
-from launcher.plan.inter_op.problem import Problem, Wanted
+from launcher.plan.inter_op.problem import Constraints, Problem
+from launcher.plan.inter_op.submeshes import spread_divisors
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, training_schedules
 
 
 def schedule_variants(
-    assignment: Assignment, problem: Problem, wanted: Wanted, every: bool = False
+    assignment: Assignment, problem: Problem, wanted: Constraints, every: bool = False
 ) -> Iterator[Assignment]:
     """Yield an assignment, and the same under every other open schedule that can run it.
 
@@ -43,7 +43,7 @@ def schedule_variants(
             yield from interleaved_like(assignment, problem, wanted, schedule.name)
 
 
-def on_few_devices(problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
+def on_few_devices(problem: Problem, wanted: Constraints) -> Iterator[Assignment]:
     """Yield the whole step on some of the devices, as replicas; the others idle.
 
     Where devices share a machine, each is the faster for it.
@@ -70,7 +70,9 @@ def on_few_devices(problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
         )
 
 
-def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
+def recounted(
+    assignment: Assignment, problem: Problem, wanted: Constraints
+) -> Iterator[Assignment]:
     """Yield an assignment with other numbers of microbatches."""
     if wanted.num_micro_batches is not None or not problem.sliced:
         return

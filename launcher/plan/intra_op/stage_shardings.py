@@ -18,8 +18,8 @@ from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.intra_op.sequence_parallel import batch_specs, sequence_class, sequence_sharding
 from launcher.plan.intra_op.solver import along_data, model_classes
 from launcher.trace import Loss, TracedStep
+from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import Var
-from launcher.trace.leaf_names import leaf_names
 
 
 class StageShardings:

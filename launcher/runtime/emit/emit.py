@@ -52,7 +52,7 @@ def emit(
         _emit_part(part, one, rank, _here(one.meshes, devices))
         for part, one in zip(step.parts, plan.parts, strict=True)
     ]
-    whole = chained(step, plan, parts, here) if step.further else parts[0]
+    whole = chained(step, plan, parts, here) if step.other_losses else parts[0]
     return _with_lifetimes(whole, step.whole.donated, here)
 
 

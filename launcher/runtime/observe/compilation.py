@@ -38,7 +38,10 @@ def stages_of_compilation(
 
     step = step.planned_as(plan.fingerprint)
     for number, (part, of_part) in enumerate(zip(step.parts, plan.parts, strict=True)):
-        part, prefix = part.cut_at(of_part.layer_ends), f"loss_{number}_" if step.further else ""
+        part, prefix = (
+            part.cut_at(of_part.layer_ends),
+            f"loss_{number}_" if step.other_losses else "",
+        )
         cut = partition(part, of_part.assignment)
         yield f"{prefix}loss", loss_program_text(cut.loss)
         yield f"{prefix}layers", layers_text(part, cut.loss)
@@ -70,9 +73,8 @@ def layers_text(step: TracedStep, loss: Loss) -> str:
     """Return a jaxpr for each layer, with the operands that it reads."""
     from launcher.partition.stages import cut_stages
     from launcher.trace.ir.jaxpr import Jaxpr
-    from launcher.trace.leaf_names import operand_names
 
-    names = operand_names(step)
+    names = step.operand_names
     graphs = cut_stages(loss, [(layer,) for layer in range(loss.num_layers)])
     texts = []
     for graph in graphs:
@@ -84,9 +86,7 @@ def layers_text(step: TracedStep, loss: Loss) -> str:
 
 def stages_text(cut: PartitionedStep) -> str:
     """Return each stage with its layers, its submesh, and the spec of what it reads and sends."""
-    from launcher.trace.leaf_names import operand_names
-
-    names, labels, texts = operand_names(cut.step), _labels(cut), []
+    names, labels, texts = cut.step.operand_names, _labels(cut), []
     for graph in cut.stages:
         submesh, layout = cut.assignment.submeshes[graph.mesh], cut.layout(graph.index)
         data, model = submesh.logical_mesh
@@ -109,9 +109,7 @@ def stages_text(cut: PartitionedStep) -> str:
 
 def tasks_text(cut: PartitionedStep, stage: int) -> str:
     """Return a jaxpr for each task program of a stage, on one slice of the batch."""
-    from launcher.trace.leaf_names import operand_names
-
-    names, labels = operand_names(cut.step), _labels(cut)
+    names, labels = cut.step.operand_names, _labels(cut)
     made, _ = cut.programs(stage)
     residuals: dict[Any, int] = {}
 
@@ -148,7 +146,7 @@ def update_text(cut: PartitionedStep) -> str:
 
 def slots_text(step: TracedStep, emitted: Emitted) -> str:
     """Return what each slot holds, and which leaf of the step's arguments is put there."""
-    from launcher.trace.leaf_names import leaf_names
+    from launcher.trace.interface import leaf_names
 
     names = leaf_names(step.whole)
     given = {slot: names[i] for i, slot in emitted.arguments}

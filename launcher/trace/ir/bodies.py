@@ -1,7 +1,11 @@
 """The programs inside an equation: loop bodies, branches and called functions.
 
 `bodies` maps their inputs and outputs to the equation's operands and results; `jaxpr.sub_jaxprs`
-finds the programs of any equation, even of an unknown primitive.
+finds the programs of any equation, even of an unknown primitive. `split_conditionals` divides a
+conditional: "apply the update only if all gradients are finite" is one `lax.cond` over every
+parameter, which as one equation would have to run in one place. Its results fall into groups that
+share no array operand, one group a parameter; each becomes a conditional of its own on the same
+predicate.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
     called,
+    inline_calls,
+    is_var,
+    needed,
     read_jaxpr,
     rewritten_as,
     scan_counts,
@@ -119,3 +126,65 @@ def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation
 
     params = {key: rewritten(eqn.params[key]) for key in _REWRITTEN if key in eqn.params}
     return eqn.replace(params={**eqn.params, **params})
+
+
+def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
+    """Return the same program with every `cond` split by the arrays that its results depend on."""
+    return [part for eqn in equations for part in _split(eqn)]
+
+
+def _split(eqn: Equation) -> list[Equation]:
+    if eqn.primitive.name != "cond" or len(eqn.outvars) == 1 or eqn.effects:
+        return [eqn]
+    old = eqn.params["branches"]
+    branches = [inline_calls(read_jaxpr(branch)) for branch in old]
+    if any(branch.consts for branch in branches):
+        return [eqn]
+    reads = [_operands_read(branches, k) for k in range(len(eqn.outvars))]
+    operands = eqn.invars[1:]
+    arrays = [{i for i in used if operands[i].aval.size != 1} for used in reads]
+    parts = []
+    for group in _connected(arrays):
+        used = sorted(set().union(*(reads[k] for k in group)))
+        narrow = tuple(
+            rewritten_as(before, _narrow(branch, group, used))
+            for before, branch in zip(old, branches, strict=True)
+        )
+        parts.append(
+            eqn.replace(
+                invars=[eqn.invars[0], *(operands[i] for i in used)],
+                outvars=[eqn.outvars[k] for k in group],
+                params={**eqn.params, "branches": narrow},
+            )
+        )
+    return parts
+
+
+def _operands_read(branches: Sequence[Jaxpr], result: int) -> set[int]:
+    found: set[int] = set()
+    for branch in branches:
+        out = branch.outvars[result]
+        used = {v for e in needed(branch.eqns, [out]) for v in e.invars if is_var(v)}
+        used |= {out} if is_var(out) else set()
+        found |= {i for i, v in enumerate(branch.invars) if v in used}
+    return found
+
+
+def _connected(sets: Sequence[set[int]]) -> list[list[int]]:
+    """Indices grouped so that sets of different groups are disjoint; the empty ones are one."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for k, members in enumerate(sets):
+        joined, indices = set(members), [k]
+        rest = []
+        for other, others in groups:
+            if other & joined or (not other and not joined):
+                joined, indices = joined | other, others + indices
+            else:
+                rest.append((other, others))
+        groups = [*rest, (joined, indices)]
+    return [sorted(indices) for _, indices in groups]
+
+
+def _narrow(branch: Jaxpr, results: list[int], operands: list[int]) -> Jaxpr:
+    outs = [branch.outvars[k] for k in results]
+    return Jaxpr([branch.invars[i] for i in operands], needed(branch.eqns, outs), outs)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from launcher.trace.interface import Interface, OuterProgram
 from launcher.trace.ir.jaxpr import (
     Atom,
     Equation,
@@ -30,9 +31,7 @@ from launcher.trace.ir.jaxpr import (
 from launcher.trace.ir.primitive_kinds import ELEMENTWISE, LOOPS
 from launcher.trace.primitives import boundary_p
 from launcher.trace.scans.stacked import LayerRows, Opener, Value, by_rows, given_rows, may_open
-
-if TYPE_CHECKING:
-    from launcher.trace.step import TracedStep
+from launcher.trace.slicing.slices import Traces
 
 OPEN = ".open"  # ends the fingerprint of a step whose scans are open
 
@@ -53,10 +52,13 @@ class Stacks:
     out_rows: tuple[int, ...]
 
 
-def open_scans(step: TracedStep) -> TracedStep | None:
-    """Return a step with the scans over its parameters open; None if there are none."""
-    if step.traces is None or step.further or step.of is not None:
-        return None
+def open_scans(step: OuterProgram, traces: Traces) -> dict[str, Any] | None:
+    """Return the attributes of a step that change with its scans open; None if there are none.
+
+    Args:
+        step: the step.
+        traces: those of its loss.
+    """
     positions = _stacked_operands(step)
     if not positions:
         return None
@@ -84,19 +86,15 @@ def open_scans(step: TracedStep) -> TracedStep | None:
         else:
             outs.append([value])
     after = needed(opener.take(), [x for each in outs for x in each])
-    return dataclasses.replace(
-        step,
+    return {
         **_interface(step, ins, outs),
-        before=tuple(before),
-        loss_equation=loss,
-        after=tuple(after),
-        fingerprint=f"{step.fingerprint}{OPEN}",
-        traces=step.traces.rewritten(
-            _open_equation(step.traces.whole, positions),
-            lambda eqn: _open_equation(eqn, positions),
+        "before": tuple(before),
+        "loss_equation": loss,
+        "after": tuple(after),
+        "traces": traces.rewritten(
+            _open_equation(traces.whole, positions), lambda eqn: _open_equation(eqn, positions)
         ),
-        losses={},
-    )
+    }
 
 
 def _open_equation(eqn: Equation, positions: Set[int]) -> Equation:
@@ -183,7 +181,7 @@ def _opened_loss(
 
 
 def _interface(
-    step: TracedStep, ins: Sequence[Sequence[Var]], outs: Sequence[Sequence[Atom]]
+    step: Interface, ins: Sequence[Sequence[Var]], outs: Sequence[Sequence[Atom]]
 ) -> dict[str, Any]:
     """Return the arguments and results of the opened step, as attributes of it."""
 
@@ -221,7 +219,7 @@ def _interface(
     }
 
 
-def _stacked_operands(step: TracedStep) -> set[int]:
+def _stacked_operands(step: OuterProgram) -> set[int]:
     """Return the operands of the loss that scans take apart, a row an iteration.
 
     They are parameters: floating, and not of the batch. A loss with marks has none: its layers are
@@ -259,7 +257,7 @@ def _root(atom: Atom, makers: Mapping[Var, Equation]) -> Var | None:
     return None
 
 
-def _layered(step: TracedStep, positions: Set[int]) -> set[Var]:
+def _layered(step: OuterProgram, positions: Set[int]) -> set[Var]:
     """Return the variables outside of the loss that hold a row for each iteration of a scan.
 
     They are what scans take apart, its gradients, and what is computed of these and from what they

@@ -29,23 +29,24 @@ from launcher.trace.ir.jaxpr import (
     needed,
 )
 from launcher.trace.ir.primitive_kinds import CASES, LINEAR_IN_FIRST, SCALING
-from launcher.trace.slicing.pairs import Pair, differ
-from launcher.trace.slicing.placements import (
+from launcher.trace.slicing.relations import (
     Joined,
+    Pair,
     Partial,
     PerSlice,
-    Placement,
     Replicated,
     Sharded,
+    SliceRelation,
+    differ,
 )
 
 
 class _Followed(Protocol):
-    """See `follow_placements.Followed`."""
+    """See `follow_relations.Followed`."""
 
     @property
-    def outs(self) -> Sequence[Placement]:
-        """The placements of the results."""
+    def outs(self) -> Sequence[SliceRelation]:
+        """The relations of the results."""
 
     @property
     def changed(self) -> bool:
@@ -53,7 +54,7 @@ class _Followed(Protocol):
 
 
 # Follows a program on the whole batch and on a slice; None: they are not the same program.
-Follow: TypeAlias = Callable[[Jaxpr, Jaxpr, Sequence[Placement]], _Followed | None]
+Follow: TypeAlias = Callable[[Jaxpr, Jaxpr, Sequence[SliceRelation]], _Followed | None]
 # Called with a function, its arguments and what comes in; returns the derivatives.
 Derive: TypeAlias = Callable[[Callable[..., list[Any]], list[Any], list[Any]], Sequence[Any]]
 
@@ -66,16 +67,16 @@ class _Call:
     """The call of a function with a rule of its own.
 
     Attributes:
-        pair: the call. given: the placement of each operand.
-        moving, results: the operands and results that have derivatives. outs: the placements of
+        pair: the call. given: the relation of each operand.
+        moving, results: the operands and results that have derivatives. outs: the relations of
             these results.
     """
 
     pair: Pair
-    given: Sequence[Placement]
+    given: Sequence[SliceRelation]
     moving: Sequence[int]
     results: Sequence[int]
-    outs: Sequence[Placement]
+    outs: Sequence[SliceRelation]
 
     def derivatives(self, derive: Derive) -> tuple[Jaxpr, Jaxpr]:
         """Return the programs of a derivative on the whole batch and on a slice."""
@@ -94,15 +95,15 @@ class _Function:
     eqn: Equation
 
     @functools.cached_property
-    def _key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[Any, ...]:
         params = tuple((key, id(self.eqn.params[key])) for key in sorted(self.eqn.params))
         return params, *(v.aval for v in (*self.eqn.invars, *self.eqn.outvars))
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self._key == other._key
+        return isinstance(other, _Function) and self.key == other.key
 
 
 @functools.lru_cache(maxsize=16)
@@ -146,14 +147,14 @@ def _cotangents(fun: Callable[..., list[Any]], at: list[Any], seeds: list[Any]) 
 
 
 def follow_rule(
-    pair: Pair, given: Sequence[Placement], outs: Sequence[Placement], follow: Follow
+    pair: Pair, given: Sequence[SliceRelation], outs: Sequence[SliceRelation], follow: Follow
 ) -> Joined | None:
     """Return where the derivative rule of a function joins examples; None: it does not.
 
     Args:
         pair: the call of the function.
-        given: the placement of each operand.
-        outs: the placement of each result.
+        given: the relation of each operand.
+        outs: the relation of each result.
         follow: follows a program; a rule within the rule is not looked at again.
     """
     if any(isinstance(p, PerSlice) for p in outs):
@@ -168,7 +169,7 @@ def follow_rule(
 
 
 def _keeps_tangents(call: _Call, follow: Follow) -> bool:
-    """Follow tangents: a result's has the placement of the result, as an operand's has its own."""
+    """Follow tangents: a result's has the relation of the result, as an operand's has its own."""
     whole, part = call.derivatives(_tangents)
     rates = [_without_zero(call.given[i]) for i in call.moving]
     found = follow(whole, part, [*call.given, *rates])
@@ -190,11 +191,11 @@ def _keeps_cotangents(call: _Call, follow: Follow) -> bool:
     if not of_mean and found.changed:
         return False
     ops = ("sum", "mean") if of_mean else ("sum",)
-    for j, (i, placement) in enumerate(zip(call.moving, found.outs, strict=True)):
-        if placement == Replicated(zero=True) or _is_zero(whole.outvars[j], whole.eqns):
+    for j, (i, relation) in enumerate(zip(call.moving, found.outs, strict=True)):
+        if relation == Replicated(zero=True) or _is_zero(whole.outvars[j], whole.eqns):
             continue
-        own = isinstance(given[i], Sharded) and placement == given[i]
-        added = isinstance(placement, Partial) and placement.op in ops
+        own = isinstance(given[i], Sharded) and relation == given[i]
+        added = isinstance(relation, Partial) and relation.op in ops
         if not (own or added):
             return False
         if of_mean and not _divides_once(whole, part, j, len(seeds), pair.num_slices):
@@ -252,12 +253,12 @@ def _is_zero(atom: Atom, equations: Sequence[Equation] = ()) -> bool:
     return _is_zero(made.invars[0])
 
 
-def _of_seed(out: Placement, pair: Pair) -> Placement:
-    """Return the placement of a result's cotangent."""
+def _of_seed(out: SliceRelation, pair: Pair) -> SliceRelation:
+    """Return the relation of a result's cotangent."""
     if isinstance(out, Replicated):
         return Partial("sum", pair.part)  # each slice has the part of its own rows
     return Replicated() if isinstance(out, Partial) else out
 
 
-def _without_zero(placement: Placement) -> Placement:
-    return Replicated() if isinstance(placement, Replicated) else placement
+def _without_zero(relation: SliceRelation) -> SliceRelation:
+    return Replicated() if isinstance(relation, Replicated) else relation

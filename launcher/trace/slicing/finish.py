@@ -24,11 +24,22 @@ from launcher.trace.ir.primitive_kinds import (
     SAME_FOR_EXTREMA,
     SCALING,
 )
-from launcher.trace.slicing.follow_placements import follow_placements, same_structure
-from launcher.trace.slicing.pairs import Pair, Placed
-from launcher.trace.slicing.placements import Joined, Partial, Placement, Replicated
+from launcher.trace.slicing.follow_relations import follow_relations, same_structure
 from launcher.trace.slicing.random_keys import is_typed, raw_generator
-from launcher.trace.slicing.whole_batch import Place, operand_axes, operand_placements, places_in
+from launcher.trace.slicing.relations import (
+    Joined,
+    Pair,
+    Partial,
+    Replicated,
+    Sliced,
+    SliceRelation,
+)
+from launcher.trace.slicing.whole_batch import (
+    ResultIndex,
+    operand_axes,
+    operand_relations,
+    places_in,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +54,7 @@ class Finish:
     """
 
     results: tuple[int, ...]
-    ends: tuple[Place, ...]
+    ends: tuple[ResultIndex, ...]
     structure: Jaxpr
 
 
@@ -87,24 +98,24 @@ def find_finish(whole: Equation, part: Equation, num_slices: int) -> Finish | No
     a, b = whole.params["jaxpr"], part.params["jaxpr"]
     if not same_structure(a, b):
         return None
-    given = operand_placements(operand_axes(whole, part, num_slices))
-    placed: dict[Var, Placement] = dict(zip(a.invars, given, strict=True))
+    given = operand_relations(operand_axes(whole, part, num_slices))
+    sliced: dict[Var, SliceRelation] = dict(zip(a.invars, given, strict=True))
 
-    def note(pair: Pair, operands: list[Placement], made: Placed) -> Placed:
+    def note(pair: Pair, operands: list[SliceRelation], made: Sliced) -> Sliced:
         del operands
-        placed.update(zip(pair.whole.outvars, made.placements, strict=True))
+        sliced.update(zip(pair.whole.outvars, made.relations, strict=True))
         return made
 
-    follow_placements(a, b, given, num_slices, note)
+    follow_relations(a, b, given, num_slices, note)
     places = {v: (i, j) for i, eqn in enumerate(a.eqns) for j, v in enumerate(eqn.outvars)}
     found: dict[int, set[Var]] = {}
     keyed = _keyed(whole)
     for i, v in _candidates(whole).items():
         ends = None
-        if isinstance(placed[v], Joined):
-            ends = _ends(v, a, places, placed)
-        elif isinstance(placed[v], Replicated) and v in keyed:
-            ends = _ends(v, a, places, placed, keyed)
+        if isinstance(sliced[v], Joined):
+            ends = _ends(v, a, places, sliced)
+        elif isinstance(sliced[v], Replicated) and v in keyed:
+            ends = _ends(v, a, places, sliced, keyed)
         if ends is not None:
             found[i] = ends
     if not found:
@@ -130,8 +141,8 @@ def _keyed(eqn: Equation) -> set[Var]:
 def _ends(
     result: Var,
     jaxpr: Jaxpr,
-    places: Mapping[Var, Place],
-    placed: Mapping[Var, Placement],
+    places: Mapping[Var, ResultIndex],
+    sliced: Mapping[Var, SliceRelation],
     inside: Set[Var] = frozenset(),
 ) -> set[Var] | None:
     """Return of which partial and shared values a result is a function; None: of others, too.
@@ -145,9 +156,9 @@ def _ends(
         if v in seen:
             continue
         seen.add(v)
-        if isinstance(placed[v], Partial | Replicated) and not (v in inside and v in places):
+        if isinstance(sliced[v], Partial | Replicated) and not (v in inside and v in places):
             ends.add(v)
-        elif isinstance(placed[v], Partial | Replicated | Joined):
+        elif isinstance(sliced[v], Partial | Replicated | Joined):
             waiting += [x for x in jaxpr.eqns[places[v][0]].invars if is_var(x)]
         else:
             return None

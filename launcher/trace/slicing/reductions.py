@@ -1,6 +1,6 @@
 """How the slices' results of a loss are combined to those on the whole batch, and what cannot be.
 
-The word for each result is read off its placement; what the user says is checked against it. Pure.
+The word for each result is read off its relation; what the user says is checked against it. Pure.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import jax.numpy as jnp
 
 from launcher.trace.errors import BatchError, JoinedError, ReduceError
 from launcher.trace.ir.jaxpr import Equation, source_line
-from launcher.trace.slicing.placements import (
+from launcher.trace.slicing.relations import (
     Joined,
     Partial,
     PerSlice,
-    Placement,
     Replicated,
     RowNumbers,
     Sharded,
+    SliceRelation,
 )
 
 
 def reductions(
-    whole: Equation, part: Equation, found: Sequence[Placement], num_slices: int
+    whole: Equation, part: Equation, found: Sequence[SliceRelation], num_slices: int
 ) -> tuple[str, ...]:
     """Return how each result of the loss is combined, by a word of `primitives.REDUCTIONS`.
 
     Args:
         whole: the loss's equation on the whole batch.
         part: the loss's equation on a slice.
-        found: the placements of its results.
+        found: the relations of its results.
         num_slices: how many slices.
 
     Raises:
         BatchError: slices cannot compute a result, or it is not what the user says.
     """
     words = []
-    for i, (said, placement) in enumerate(zip(part.params["reduce"], found, strict=True)):
+    for i, (said, relation) in enumerate(zip(part.params["reduce"], found, strict=True)):
         name = _name(i, whole)
         if said == "last":
             _check_last(name, whole.outvars[i].aval.shape, part.outvars[i].aval.shape)
@@ -45,11 +45,11 @@ def reductions(
             continue
         a, b = whole.outvars[i].aval, part.outvars[i].aval
         is_averaged = jnp.issubdtype(a.dtype, jnp.inexact) and a.shape == b.shape
-        word = _word(name, placement, num_slices, is_averaged)
+        word = _word(name, relation, num_slices, is_averaged)
         if part.params["wrt"] and i == 0:
-            word = _of_loss(word, placement, num_slices)
-        _check_said(name, said, word, placement)
-        if said == "sum" and isinstance(placement, PerSlice):
+            word = _of_loss(word, relation, num_slices)
+        _check_said(name, said, word, relation)
+        if said == "sum" and isinstance(relation, PerSlice):
             word = said
         words.append(word)
     return tuple(words)
@@ -61,10 +61,10 @@ def _name(result: int, whole: Equation) -> str:
     return f"result {result} of the loss"
 
 
-def _of_loss(word: str, placement: Placement, num_slices: int) -> str:
+def _of_loss(word: str, relation: SliceRelation, num_slices: int) -> str:
     """Return how the loss is combined, and with it the gradients."""
-    if isinstance(placement, Partial) and not placement.linear:
-        eqn = placement.equation
+    if isinstance(relation, Partial) and not relation.linear:
+        eqn = relation.equation
         raise JoinedError(
             f"the loss takes the {word} over the examples at {source_line(eqn)}, so that its "
             f"gradient belongs to one of {num_slices} slices of the batch (microbatches × "
@@ -74,42 +74,42 @@ def _of_loss(word: str, placement: Placement, num_slices: int) -> str:
     return "mean" if word == "last" else word  # one of the parameters alone is its own mean
 
 
-def _word(name: str, placement: Placement, num_slices: int, is_averaged: bool) -> str:
-    if isinstance(placement, Partial):
-        return placement.op
-    if isinstance(placement, Replicated):
+def _word(name: str, relation: SliceRelation, num_slices: int, is_averaged: bool) -> str:
+    if isinstance(relation, Partial):
+        return relation.op
+    if isinstance(relation, Replicated):
         return "last"
-    if isinstance(placement, PerSlice) and is_averaged:
+    if isinstance(relation, PerSlice) and is_averaged:
         return "mean"
-    if placement == Sharded(0):
+    if relation == Sharded(0):
         return "concat"
-    if isinstance(placement, Joined):
+    if isinstance(relation, Joined):
         raise JoinedError(
-            f"{name} is not a mean, a sum or a row of each example: {placement.in_words} "
+            f"{name} is not a mean, a sum or a row of each example: {relation.in_words} "
             f"joins examples, of which each of {num_slices} slices of the batch "
             "(microbatches × data-parallel replicas) sees only its own. Ask for one microbatch, "
             "compute it from the batch alone, or mark the function with "
             "launcher.per_slice if a slice's own value is meant",
-            f"{placement.in_words} joins examples",
+            f"{relation.in_words} joins examples",
         )
     remedy = 'say reduce="last", or return a floating-point number of a fixed shape'
-    if isinstance(placement, Sharded):
+    if isinstance(relation, Sharded):
         remedy = "transpose it, so that the examples come first"
-    if isinstance(placement, RowNumbers):
+    if isinstance(relation, RowNumbers):
         remedy = "it numbers the rows: number them outside of the loss"
     raise BatchError(f"{name} cannot be combined from {num_slices} slices of the batch; {remedy}")
 
 
-def _check_said(name: str, said: str, word: str, placement: Placement) -> None:
+def _check_said(name: str, said: str, word: str, relation: SliceRelation) -> None:
     if said in ("infer", word):
         return
-    if said == "sum" and isinstance(placement, PerSlice):
+    if said == "sum" and isinstance(relation, PerSlice):
         return
-    if said != "concat" and isinstance(placement, Replicated):
+    if said != "concat" and isinstance(relation, Replicated):
         return  # computed on the whole batch, or the same in every slice
-    if isinstance(placement, Partial):
-        where = source_line(placement.equation)
-        if said == "mean" and word == "sum" and placement.scaled:
+    if isinstance(relation, Partial):
+        where = source_line(relation.equation)
+        if said == "mean" and word == "sum" and relation.scaled:
             return  # divided by a number of its own: a mean in the user's words
         what = {
             "mean": "a mean over the examples",

@@ -1,36 +1,47 @@
-"""The loss on one slice of the batch.
+"""The loss on one slice of the batch, and its parts that are computed once on the whole batch.
 
-The step is traced again on a slice. Comparing that trace with the one on the whole batch says which
-inputs of the loss are cut and where (`whole_batch.operand_axes`), and what its results are
-(`follow_placements`).
+The step is traced again on a slice. Comparing that trace with the one on the whole batch shows
+which inputs of the loss are cut and where (`whole_batch.operand_axes`), and what its results are
+(`follow_relations`). Before the loss runs what the batch alone decides (`whole_batch`), after it
+functions of sums over the examples (`finish`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 
-from launcher.trace.errors import BatchError
+from launcher.trace.errors import BatchError, TraceError
 from launcher.trace.ir.jaxpr import Atom, Equation, Jaxpr, Var, make_jaxpr, needed
 from launcher.trace.ir.primitive_kinds import SAME_ELEMENTS
 from launcher.trace.layers import ANY_LAYER, cut_layers
-from launcher.trace.slicing.follow_placements import (
+from launcher.trace.slicing.finish import find_finish, finishing_equations, may_finish, with_results
+from launcher.trace.slicing.follow_relations import (
     Followed,
-    follow_placements,
+    follow_relations,
     matching,
-    place_equation,
+    relate_equation,
     same_structure,
 )
-from launcher.trace.slicing.pairs import Pair, Placed, differ
-from launcher.trace.slicing.placements import Placement, joined_among
 from launcher.trace.slicing.random_keys import is_typed, raw_generator
 from launcher.trace.slicing.reductions import check_same_results, reductions
-from launcher.trace.slicing.whole_batch import operand_axes, operand_placements, unlike_program
+from launcher.trace.slicing.relations import Pair, Sliced, SliceRelation, differ, joined_among
+from launcher.trace.slicing.whole_batch import (
+    find_whole_batch,
+    in_words,
+    may_need_whole_batch,
+    operand_axes,
+    operand_relations,
+    unlike_program,
+    whole_batch_equations,
+    with_operands,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +184,10 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
 def _follow(
     traces: Traces, part: Equation, axes: Iterable[int | None], num_slices: int
 ) -> Followed:
-    """Follow the placements through the loss.
+    """Follow the relations through the loss.
 
     A slice of one row may have another program than the whole batch (`matching`). There the
-    placements are those of the reference, and what is changed in it is changed in the equations
+    relations are those of the reference, and what is changed in it is changed in the equations
     that match.
     """
     whole: Jaxpr = traces.whole.params["jaxpr"]
@@ -185,7 +196,7 @@ def _follow(
     if reference is None:
         if not same_structure(whole, own):
             raise unlike_program(part)
-        return follow_placements(whole, own, operand_placements(axes), num_slices)
+        return follow_relations(whole, own, operand_relations(axes), num_slices)
     large, small, count = reference
     more, fewer = large.params["jaxpr"], small.params["jaxpr"]
     if not same_structure(more, fewer):
@@ -194,20 +205,20 @@ def _follow(
     replaced: dict[int, Sequence[Equation]] = {}
     index = itertools.count()
 
-    def visit(pair: Pair, given: list[Placement], placed: Placed) -> Placed:
+    def visit(pair: Pair, given: list[SliceRelation], sliced: Sliced) -> Sliced:
         i = next(index)
-        if placed.changed:
+        if sliced.changed:
             if i not in same or len(equations[same[i]].invars) != len(pair.part.invars):
                 raise unlike_program(part)
             own_pair = Pair(whole.eqns[i], equations[same[i]], num_slices)
-            again = place_equation(own_pair, given)
-            if list(again.placements) != list(placed.placements):
+            again = relate_equation(own_pair, given)
+            if list(again.relations) != list(sliced.relations):
                 raise unlike_program(part)
             replaced[same[i]] = again.equations
-        return placed
+        return sliced
 
-    given = operand_placements(operand_axes(large, small, count))
-    found = follow_placements(more, fewer, given, count, visit)
+    given = operand_relations(operand_axes(large, small, count))
+    found = follow_relations(more, fewer, given, count, visit)
     if joined_among(found.outs) is None:
         _check_one_row(traces, reference, part, same)
     changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
@@ -270,3 +281,87 @@ def resized(leaves: Iterable[Any], is_batch: Iterable[bool], rows: int) -> list[
 
     pairs = zip(leaves, is_batch, strict=True)
     return [part(leaf) if cut and leaf.shape else leaf for leaf, cut in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitLoss:
+    """A loss, and what is computed around it.
+
+    Attributes:
+        traces: the loss that remains, on the whole batch and on slices.
+        before: the equations that compute its further operands.
+        after: the equations that compute the results that it no longer returns.
+    """
+
+    traces: Traces
+    before: Sequence[Equation]
+    after: Sequence[Equation]
+
+
+def split_loss(
+    eqn: Equation, batch_size: int, retrace: Callable[[int], Equation], constants: Set[Var]
+) -> SplitLoss:
+    """Take out of the loss what is computed on the whole batch.
+
+    Args:
+        eqn: the equation of the loss on the whole batch.
+        batch_size: the rows of the batch.
+        retrace: called with a number of rows; returns the equation on so many.
+        constants: the variables of captured arrays.
+    """
+
+    def part(num_slices: int) -> Equation:
+        return retrace(batch_size // num_slices)
+
+    @functools.cache
+    def reference() -> TwoTraces | None:
+        with contextlib.suppress(TraceError):  # said where slices are asked for
+            return _two_traces(eqn, batch_size, retrace)
+        return None
+
+    traces = Traces(eqn, batch_size, part, reference)
+    traces, before = _with_operands(traces, {i for i, v in enumerate(eqn.invars) if v in constants})
+    traces, after = _with_results(traces)
+    return SplitLoss(traces, before, after)
+
+
+def _with_operands(traces: Traces, captured: Set[int]) -> tuple[Traces, Sequence[Equation]]:
+    """Take out what is computed before the loss."""
+    eqn, found = traces.whole, None
+    if may_need_whole_batch(eqn, traces.batch_size, captured) and (pair := traces.reference()):
+        with contextlib.suppress(BatchError):
+            found = find_whole_batch(*pair, captured)
+    if found is None or not found.places:
+        return traces, ()
+    equations, operands = whole_batch_equations(eqn, found)
+    whole = with_operands(eqn, found, operands)
+    return traces.rewritten(
+        whole, lambda each: with_operands(each, found), in_words(eqn, found)
+    ), equations
+
+
+def _with_results(traces: Traces) -> tuple[Traces, Sequence[Equation]]:
+    """Take out what is computed after the loss."""
+    eqn, found = traces.whole, None
+    if may_finish(eqn, traces.batch_size) and (pair := traces.reference()):
+        with contextlib.suppress(BatchError):
+            found = find_finish(*pair)
+    if found is None:
+        return traces, ()
+    equations, ends = finishing_equations(eqn, found)
+    whole = with_results(eqn, found, ends)
+    return traces.rewritten(whole, lambda each: with_results(each, found)), equations
+
+
+def _two_traces(
+    eqn: Equation, batch_size: int, retrace: Callable[[int], Equation]
+) -> TwoTraces | None:
+    """Return the loss on many rows and on fewer, at least two, and how many times fewer.
+
+    On one row a program may be another one.
+    """
+    counts = (n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0)
+    count = next(counts, None)
+    if count is not None:
+        return eqn, retrace(batch_size // count), count
+    return None if batch_size == 1 else (retrace(2 * batch_size), eqn, 2)

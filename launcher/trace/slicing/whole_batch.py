@@ -26,25 +26,27 @@ from launcher.trace.ir.jaxpr import (
     sub_jaxprs,
 )
 from launcher.trace.ir.primitive_kinds import DRAWS, KEEPS_ROWS, KEY_MAKERS, RANDOM, ROW_WISE
-from launcher.trace.slicing.follow_placements import (
-    follow_placements,
+from launcher.trace.slicing.follow_relations import (
+    follow_relations,
     matching,
-    place_equation,
+    relate_equation,
     same_structure,
 )
-from launcher.trace.slicing.pairs import Pair, Placed, grown_axis
-from launcher.trace.slicing.placements import (
+from launcher.trace.slicing.random_keys import is_typed, raw_generator
+from launcher.trace.slicing.relations import (
     Joined,
+    Pair,
     Partial,
-    Placement,
     Replicated,
     RowNumbers,
     Sharded,
+    Sliced,
+    SliceRelation,
+    grown_axis,
 )
-from launcher.trace.slicing.random_keys import is_typed, raw_generator
 
 # (index of an equation of the loss, index of its result)
-Place: TypeAlias = tuple[int, int]
+ResultIndex: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ class WholeBatch:
     `places`: where they are made, the same in every trace of the loss with its `structure`.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[ResultIndex, ...]
     structure: Jaxpr
 
 
@@ -77,8 +79,8 @@ def operand_axes(whole: Equation, part: Equation, num_slices: int) -> list[int |
     return axes
 
 
-def operand_placements(axes: Iterable[int | None]) -> list[Placement]:
-    """Return the placements of the loss's operands, by the axes along which they are cut."""
+def operand_relations(axes: Iterable[int | None]) -> list[SliceRelation]:
+    """Return the relations of the loss's operands, by the axes along which they are cut."""
     return [Replicated() if axis is None else Sharded(axis) for axis in axes]
 
 
@@ -106,15 +108,15 @@ def find_whole_batch(
             and (axis is not None or i in constants or _is_small(v, a.eqns))
         }
     )
-    followed = follow_placements(a, b, operand_placements(axes), num_slices, finder.visit)
+    followed = follow_relations(a, b, operand_relations(axes), num_slices, finder.visit)
     made = {v: (i, j) for i, eqn in enumerate(b.eqns) for j, v in enumerate(eqn.outvars)}
     used = {v for eqn in b.eqns for v in eqn.invars if is_var(v)}  # maybe as indices into a slice
-    for v, placement in zip(b.outvars, followed.outs, strict=True):
-        if is_var(v) and isinstance(placement, RowNumbers) and v not in used:
+    for v, relation in zip(b.outvars, followed.outs, strict=True):
+        if is_var(v) and isinstance(relation, RowNumbers) and v not in used:
             finder.found.add(made[v])
     sliced = Jaxpr(b.invars, followed.equations, b.outvars)
 
-    def reached() -> dict[Var, Place]:
+    def reached() -> dict[Var, ResultIndex]:
         wanted = {b.eqns[i].outvars[j] for i, j in finder.found}
         return {v: made[v] for v in _reached(sliced, wanted)}
 
@@ -190,44 +192,44 @@ class _Finder:
 
     def __init__(self, free: set[Var]) -> None:
         self.free = free
-        self.found: set[Place] = set()
-        self._place: dict[Var, Place] = {}
+        self.found: set[ResultIndex] = set()
+        self._place: dict[Var, ResultIndex] = {}
         self._count = 0
 
-    def visit(self, pair: Pair, given: list[Placement], placed: Placed) -> Placed:
+    def visit(self, pair: Pair, given: list[SliceRelation], sliced: Sliced) -> Sliced:
         """Return what became of an equation, with whole-batch values where slices cannot."""
         index, self._count = self._count, self._count + 1
         self._place.update((v, (index, j)) for j, v in enumerate(pair.whole.outvars))
         if not all(v in self.free for v in pair.whole.invars if is_var(v)):
-            return self._with_counted_rows(pair, given, placed)
+            return self._with_counted_rows(pair, given, sliced)
         self.free.update(pair.whole.outvars)
-        placements = list(placed.placements)
+        relations = list(sliced.relations)
         draws = pair.name in DRAWS or any(map(_draws, _inside(pair.whole)))
-        for j, placement in enumerate(placements):
+        for j, relation in enumerate(relations):
             try:
                 axis = pair.growth(j)
             except ValueError:
                 continue
-            needed_whole = isinstance(placement, Joined | Partial) or pair.name in KEY_MAKERS
+            needed_whole = isinstance(relation, Joined | Partial) or pair.name in KEY_MAKERS
             # Numbers of no example are drawn once; some kinds are drawn in a loop.
             drawn = axis is None and draws and not is_typed(pair.whole.outvars[j].aval)
             if needed_whole or drawn:
                 self.found.add((index, j))
-                placements[j] = Replicated() if axis is None else Sharded(axis)
-        return Placed(placements, placed.equations, placed.changed)
+                relations[j] = Replicated() if axis is None else Sharded(axis)
+        return Sliced(relations, sliced.equations, sliced.changed)
 
-    def _with_counted_rows(self, pair: Pair, given: list[Placement], placed: Placed) -> Placed:
+    def _with_counted_rows(self, pair: Pair, given: list[SliceRelation], sliced: Sliced) -> Sliced:
         """Take the whole batch's row numbers where they are more than indices into a slice."""
         counted = [
             v
             for v, p in zip(pair.whole.invars, given, strict=True)
             if is_var(v) and isinstance(p, RowNumbers) and p.column is None
         ]
-        if not counted or not any(isinstance(p, Joined) for p in placed.placements):
-            return placed
+        if not counted or not any(isinstance(p, Joined) for p in sliced.relations):
+            return sliced
         again = [Sharded(p.axis) if isinstance(p, RowNumbers) else p for p in given]
         self.found.update(self._place[v] for v in counted)
-        return place_equation(pair, again)
+        return relate_equation(pair, again)
 
 
 def in_words(eqn: Equation, found: WholeBatch) -> tuple[str, ...]:
@@ -246,7 +248,9 @@ def unlike_program(eqn: Equation) -> BatchError:
     )
 
 
-def places_in(eqn: Equation, places: Sequence[Place], structure: Jaxpr) -> Sequence[Place]:
+def places_in(
+    eqn: Equation, places: Sequence[ResultIndex], structure: Jaxpr
+) -> Sequence[ResultIndex]:
     """Return where a trace of the loss makes what another one, `structure`, makes at `places`.
 
     Raises:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from launcher.base.files import missing_path
 from launcher.base.libraries import lacking
-from launcher.base.missing_path import missing_path
 from launcher.recipes import InputError
 
 BYTES = "bytes"

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from launcher.arrays.npz import read_arrays, read_headers
-from launcher.base.files import DamagedError
-from launcher.base.missing_path import missing_path
+from launcher.base.files import DamagedError, missing_path
 from launcher.recipes import InputError
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"}

@@ -14,7 +14,6 @@ import pytest
 
 from launcher.base.spans import Clock
 from launcher.checkpoint import Background
-from launcher.driver.planning.learned import as_learned
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.recorder import Recorder
@@ -48,7 +47,7 @@ class Accounted(Training):
         )
 
     def plan_of(self, step):
-        shape = as_learned(self.config, local_shape(self.config.cluster.gpus, 1, "cpu"), step)
+        shape = local_shape(self.config.cluster.gpus, 1, "cpu")
         return plan_of(self.config.parallel, step, shape)
 
     def run(self):

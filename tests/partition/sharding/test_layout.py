@@ -20,8 +20,8 @@ from launcher.plan.methods import (
     Zero3Parallel,
 )
 from launcher.trace import trace_step
+from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import is_var
-from launcher.trace.leaf_names import leaf_names
 
 WIDTH, ROWS = 8, 24
 OPTIMIZER = optax.adam(1e-3)

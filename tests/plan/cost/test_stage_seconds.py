@@ -15,8 +15,9 @@ from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layer_costs import cost_table
-from launcher.plan.inter_op.setting import Setting
-from launcher.plan.inter_op.stage_costs import StageCosts
+from launcher.plan.inter_op.recompute import NOTHING
+from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
+from launcher.plan.inter_op.submeshes import Mesh
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
 from launcher.trace import trace_step
 
@@ -86,14 +87,15 @@ def test_a_stage_over_hosts_costs_what_the_search_took_it_to_cost(mesh):
     data, model = mesh
     plan = build_plan(TRACED, assignment(Submesh(tuple(range(data * model)), mesh)), HOSTS)
     table = cost_table(TRACED, HOSTS, (1, 2, 4))
-    setting = Setting(4, BATCH, data, "1f1b", (), None)
-    costs = StageCosts(table, table.index(model, False), HOSTS, setting, data, True)
+    setting = SearchPoint(4, BATCH, data, "1f1b", (), None)
+    row = Mesh.of(data, model, table.index(model, False))
+    costs = StageCosts(table, [row], HOSTS, setting, True)
     (stage,) = plan.stages
-    passes = costs.passes(0, 0)
-    assert stage.forward_seconds == pytest.approx(passes.forward[0, LAYERS], rel=1e-3)
-    assert stage.backward_seconds == pytest.approx(passes.backward[0, LAYERS], rel=1e-3)
-    once = costs.once(0, 0)
-    assert stage.update_seconds == pytest.approx(once[0, LAYERS], rel=1e-3)
+    passes = costs.passes(0, NOTHING)
+    assert stage.forward_seconds == pytest.approx(passes.forward[0, 0, LAYERS], rel=1e-3)
+    assert stage.backward_seconds == pytest.approx(passes.backward[0, 0, LAYERS], rel=1e-3)
+    once = costs.once(0, NOTHING)
+    assert stage.update_seconds == pytest.approx(once[0, 0, LAYERS], rel=1e-3)
 
 
 def test_replicas_of_two_hosts_send_over_the_one_link_between_them():

@@ -16,7 +16,7 @@ from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.trace import trace_step
-from launcher.trace.leaf_names import leaf_names
+from launcher.trace.interface import leaf_names
 
 SECONDS = "forward_seconds", "backward_seconds", "backward_weight_seconds", "update_seconds"
 RINGS = "pass_rings", "once_rings"

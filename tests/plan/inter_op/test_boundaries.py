@@ -8,7 +8,7 @@ from exhaustive import seconds_of
 from random_problems import random_layers
 
 from launcher.partition.stages import group_layers
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.search import find_plans
 
 
@@ -24,7 +24,7 @@ def problems(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_stages_end_between_joined_layers_where_that_is_faster(seed):
     whole, joined = problems(seed)
-    two = Wanted(num_stages=2, schedule="1f1b", remat="none", num_micro_batches=8)
+    two = Constraints(num_stages=2, schedule="1f1b", remat="none", num_micro_batches=8)
     coarse = find_plans(joined, two)
     fine = find_plans(dataclasses.replace(joined, unjoined=whole.table), two)
     (best, estimate) = fine.ranked[0]
@@ -39,7 +39,7 @@ def test_stages_end_between_joined_layers_where_that_is_faster(seed):
 
 
 def test_some_of_these_are_moved():
-    two = Wanted(num_stages=2, schedule="1f1b", remat="none", num_micro_batches=8)
+    two = Constraints(num_stages=2, schedule="1f1b", remat="none", num_micro_batches=8)
     odd = 0
     for seed in range(8):
         whole, joined = problems(seed)

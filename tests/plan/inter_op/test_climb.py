@@ -11,7 +11,7 @@ from random_problems import random_layers
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.inter_op.climb import climbed, fewest_again
 from launcher.plan.inter_op.estimate import make_estimate, make_pipeline
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.search import Found
 
 
@@ -96,7 +96,7 @@ def test_microbatches_are_counted_up_and_down_from_the_best_plan():
     problem = dataclasses.replace(problem, memory_bytes=np.inf)
     found = Found(problem)
     found.add(dataclasses.replace(assignment, num_micro_batches=1))
-    found.recount(Wanted())
+    found.recount(Constraints())
     least = min(
         seconds_of(dataclasses.replace(assignment, num_micro_batches=n), problem)
         for n in (1, 2, 4, 8)

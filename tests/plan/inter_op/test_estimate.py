@@ -16,10 +16,10 @@ from launcher.plan.inter_op import infeasible
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_like
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.search import find_plans
-from launcher.plan.inter_op.select import best_plan
-from launcher.plan.inter_op.stage_costs import StageCosts
+from launcher.plan.inter_op.select import search
+from launcher.plan.inter_op.stage_cost import StageCosts
 from launcher.plan.inter_op.variants import schedule_variants
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions
@@ -145,13 +145,13 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     assignment = assignment_of(problem, (1, 1), 4)
     by_name = {
         o.schedule: make_estimate(o, problem)
-        for o in schedule_variants(assignment, problem, Wanted())
+        for o in schedule_variants(assignment, problem, Constraints())
     }
     seconds = {name: plan.predicted_step_seconds for name, plan in by_name.items()}
     assert seconds["interleaved_1f1b"] < seconds["1f1b"]
     assert set(seconds) == {"1f1b", "eager_1f1b", "zero_bubble", "interleaved_1f1b"}
     assert [
-        o.schedule for o in schedule_variants(assignment, problem, Wanted(schedule="1f1b"))
+        o.schedule for o in schedule_variants(assignment, problem, Constraints(schedule="1f1b"))
     ] == ["1f1b"]
 
 
@@ -166,7 +166,7 @@ def test_unequal_submeshes_take_turns_with_as_many_layers_as_they_had(step):
         submeshes=(Submesh((0, 1), (2, 1)), Submesh((2,), (1, 1)), Submesh((3,), (1, 1))),
         remat=("full", "none", "none"),
     )
-    (found,) = interleaved_like(given, problem, Wanted(), "interleaved_1f1b")
+    (found,) = interleaved_like(given, problem, Constraints(), "interleaved_1f1b")
     assert found.layers == ((0, 1), (2,), (3,), (4, 5), (6,), (7,))
     assert found.mesh_of == (0, 1, 2) * 2
     assert found.remat == ("full", "none", "none") * 2
@@ -177,24 +177,24 @@ def test_unequal_submeshes_take_turns_with_as_many_layers_as_they_had(step):
 
 
 def test_the_runners_up_are_not_better(step):
-    free = best_plan(step, CLUSTER, Wanted())
+    free = search(step, CLUSTER, Constraints())[0][0]
     assert free.runners_up
     assert all(r.predicted_step_seconds >= free.predicted_step_seconds for r in free.runners_up)
 
 
 def test_a_plan_stands_beside_a_lower_bound_on_any(step):
-    plan = best_plan(step, CLUSTER, Wanted())
+    plan = search(step, CLUSTER, Constraints())[0][0]
     assert 0.95 * plan.predicted_step_seconds < plan.least_step_seconds
     assert plan.least_step_seconds <= plan.predicted_step_seconds
     for stages in (1, 2, 4):  # nor is one that is asked for better
-        other = best_plan(step, CLUSTER, Wanted(num_stages=stages))
+        other = search(step, CLUSTER, Constraints(num_stages=stages))[0][0]
         assert other.predicted_step_seconds >= 0.995 * plan.least_step_seconds
     shared = dataclasses.replace(CLUSTER, effective_parallelism=1.25)
-    assert best_plan(step, shared, Wanted()).least_step_seconds is None
+    assert search(step, shared, Constraints())[0][0].least_step_seconds is None
 
 
 def test_counts_of_slices_that_cannot_be_computed_fall_out_and_are_said(step, monkeypatch):
-    found = best_plan(step, CLUSTER, Wanted())
+    found = search(step, CLUSTER, Constraints())[0][0]
     counts = {found.assignment.slicing.num_slices}
     build, tried = PlanBuilder.build, []
 
@@ -205,7 +205,7 @@ def test_counts_of_slices_that_cannot_be_computed_fall_out_and_are_said(step, mo
         return build(self, assignment, *args)
 
     monkeypatch.setattr(PlanBuilder, "build", refusing)
-    plan = best_plan(step, CLUSTER, Wanted())
+    plan = search(step, CLUSTER, Constraints())[0][0]
     refused = sorted(set(tried) - {1})
     assert counts <= set(refused)
     assert plan.assignment.slicing.num_slices == 1
@@ -214,40 +214,40 @@ def test_counts_of_slices_that_cannot_be_computed_fall_out_and_are_said(step, mo
 
 
 def test_what_was_taken_to_fit_and_does_not_is_searched_for_again(step, monkeypatch):
-    wanted = Wanted(num_micro_batches=2, schedule="1f1b")
-    free = best_plan(step, CLUSTER, wanted)
+    wanted = Constraints(num_micro_batches=2, schedule="1f1b")
+    free = search(step, CLUSTER, wanted)[0][0]
     needed = max(stage.memory_bytes for stage in free.stages)
     # The search takes all plans to need less than they do.
     held = StageCosts.held
     monkeypatch.setattr(StageCosts, "held", lambda self, zero: 0.7 * held(self, zero))
     tight = dataclasses.replace(CLUSTER, memory_bytes=int(0.9 * needed))
-    plan = best_plan(step, tight, wanted)
+    plan = search(step, tight, wanted)[0][0]
     assert max(stage.memory_bytes for stage in plan.stages) <= tight.memory_bytes
     none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
     with pytest.raises(PlanError, match=r"does not fit.* GiB more than"):
-        best_plan(step, none, wanted)
+        search(step, none, wanted)[0][0]
 
 
 def test_what_would_fit_is_only_searched_for_to_be_shown(step, monkeypatch):
     asked = []
     monkeypatch.setattr(infeasible, "_changes", lambda *_: asked.append(1) or ["less"])
-    needed = max(stage.memory_bytes for stage in best_plan(step, CLUSTER, Wanted()).stages)
+    needed = max(stage.memory_bytes for stage in search(step, CLUSTER, Constraints())[0][0].stages)
     none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
     with pytest.raises(TooLargeError) as caught:
-        best_plan(step, none, Wanted())
+        search(step, none, Constraints())[0][0]
     assert not asked
     assert str(caught.value).endswith("GiB that can be used. This would fit: less")
     assert str(caught.value)
     assert len(asked) == 1
     # A first search that takes plans to need less than they do, and a second that finds none.
-    held = StageCosts._held_bytes
+    held = StageCosts._state_bytes
 
     def less(self, zero):
         return tuple(0.01 * each for each in held(self, zero))
 
-    monkeypatch.setattr(StageCosts, "_held_bytes", less)
+    monkeypatch.setattr(StageCosts, "_state_bytes", less)
     with pytest.raises(TooLargeError, match="Use more devices"):
-        best_plan(step, none, Wanted())
+        search(step, none, Constraints())[0][0]
     assert len(asked) == 1
 
 
@@ -265,8 +265,8 @@ def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_ti
         effective_parallelism=1.25,
         dispatch_overhead=3e-4,
     )
-    best = best_plan(step, shared, Wanted())
-    each = [best_plan(step, shared, Wanted(num_micro_batches=n)) for n in (2, 8)]
+    best = search(step, shared, Constraints())[0][0]
+    each = [search(step, shared, Constraints(num_micro_batches=n))[0][0] for n in (2, 8)]
     seconds = [plan.predicted_step_seconds for plan in each]
     assert best.predicted_step_seconds <= 1.02 * min(seconds)
     assert seconds[-1] > 1.1 * min(seconds)
@@ -274,7 +274,7 @@ def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_ti
 
 @pytest.mark.slow
 def test_a_schedule_that_holds_too_much_is_not_considered(gpt):
-    wanted = Wanted(num_micro_batches=8, num_stages=4, remat="none")
+    wanted = Constraints(num_micro_batches=8, num_stages=4, remat="none")
     free = find_plans(make_problem(gpt, CLUSTER), wanted)
     eager = [a for a in free.estimates if a.schedule == "eager_1f1b"]
     assert eager

@@ -9,8 +9,8 @@ import pytest
 
 import launcher
 from launcher.plan import local_shape
-from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.select import search
 from launcher.trace import trace_step
 
 # Sums are cheap, but not free.
@@ -23,7 +23,7 @@ CLUSTER = dataclasses.replace(
 )
 
 
-def plan_of(rows, cluster=CLUSTER, layers=2, wanted=Wanted()):  # noqa: B008 (frozen)
+def plan_of(rows, cluster=CLUSTER, layers=2, wanted=Constraints()):  # noqa: B008 (frozen)
     """A plan of a network that one device a stage cannot run at the same speed."""
 
     def loss(params, x):
@@ -38,7 +38,7 @@ def plan_of(rows, cluster=CLUSTER, layers=2, wanted=Wanted()):  # noqa: B008 (fr
 
     params = [jax.ShapeDtypeStruct((63, 63), jnp.float32)] * layers
     batch = jax.ShapeDtypeStruct((rows, 15, 63), jnp.float32)
-    return best_plan(trace_step(train, (params, batch)), cluster, wanted)
+    return search(trace_step(train, (params, batch)), cluster, wanted)[0][0]
 
 
 def noted(plan):

@@ -13,10 +13,9 @@ from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op import infeasible
 from launcher.plan.inter_op.auto import make_problem
-from launcher.plan.inter_op.cost_table import CostTable, Parameters
 from launcher.plan.inter_op.infeasible import _batch, leanest, nothing_fits
-from launcher.plan.inter_op.layer_cost import LayerCost
-from launcher.plan.inter_op.problem import Problem, Wanted, best_of, of_batch
+from launcher.plan.inter_op.layer_table import LayerCost, LayerTable, Parameters
+from launcher.plan.inter_op.problem import Constraints, Problem, best_of, of_batch
 from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.submeshes import submesh_sizes
 
@@ -36,7 +35,7 @@ def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
     parameters = tuple(Parameters((i,), ((8,),), each) for i in range(4))
     cluster = dataclasses.replace(local_shape(2, 1, "cpu"), memory_bytes=int(memory_gib * GIB))
     groups = tuple((i,) for i in range(4))
-    table = CostTable((1,), of, parameters, 1)
+    table = LayerTable((1,), of, parameters, 1)
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory_gib * GIB)
 
 
@@ -45,26 +44,26 @@ def told(problem, wanted):
 
 
 def test_what_was_asked_for_too_much_is_left_to_the_search():
-    problem, wanted = problem_of(9.0), Wanted(num_micro_batches=1)
+    problem, wanted = problem_of(9.0), Constraints(num_micro_batches=1)
     assert not best_of(problem, wanted)
     message = str(told(problem, wanted))
     assert message.endswith("This would fit: parallel.num_micro_batches=auto")
-    assert best_of(problem, Wanted())
+    assert best_of(problem, Constraints())
 
 
 @pytest.mark.parametrize("memory", [0.4, 1.0, 1.9])
 def test_advice_that_is_followed_helps(memory):
     problem = problem_of(memory)
-    assert not best_of(problem, Wanted())
-    message = str(told(problem, Wanted()))
+    assert not best_of(problem, Constraints())
+    message = str(told(problem, Constraints()))
     assert re.search(r"stage \d+ needs [\d.]+ GiB a device, [\d.]+ GiB more than", message)
     advice = message.split("This would fit: ")[1]
     if found := re.search(r"cluster.hosts=(\d+)", advice):
         more = dataclasses.replace(problem.cluster, hosts=int(found[1]))
         sizes = submesh_sizes(more, problem.batch_size)
-        assert best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), Wanted())
+        assert best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), Constraints())
     if found := re.search(r"train.global_batch_size=(\d+)", advice):
-        assert best_of(of_batch(problem, int(found[1])), Wanted())
+        assert best_of(of_batch(problem, int(found[1])), Constraints())
 
 
 @pytest.mark.parametrize(
@@ -77,17 +76,17 @@ def test_advice_that_is_followed_helps(memory):
 def test_more_hosts_are_advised_with_all_that_they_need(name, words):
     problem = problem_of(1.0, residual=0.1, state=1.5)
     there = dataclasses.replace(problem.cluster, name=name)
-    assert words in str(told(dataclasses.replace(problem, cluster=there), Wanted()))
+    assert words in str(told(dataclasses.replace(problem, cluster=there), Constraints()))
 
 
 def test_a_layer_too_large_for_any_device_is_said_to_be():
-    message = str(told(problem_of(0.01, state=400.0), Wanted()))
+    message = str(told(problem_of(0.01, state=400.0), Constraints()))
     assert "take a smaller model or larger devices" in message
 
 
 def test_a_batch_that_does_not_divide():
     problem = dataclasses.replace(problem_of(1.0), memory_bytes=None)
-    assert "does not divide into 3 microbatches" in str(told(problem, Wanted(3)))
+    assert "does not divide into 3 microbatches" in str(told(problem, Constraints(3)))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_a_batch_that_does_not_divide():
 )
 def test_more_stages_than_layers_or_devices(stages, words):
     for problem in (problem_of(9.0), dataclasses.replace(problem_of(9.0), memory_bytes=None)):
-        wanted = Wanted(num_stages=stages)
+        wanted = Constraints(num_stages=stages)
         assert not best_of(problem, wanted)
         message = str(told(problem, wanted))
         assert words in message
@@ -107,12 +106,12 @@ def test_more_stages_than_layers_or_devices(stages, words):
 
 
 def test_an_odd_batch_is_cut_into_as_many_microbatches_as_fit():
-    [found, *_] = best_of(problem_of(5.0, residual=12.0, batch=81), Wanted())
+    [found, *_] = best_of(problem_of(5.0, residual=12.0, batch=81), Constraints())
     assert found.assignment.num_micro_batches == 27
 
 
 def test_a_smaller_odd_batch_is_advised():
-    problem, wanted = problem_of(4.0, residual=12.0, batch=81), Wanted(num_micro_batches=1)
+    problem, wanted = problem_of(4.0, residual=12.0, batch=81), Constraints(num_micro_batches=1)
     assert not best_of(problem, wanted)
     assert _batch(problem, wanted) == "train.global_batch_size=3"
     assert best_of(of_batch(problem, 3), wanted)
@@ -128,7 +127,7 @@ def test_the_lack_is_that_of_the_plan_that_is_shown():
     """Whose memory is not quite that of its estimate."""
     step, cluster = layered_step([(8192, 8192)] * 6, 65536), a100s(0.5)
     with pytest.raises(TooLargeError) as raised:
-        search(step, cluster, Wanted())
+        search(step, cluster, Constraints())
     plan = build_plan(step, raised.value.assignment, cluster)
     needed = max(stage.memory_bytes for stage in plan.stages) / GIB
     assert f"{describe_plan(plan)}) stage " in str(raised.value)
@@ -137,9 +136,9 @@ def test_the_lack_is_that_of_the_plan_that_is_shown():
 
 def test_a_plan_that_fits_is_taken_though_its_estimate_does_not():
     step, memory = layered_step([(4096, 4096)] * 2, 1), 0.2
-    while found := best_of(make_problem(step, a100s(memory)), Wanted()):
+    while found := best_of(make_problem(step, a100s(memory)), Constraints()):
         memory = (min(max(one.memory) for one in found) - 1) / GIB
-    [(plan, _)] = search(step, a100s(memory), Wanted())
+    [(plan, _)] = search(step, a100s(memory), Constraints())
     assert plan.missing_bytes <= 0
 
 
@@ -152,4 +151,4 @@ def test_where_layers_could_not_be_measured_it_is_the_lack_that_is_said(monkeypa
     monkeypatch.setattr(PlanBuilder, "build", unmeasured)
     monkeypatch.setattr(infeasible, "make_estimate", unmeasured)
     with pytest.raises(TooLargeError, match=r"leanest plan found stage \d needs [\d.]+ GiB"):
-        search(layered_step([(8192, 8192)] * 6, 65536), a100s(0.5), Wanted())
+        search(layered_step([(8192, 8192)] * 6, 65536), a100s(0.5), Constraints())

@@ -15,8 +15,8 @@ from launcher.partition.sharding.layout import MODEL, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
 from launcher.plan.build import build_plan
-from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.select import search
 from launcher.plan.intra_op.sequence_parallel import batch_specs
 from launcher.plan.intra_op.stage_shardings import argument_specs, row_classes
 from launcher.trace import trace_step
@@ -173,7 +173,7 @@ def cut_parameters(plan):
 def test_every_kind_is_found_where_it_is_the_best(kind):
     layer, shapes, optimizer, lengths, count, mesh, data = KINDS[kind]
     step = traced(layer, shapes, optimizer, *lengths)
-    found = best_plan(step, CLUSTER, Wanted(count, "1f1b", "none", 1))
+    found = search(step, CLUSTER, Constraints(count, "1f1b", "none", 1))[0][0]
     fastest = min(plan.predicted_step_seconds for plan in every_plan(step, CLUSTER, count))
     assert found.predicted_step_seconds <= 1.001 * fastest
     assert found.stages[0].logical_mesh == mesh

@@ -12,11 +12,11 @@ from random_problems import random_layers
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
 from launcher.plan.errors import PlanError
-from launcher.plan.inter_op.layers_again import layers_again
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.recompute import recompute_of
 from launcher.plan.inter_op.search import find_plans
-from launcher.plan.inter_op.setting import Setting
-from launcher.plan.inter_op.submeshes import place_submeshes
+from launcher.plan.inter_op.stage_cost import SearchPoint
+from launcher.plan.inter_op.submeshes import Mesh, place_submeshes
 from launcher.schedule import SCHEDULES, training_schedules
 
 PLANS = 2000
@@ -133,11 +133,10 @@ def least_possible(plan, problem):
     chain, once = 0.0, 0.0
     for s, (layers, mesh) in enumerate(zip(plan.layers, plan.mesh_of, strict=True)):
         data, model = plan.submeshes[mesh].logical_mesh
-        costs = problem.costs(
-            problem.table.index(model, False), _setting(plan, problem), data, False, None
-        )
-        at = layers[0], layers[-1] + 1
-        again = layers_again(plan.remat[s], [(i,) for i in layers], problem.table.selective)
+        mesh = Mesh.of(data, model, problem.table.index(model, False))
+        costs = problem.costs(mesh, _setting(plan, problem), False, None)
+        at = 0, layers[0], layers[-1] + 1
+        again = recompute_of(plan.remat[s], [(i,) for i in layers], problem.table.selective)
         passes = costs.passes(plan.zero[s], again)
         # Both passes may be one program, and start once.
         whole = passes.forward[at] + passes.backward[at] - problem.cluster.dispatch_overhead
@@ -149,7 +148,7 @@ def least_possible(plan, problem):
 
 def _setting(plan, problem):
     count, replicas = plan.num_micro_batches, plan.num_replicas
-    return Setting(count, problem.batch_size, replicas, plan.schedule, (), None)
+    return SearchPoint(count, problem.batch_size, replicas, plan.schedule, (), None)
 
 
 def runs(plan, problem):
@@ -179,7 +178,7 @@ SEEDS = [
 def test_no_plan_by_hand_or_by_chance_is_faster(seed):
     rng = np.random.default_rng(seed)
     whole, joined = middle_problem(rng)
-    found = find_plans(joined, Wanted())
+    found = find_plans(joined, Constraints())
     best = min((seconds_of(plan, whole) for plan in found.estimates), default=math.inf)
     plans = list(plans_by_hand(whole))
     rng.shuffle(plans)

@@ -1,13 +1,16 @@
 """Outlines of several settings at once are what each stage costs alone, to the last bit."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from random_problems import random_problem
 
-from launcher.plan.inter_op.layers_again import FEWEST
-from launcher.plan.inter_op.many_stage_costs import ManyStageCosts
-from launcher.plan.inter_op.problem import Wanted, alike_but_replicas, settings
+from launcher.plan.inter_op.problem import Constraints, alike_but_replicas, settings
+from launcher.plan.inter_op.recompute import FEWEST, OPEN
 from launcher.plan.inter_op.stage_choices import Outlines, hidden_forwards
+from launcher.plan.inter_op.stage_cost import StageCosts
+from launcher.plan.inter_op.submeshes import Mesh
 from launcher.schedule import SCHEDULES
 
 
@@ -16,13 +19,13 @@ from launcher.schedule import SCHEDULES
 def test_replicas_change_what_they_change_and_nothing_else(seed, schedule):
     problem = random_problem(np.random.default_rng(seed))
     seen = set()
-    for alike in alike_but_replicas(settings(problem, Wanted(schedule=schedule), schedule)):
+    for alike in alike_but_replicas(settings(problem, Constraints(schedule=schedule), schedule)):
         assert [one.replicas for one in alike] == sorted({one.replicas for one in alike})
         outlines = Outlines(problem.table, problem.cluster, problem.sizes, alike[0])
         for setting in reversed(alike):  # in any order
             known = outlines.of(setting)
             seen.add(setting.replicas)
-            device_seconds = np.full(problem.table.spans[0]["work_seconds"].shape, np.inf)
+            device_seconds = np.full(problem.table.spans["work_seconds"][0].shape, np.inf)
             for k, choice in enumerate(known.choices):
                 first, rest, work = alone(problem, setting, choice)
                 np.testing.assert_array_equal(known.candidates.seconds[0, :, :, k], first)
@@ -37,10 +40,13 @@ def alone(problem, setting, choice):
     cluster, (data, model) = problem.cluster, choice.logical_mesh
     depth, count = min(problem.table.num_layers, cluster.num_devices), setting.num_micro_batches
     goes_back = SCHEDULES[setting.schedule].last_stage_alternates(count)
-    mesh = problem.table.index(model, choice.sequence), data
-    costs = ManyStageCosts(problem.table, [mesh], cluster, setting, goes_back)
+    mesh = Mesh.of(data, model, problem.table.index(model, choice.sequence))
+    alone = dataclasses.replace(setting, replicas=None)
+    every = StageCosts(problem.table, [mesh], cluster, alone, goes_back)
+    costs = StageCosts(problem.table, [mesh], cluster, setting, goes_back)
     hidden = max(hidden_forwards(setting, depth, cluster))
     assert choice.remat == FEWEST
     most = setting.memory_bytes or np.inf
-    lost = np.where(costs.least_memory(choice.zero)[0] <= most, 0.0, np.inf)
-    return [of[0] + lost for of in costs.seconds(choice.zero, None, [hidden])]
+    lost = np.where(every.memory(choice.zero, OPEN, [1])[0, 0] <= most, 0.0, np.inf)
+    first, rest, work, _ = costs.seconds(choice.zero, OPEN, [hidden])
+    return first[0] + lost, rest[0, 0] + lost, work[0] + lost

@@ -6,24 +6,22 @@ import numpy as np
 import pytest
 from random_problems import random_problem
 
-from launcher.plan.inter_op.divisors import spread_divisors
-from launcher.plan.inter_op.layers_again import every_number, remat_word
-from launcher.plan.inter_op.problem import Wanted, best_of
-from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.problem import Constraints, best_of
 from launcher.plan.inter_op.stage_choices import ways
+from launcher.plan.inter_op.stage_cost import SearchPoint
 from launcher.plan.inter_op.stage_dp import objective
+from launcher.plan.inter_op.submeshes import spread_divisors
 
 
 def brute_force(problem, wanted):
     cluster, batch = problem.cluster, problem.batch_size
     layers = len(problem.groups)
     counts = [wanted.num_micro_batches] if wanted.num_micro_batches else [1, 2, 3, 4, 6]
-    numbers = every_number(layers, problem.table.selective)
-    least, remats = np.inf, tuple(remat_word(int(n), problem.groups) for n in numbers)
+    least, remats = np.inf, tuple(of.remat(problem.groups) for of in problem.table.recomputes)
     for count, replicas in itertools.product(counts, range(1, cluster.num_devices + 1)):
         if batch % (count * replicas):
             continue
-        setting = Setting(count, batch, replicas, "1f1b", remats, problem.memory_bytes)
+        setting = SearchPoint(count, batch, replicas, "1f1b", remats, problem.memory_bytes)
         depth = min(layers, cluster.num_devices)
         every = [
             (size, way)
@@ -66,7 +64,7 @@ def test_the_best_plan_is_that_of_brute_force(seed):
     problem = random_problem(rng)
     while not small_enough(problem):
         problem = random_problem(rng)
-    wanted = Wanted(num_micro_batches=int(rng.choice([1, 2])) if rng.random() < 0.3 else None)
+    wanted = Constraints(num_micro_batches=int(rng.choice([1, 2])) if rng.random() < 0.3 else None)
     least = brute_force(problem, wanted)
     found = best_of(problem, wanted)
     if not np.isfinite(least):
@@ -81,7 +79,7 @@ def test_the_best_plan_is_that_of_brute_force(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_every_found_plan_can_be_run(seed):
     problem = random_problem(np.random.default_rng(1000 + seed))
-    for candidate in best_of(problem, Wanted()):
+    for candidate in best_of(problem, Constraints()):
         check(candidate, problem)
 
 

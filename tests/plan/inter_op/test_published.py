@@ -13,8 +13,8 @@ from planner_speed import KNOWN
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import load
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.select import search
 from launcher.train.program import build_program
 
 SUSTAINED = 0.4  # of the datasheet's peak; any
@@ -29,7 +29,7 @@ def point_of(gpus):
 def plans(gpus):
     """Ours, which takes a minute to find, and theirs."""
     point, step, cluster = point_of(gpus)
-    return best_plan(step, cluster, Wanted()), published(step, point, cluster)
+    return search(step, cluster, Constraints())[0][0], published(step, point, cluster)
 
 
 def planned(settings):

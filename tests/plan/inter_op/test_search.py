@@ -11,10 +11,10 @@ from random_problems import middle_problem, random_layers, random_problem
 
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
-from launcher.plan.inter_op.problem import Wanted, candidate_of, settings
+from launcher.plan.inter_op.problem import Constraints, candidate_of, settings
 from launcher.plan.inter_op.search import _crossings, _on_one_host, _round_trips, find_plans
 from launcher.plan.inter_op.stage_choices import price
-from launcher.plan.inter_op.stage_dp import BestStages, Candidates, objective
+from launcher.plan.inter_op.stage_dp import BestStages, StageTables, objective
 from launcher.plan.inter_op.stage_enumeration import stages_by_objective
 from launcher.plan.inter_op.submeshes import submesh_sizes
 
@@ -27,7 +27,7 @@ def small_problem(seed, most):
     problem = random_problem(rng)
     while len(problem.groups) * problem.cluster.num_devices > most:
         problem = random_problem(rng)
-    return problem, Wanted(int(rng.choice([1, 2])) if rng.random() < 0.3 else None)
+    return problem, Constraints(int(rng.choice([1, 2])) if rng.random() < 0.3 else None)
 
 
 def every_plan(problem, wanted):
@@ -45,7 +45,7 @@ def every_plan(problem, wanted):
                 yield bound, one.assignment, setting
 
 
-def choices_of_stages(candidates: Candidates, devices):
+def choices_of_stages(candidates: StageTables, devices):
     """Yield all stages that cover the layers and fit."""
     if not candidates.sizes:
         return
@@ -90,7 +90,7 @@ def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
 def test_an_open_schedule_is_searched_with_any_policy_that_is_fixed(remat, hosts):
     problem = random_layers(np.random.default_rng(1), 4, hosts, each=2, batch=8)
     problem = dataclasses.replace(problem, memory_bytes=np.inf)
-    found = find_plans(problem, Wanted(remat=remat))
+    found = find_plans(problem, Constraints(remat=remat))
     assert found.least_seconds <= found.best < np.inf
     assert {word for plan in found.estimates for word in plan.remat} == {remat}
     assert remat == "none" or "zero_bubble" not in {plan.schedule for plan in found.estimates}
@@ -100,7 +100,7 @@ def test_an_open_schedule_is_searched_with_any_policy_that_is_fixed(remat, hosts
 def solved(seed):
     """4 to 8 layers on up to 8 devices, links and memory at random; and what the search finds."""
     problem = middle_problem(np.random.default_rng(seed), (4, 8), most_devices=8)
-    return problem, find_plans(problem, Wanted())
+    return problem, find_plans(problem, Constraints())
 
 
 def networks():
@@ -143,7 +143,7 @@ def test_hosts_of_few_divisors_are_left_partly_idle(hosts, each, seed):
     """Whole hosts cannot share the batch, nor can the divisors of their number of devices."""
     batch = 64 if each == 7 else 16
     problem = random_layers(np.random.default_rng(seed), 5, hosts, each, batch)
-    found = find_plans(problem, Wanted())
+    found = find_plans(problem, Constraints())
     limit = max(found.least_seconds * (1 - 1e-9), 0.99 * found.best)
     assert least_seconds(problem, limit) == (limit, None)
 
@@ -154,8 +154,8 @@ def test_more_devices_on_each_host_are_no_slower(hosts, each, fewer, seed):
     problem = random_layers(np.random.default_rng(seed), 5, hosts, each, batch=64)
     cluster = dataclasses.replace(problem.cluster, devices_per_host=fewer)
     sizes = submesh_sizes(cluster, problem.batch_size)
-    few = find_plans(dataclasses.replace(problem, cluster=cluster, sizes=sizes), Wanted())
-    found = find_plans(problem, Wanted())
+    few = find_plans(dataclasses.replace(problem, cluster=cluster, sizes=sizes), Constraints())
+    found = find_plans(problem, Constraints())
     assert found.best <= few.best * (1 + 1e-3)
     assert found.least_seconds <= few.best
 
@@ -192,7 +192,7 @@ def test_no_plan_is_faster_than_its_bound_where_links_between_hosts_are_slow(see
         unjoined=None,
     )
     for schedule in SCHEDULES:
-        for setting in list(settings(problem, Wanted(), schedule))[::3]:
+        for setting in list(settings(problem, Constraints(), schedule))[::3]:
             if setting.replicas > 1 or setting.num_micro_batches > 32:
                 continue
             priced = price(problem.table, slow, setting, problem.sizes, beaten=True)
@@ -218,7 +218,7 @@ def test_a_bound_counts_the_round_trips_that_only_follow_one_another():
     problem = random_layers(np.random.default_rng(0), 3, hosts=1, each=3, batch=48)
     slow = dataclasses.replace(problem.cluster, intra_host=20.0, latency=0.01)
     problem = dataclasses.replace(problem, cluster=slow, memory_bytes=np.inf)
-    setting = next(settings(problem, Wanted(48), "1f1b"))
+    setting = next(settings(problem, Constraints(48), "1f1b"))
     priced = price(problem.table, slow, setting, problem.sizes, beaten=True)
 
     def best(round_trips):
@@ -251,7 +251,7 @@ def test_no_interleaved_plan_is_faster_than_its_bound(seed):
 def test_no_interleaved_plan_of_eight_layers_is_faster_than_its_bound(remat):
     """Its last stage may run both passes as one program; of others one layer may run again."""
     whole = random_layers(np.random.default_rng(2), 8, hosts=1, each=4, batch=8)
-    problem, wanted = dataclasses.replace(whole, memory_bytes=np.inf), Wanted(remat=remat)
+    problem, wanted = dataclasses.replace(whole, memory_bytes=np.inf), Constraints(remat=remat)
     checked = 0
     for setting in settings(problem, wanted, "interleaved_1f1b"):
         for bound, assignment in interleaved_plans(problem, wanted, setting, np.inf)[:20]:
@@ -271,7 +271,7 @@ def test_stages_come_by_their_objective_and_none_is_left_out(seed):
     seconds = rng.integers(1, 20, shape) / 4
     seconds[:, end <= first] = np.inf
     seconds[rng.random(shape) < 0.2] = np.inf
-    candidates = Candidates(sizes, seconds, np.where(np.isinf(seconds), np.inf, 3 * seconds))
+    candidates = StageTables(sizes, seconds, np.where(np.isinf(seconds), np.inf, 3 * seconds))
     num_stages = int(rng.integers(1, 4)) if rng.random() < 0.3 else None
     *found, last = stages_by_objective(candidates, devices, lambda: np.inf, 10**6, num_stages)
     assert last == (np.inf, None)
@@ -290,7 +290,7 @@ def test_an_enumeration_that_gives_up_says_what_is_left():
     seconds = np.full((3, 3, 4, 1), np.inf)
     for first, end in itertools.combinations(range(4), 2):
         seconds[:, first, end] = end - first
-    candidates = Candidates((1,), seconds, np.zeros_like(seconds))
+    candidates = StageTables((1,), seconds, np.zeros_like(seconds))
     *found, (left, none) = stages_by_objective(candidates, 3, lambda: np.inf, 3)
     assert none is None
     assert len(found) < 4

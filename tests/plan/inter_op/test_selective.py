@@ -13,8 +13,8 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.layers_again import every_number, layers_again, remat_word
-from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.recompute import every_recompute, recompute_of
 from launcher.plan.inter_op.search import find_plans
 from launcher.trace import trace_step
 
@@ -110,7 +110,7 @@ def test_what_is_computed_again_selectively_lies_between_the_rest():
 
 
 def test_the_search_computes_attention_again_and_products_not():
-    problem, wanted = make_problem(traced(block), cluster_of(2**40, each=1)), Wanted(2)
+    problem, wanted = make_problem(traced(block), cluster_of(2**40, each=1)), Constraints(2)
     (stage,) = make_estimate(assignment_of([(1, 1)], "selective"), problem).stages
     small = dataclasses.replace(problem, memory_bytes=1.02 * stage.memory_bytes)
     without = dataclasses.replace(small.table, selective=False)
@@ -130,11 +130,10 @@ def test_without_attention_nothing_more_is_traced():
 
 
 @pytest.mark.parametrize("selective", [False, True])
-def test_numbers_and_words(selective):
+def test_recomputations_and_their_words(selective):
     groups = (0, 1), (2,), (3, 4)
-    every = every_number(3, selective).tolist()
-    words = [remat_word(n, groups) for n in every]
-    assert [layers_again(word, groups, selective) for word in words] == every
+    every = every_recompute(3, selective)
+    words = [one.remat(groups) for one in every]
+    assert [recompute_of(word, groups, selective) for word in words] == list(every)
     assert words[:4] == ["none", "full:2", "full:3", "full"]
     assert words[4:] == (["full:3+selective", "full:2+selective", "selective"] * selective)
-    assert [every[n] for n in every] == every

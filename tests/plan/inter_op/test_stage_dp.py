@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from launcher.plan.inter_op.stage_dp import Candidates, best_stages, objective
+from launcher.plan.inter_op.stage_dp import StageTables, best_stages, objective
 
 
 def random_candidates(rng):
@@ -19,7 +19,7 @@ def random_candidates(rng):
     seconds[:, end <= first] = np.inf
     seconds[rng.random(shape) < rng.choice([0.0, 0.2, 0.6])] = np.inf
     rest[np.isinf(seconds)] = np.inf
-    return Candidates(tuple(sizes), seconds, rest), devices
+    return StageTables(tuple(sizes), seconds, rest), devices
 
 
 def brute_force(candidates, devices):
@@ -59,5 +59,5 @@ def test_the_best_stages_are_those_of_brute_force(seed):
 
 def test_devices_stay_idle_where_that_is_faster():
     seconds = np.array([[[[np.inf, np.inf], [1.0, 2.0]]]])
-    found = best_stages(Candidates((1, 4), seconds, np.zeros_like(seconds)), 4)
+    found = best_stages(StageTables((1, 4), seconds, np.zeros_like(seconds)), 4)
     assert found.stages == ((0, 1, 0),)

@@ -22,8 +22,8 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.partition.stages import cut_stages
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import repriced
-from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.select import search
 from launcher.plan.methods import (
     AutoStageOption,
     DataParallel,
@@ -292,11 +292,11 @@ def test_a_plan_is_made_of_what_could_be_measured() -> None:
     lost = Timing(failure="out of memory")
     timings = {(kind, m): known if m == 1 else lost for kind in range(3) for m in (1, 2)}
     found = MeasuredLayers((0, 1, 1, 2), timings, BATCH)
-    plan = best_plan(step, cluster, Wanted(num_micro_batches=2), measured=found)
+    plan = search(step, cluster, Constraints(num_micro_batches=2), measured=found)[0][0]
     assert all(stage.logical_mesh[1] == 1 for stage in plan.stages)
     none = MeasuredLayers((0, 1, 1, 2), dict.fromkeys(timings, lost), BATCH)
     with pytest.raises(PlanError, match=r"could not be measured on . devices.*out of memory"):
-        best_plan(step, cluster, Wanted(num_micro_batches=2), measured=none)
+        search(step, cluster, Constraints(num_micro_batches=2), measured=none)[0][0]
 
 
 def test_an_unknown_cost_is_refused() -> None:

@@ -1,7 +1,7 @@
-"""Follow the placements of a loss's values from its operands to its results.
+"""Follow the relations of a loss's values from its operands to its results.
 
 The loss is read as traced on the whole batch and as traced on one slice, equation by equation,
-through loops, branches and calls. What comes out is the placement of each result, and the slice's
+through loops, branches and calls. What comes out is the relation of each result, and the slice's
 program with the changes that make its results combine to the whole batch's: numbers that the batch
 size decides are the whole batch's, and what all slices share is counted once. Pure.
 """
@@ -33,33 +33,35 @@ from launcher.trace.ir.primitive_kinds import CALLS
 from launcher.trace.ir.structure_text import structure_text
 from launcher.trace.primitives import is_per_slice
 from launcher.trace.slicing.derivative_rules import RULES, follow_rule
-from launcher.trace.slicing.pairs import Pair, Placed, differ
-from launcher.trace.slicing.placement_rules import own_value, place
-from launcher.trace.slicing.placements import (
+from launcher.trace.slicing.relation_rules import own_value, relate
+from launcher.trace.slicing.relations import (
     Joined,
+    Pair,
     PerSlice,
-    Placement,
     Replicated,
     RowNumbers,
     Sharded,
+    Sliced,
+    SliceRelation,
     common,
+    differ,
     joined_among,
 )
 
 # Called with each pair of equations and what became of it; may return something else.
-Visit = Callable[[Pair, list[Placement], Placed], Placed]
+Visit = Callable[[Pair, list[SliceRelation], Sliced], Sliced]
 
 
 @dataclass(frozen=True, eq=False)
 class Followed:
-    """The placements of a program's results, and what computes them in a slice.
+    """The relations of a program's results, and what computes them in a slice.
 
     Attributes:
         outs: of each result.
         equations, outvars: the slice's program. changed: whether it is other than the traced one.
     """
 
-    outs: list[Placement]
+    outs: list[SliceRelation]
     equations: list[Equation]
     outvars: list[Atom]
     changed: bool
@@ -104,77 +106,77 @@ def matching(reference: Jaxpr, other: Jaxpr) -> dict[int, int]:
     return {i: j for a, b in pairs if len(a) == len(b) for i, j in zip(a, b, strict=True)}
 
 
-def follow_placements(
+def follow_relations(
     whole: Jaxpr,
     part: Jaxpr,
-    given: Sequence[Placement],
+    given: Sequence[SliceRelation],
     num_slices: int,
     visit: Visit | None = None,
     in_rule: bool = False,
 ) -> Followed:
-    """Return the placements of a program's results.
+    """Return the relations of a program's results.
 
     Args:
         whole: the program on the whole batch.
         part: the program on a slice, of the same structure.
-        given: the placements of its inputs.
+        given: the relations of its inputs.
         num_slices: how many slices make the batch.
         visit: sees every equation of the program itself, not those in its loops and branches.
         in_rule: whether the program is part of a derivative rule.
     """
-    env: dict[Var, Placement] = dict(zip(whole.invars, given, strict=True))
+    env: dict[Var, SliceRelation] = dict(zip(whole.invars, given, strict=True))
     env.update((v, Replicated()) for v in whole.constvars)
     equations: list[Equation] = []
     changed = False
     for a, b in zip(whole.eqns, part.eqns, strict=True):
         pair, operands = Pair(a, b, num_slices, in_rule), [_of(v, env) for v in a.invars]
-        placed = place_equation(pair, operands)
+        sliced = relate_equation(pair, operands)
         if visit is not None:
-            placed = visit(pair, operands, placed)
-        env.update(zip(a.outvars, placed.placements, strict=True))
-        equations += placed.equations
-        changed |= placed.changed
+            sliced = visit(pair, operands, sliced)
+        env.update(zip(a.outvars, sliced.relations, strict=True))
+        equations += sliced.equations
+        changed |= sliced.changed
     outvars = [a if differ(a, b) else b for a, b in zip(whole.outvars, part.outvars, strict=True)]
     changed |= outvars != list(part.outvars)
     return Followed([_of(v, env) for v in whole.outvars], equations, outvars, changed)
 
 
-def _of(atom: Atom, env: dict[Var, Placement]) -> Placement:
+def _of(atom: Atom, env: dict[Var, SliceRelation]) -> SliceRelation:
     if isinstance(atom, Literal):
         return Replicated(zero=not np.any(atom.val))
     return env[atom]
 
 
-def place_equation(pair: Pair, given: Sequence[Placement]) -> Placed:
-    """Return the placements of the results of any equation."""
+def relate_equation(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
+    """Return the relations of the results of any equation."""
     count = len(pair.part.outvars)
     if is_per_slice(pair.part):
         lost = joined_among(given)
         alike = all(isinstance(p, Replicated) for p in given)
         own = [lost or own_value(pair, j) for j in range(count)]
         same = [Replicated() if alike and p == PerSlice() else p for p in own]
-        return Placed(same, [pair.part])
+        return Sliced(same, [pair.part])
     programs = list(sub_jaxprs(pair.part))
     if not programs or pair.name.startswith(("reduce", "scatter", "cum", "custom_lin")):
-        return place(pair, given)
+        return relate(pair, given)
     lost = joined_among(given)
     if lost is None and any(isinstance(p, RowNumbers) for p in given):
         lost = Joined(pair.part)
     if lost is not None:
-        return Placed([lost] * count, [pair.part])
+        return Sliced([lost] * count, [pair.part])
     if pair.name == "scan":
         return _scan(pair, list(given))
     if pair.name == "while":
         return _while(pair, list(given))
     if alternatives(pair.part):
         return _alternatives(pair, list(given))
-    return place(pair, given)
+    return relate(pair, given)
 
 
-def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
-    """Return the placements of the results of a called function, or of a conditional."""
+def _alternatives(pair: Pair, given: list[SliceRelation]) -> Sliced:
+    """Return the relations of the results of a called function, or of a conditional."""
     programs = list(zip(alternatives(pair.whole), alternatives(pair.part), strict=True))
-    lost = Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
+    lost = Sliced([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     inner = len(programs[0][0].invars)
     if not all(isinstance(p, Replicated) for p in given[: len(given) - inner]):
         return lost  # the index of the branch
@@ -182,7 +184,7 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
     outs = [common(each, pair.part) for each in zip(*(f.outs for f in found), strict=True)]
     if not any(f.changed for f in found):
         joins = None if joined_among(outs) else _follow_rule(pair, given, outs)
-        return Placed([joins or out for out in outs], [pair.part])
+        return Sliced([joins or out for out in outs], [pair.part])
     if pair.name != "cond" and pair.name not in CALLS and "jaxpr" not in pair.part.params:
         return lost  # its rule for derivatives is for the function as it is
     bodies = [f.program(b) for (_, b), f in zip(programs, found, strict=True)]
@@ -195,34 +197,34 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
     return _replaced(pair, outs, {key: new})
 
 
-def _inside(pair: Pair, whole: Jaxpr, part: Jaxpr, given: Sequence[Placement]) -> Followed:
+def _inside(pair: Pair, whole: Jaxpr, part: Jaxpr, given: Sequence[SliceRelation]) -> Followed:
     """Follow a program inside an equation."""
-    return follow_placements(whole, part, given, pair.num_slices, in_rule=pair.in_rule)
+    return follow_relations(whole, part, given, pair.num_slices, in_rule=pair.in_rule)
 
 
 def _follow_rule(
-    pair: Pair, given: Sequence[Placement], outs: Sequence[Placement]
+    pair: Pair, given: Sequence[SliceRelation], outs: Sequence[SliceRelation]
 ) -> Joined | None:
     """Return where the derivative rule of a called function, if it has one, joins examples."""
     if pair.in_rule or pair.name not in RULES:
         return None
 
-    def follow(whole: Jaxpr, part: Jaxpr, operands: Sequence[Placement]) -> Followed | None:
+    def follow(whole: Jaxpr, part: Jaxpr, operands: Sequence[SliceRelation]) -> Followed | None:
         if not same_structure(whole, part):
             return None
-        return follow_placements(whole, part, operands, pair.num_slices, in_rule=True)
+        return follow_relations(whole, part, operands, pair.num_slices, in_rule=True)
 
     return follow_rule(pair, given, outs, follow)
 
 
-def _scan(pair: Pair, given: list[Placement]) -> Placed:
-    """Return the placements of a loop's carry and of what its iterations leave, stacked.
+def _scan(pair: Pair, given: list[SliceRelation]) -> Sliced:
+    """Return the relations of a loop's carry and of what its iterations leave, stacked.
 
     A loop over the examples is a function of each, if nothing goes from one iteration to the next.
     """
     whole, part = pair.whole.params, pair.part.params
     consts, carry = scan_counts(pair.part)
-    lost = Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
+    lost = Sliced([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     a, b = read_jaxpr(whole["jaxpr"]), read_jaxpr(part["jaxpr"])
     xs = given[consts + carry :]
     if Sharded(0) in xs:
@@ -230,38 +232,38 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
         alone &= all(p == Sharded(0) for p in xs)
         if not alone or structure_text(a) != structure_text(b):
             return lost
-        return Placed([own_value(pair, j) for j in range(len(pair.part.outvars))], [pair.part])
+        return Sliced([own_value(pair, j) for j in range(len(pair.part.outvars))], [pair.part])
     if whole["length"] != part["length"]:
         return lost
     rows = [Sharded(p.axis - 1) if isinstance(p, Sharded) else p for p in xs]
 
-    def body(state: list[Placement]) -> Followed:
+    def body(state: list[SliceRelation]) -> Followed:
         return _inside(pair, a, b, [*given[:consts], *state, *rows])
 
     state, found = _fixed_point(given[consts : consts + carry], body, pair.part)
     stacked = [Sharded(p.axis + 1) if isinstance(p, Sharded) else p for p in found.outs[carry:]]
     outs = [*state, *(Joined(pair.part) if isinstance(p, RowNumbers) else p for p in stacked)]
     if not found.changed:
-        return Placed(outs, [pair.part])
+        return Sliced(outs, [pair.part])
     return _replaced(pair, outs, {"jaxpr": rewritten_as(part["jaxpr"], found.program(b))})
 
 
-def _while(pair: Pair, given: list[Placement]) -> Placed:
-    """Return the placements of a loop's state, if the test is the same in every slice."""
+def _while(pair: Pair, given: list[SliceRelation]) -> Sliced:
+    """Return the relations of a loop's state, if the test is the same in every slice."""
     whole, part = pair.whole.params, pair.part.params
     tests, consts = while_counts(pair.part)
     a, b = (read_jaxpr(params["body_jaxpr"]) for params in (whole, part))
     c, d = (read_jaxpr(params["cond_jaxpr"]) for params in (whole, part))
 
-    def body(state: list[Placement]) -> Followed:
+    def body(state: list[SliceRelation]) -> Followed:
         return _inside(pair, a, b, [*given[tests : tests + consts], *state])
 
     state, found = _fixed_point(given[tests + consts :], body, pair.part)
     test = _inside(pair, c, d, [*given[:tests], *state])
     if not isinstance(test.outs[0], Replicated):
-        return Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
+        return Sliced([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     if not found.changed and not test.changed:
-        return Placed(state, [pair.part])
+        return Sliced(state, [pair.part])
     params = {
         "body_jaxpr": rewritten_as(part["body_jaxpr"], found.program(b)),
         "cond_jaxpr": rewritten_as(part["cond_jaxpr"], test.program(d)),
@@ -270,9 +272,9 @@ def _while(pair: Pair, given: list[Placement]) -> Placed:
 
 
 def _fixed_point(
-    initial: Sequence[Placement], body: Callable[[list[Placement]], Followed], eqn: Equation
-) -> tuple[list[Placement], Followed]:
-    """Return the placements that a loop's state keeps from one iteration to the next."""
+    initial: Sequence[SliceRelation], body: Callable[[list[SliceRelation]], Followed], eqn: Equation
+) -> tuple[list[SliceRelation], Followed]:
+    """Return the relations that a loop's state keeps from one iteration to the next."""
     state = list(initial)
     while True:
         found = body(state)
@@ -283,6 +285,6 @@ def _fixed_point(
         state = new
 
 
-def _replaced(pair: Pair, outs: Sequence[Placement], params: dict[str, Any]) -> Placed:
+def _replaced(pair: Pair, outs: Sequence[SliceRelation], params: dict[str, Any]) -> Sliced:
     eqn = pair.part.replace(params={**pair.part.params, **params})
-    return Placed(outs, [eqn], changed=True)
+    return Sliced(outs, [eqn], changed=True)

@@ -1,7 +1,4 @@
-"""The table of the layers' costs, which the stage search adds up for every run of layers.
-
-Pure numbers.
-"""
+"""The table of layer costs that the stage search adds up for every run of layers. Pure numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +10,111 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.plan.cost.formulas import peak_in_turn
-from launcher.plan.inter_op.layer_cost import LARGEST
+from launcher.plan.inter_op.recompute import Recompute, every_recompute
 from launcher.plan.profile.measured_layers import MeasuredLayers
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of one layer on `m` devices of a model axis, for the whole batch, on one of them.
+
+    Attributes:
+        work_seconds: seconds of the forward pass without communication.
+        fixed_seconds: what every slice takes beside, however few rows it has: to compute something
+            of parameters alone.
+        back_seconds: the same as `work_seconds` of the backward pass.
+        fixed_back_seconds: the same as `fixed_seconds` of the backward pass.
+        product_seconds: the part of `work_seconds` and `back_seconds` that matrix products take.
+        fixed_product_seconds: the same of `fixed_seconds` and `fixed_back_seconds`.
+        forward_bytes: bytes all-reduced along the model axis in the forward pass; what is gathered
+            or scattered counts half.
+        backward_bytes: the same in the backward pass.
+        fixed_backward_bytes: the same of every slice, however few rows it has: of parameters.
+        repeated_bytes: the same of what the backward pass gathers as the forward pass did.
+        forward_sums: number of all-reduces of `forward_bytes`.
+        backward_sums: number of all-reduces of the backward pass.
+        repeated_sums: number of all-reduces of `repeated_bytes`.
+        residual_bytes: what the forward pass computes and leaves for the backward pass.
+        left_bytes: `residual_bytes` and the activations that both passes read.
+        forward_peak_bytes: most that the forward pass needs on top of what was there; see
+            `cost.stage_memory.Temporaries`.
+        forward_early_bytes: the part of it that is there as it begins.
+        backward_peak_bytes: most that the backward pass needs on top of what was there.
+        backward_early_bytes: what it holds when it reads the first gradient.
+        whole_peak_bytes: most that both passes need as one program.
+        whole_early_bytes: what that holds when it reads the first gradient.
+        fixed_forward_peak_bytes: the part of `forward_peak_bytes` that every slice needs, however
+            few rows it has; and so on.
+        input_bytes: bytes of the activations that the layer reads.
+        checkpoint_bytes: the same; of several layers, of all of them.
+        layer_peak_bytes: `whole_peak_bytes`; of several layers, the most of any; and so on.
+        selective_seconds: the part of `work_seconds` that runs again where the layer is computed
+            again selectively.
+        fixed_selective_seconds: the same of `fixed_seconds`.
+        selective_bytes: the part of `forward_bytes` that is all-reduced again there.
+        selective_sums: number of all-reduces of `selective_bytes`.
+        kept_bytes: what the forward pass leaves there beside the activations that the layer reads.
+        selective_peak_bytes: `backward_peak_bytes` there; of several layers, the most of any.
+        fixed_selective_peak_bytes: the part of it that every slice needs.
+        fixed_selective_early_bytes: `fixed_backward_early_bytes` there.
+        sent_bytes: bytes of the activations that cross to the next layer, unsharded.
+        batch_bytes: bytes of the leaves of the batch that the layer reads.
+    """
+
+    work_seconds: float
+    fixed_seconds: float
+    back_seconds: float
+    fixed_back_seconds: float
+    product_seconds: float
+    fixed_product_seconds: float
+    forward_bytes: float
+    backward_bytes: float
+    fixed_backward_bytes: float
+    repeated_bytes: float
+    forward_sums: float
+    backward_sums: float
+    repeated_sums: float
+    residual_bytes: float
+    left_bytes: float
+    forward_peak_bytes: float
+    forward_early_bytes: float
+    backward_peak_bytes: float
+    backward_early_bytes: float
+    whole_peak_bytes: float
+    whole_early_bytes: float
+    fixed_forward_peak_bytes: float
+    fixed_forward_early_bytes: float
+    fixed_backward_peak_bytes: float
+    fixed_backward_early_bytes: float
+    fixed_whole_peak_bytes: float
+    fixed_whole_early_bytes: float
+    input_bytes: float
+    checkpoint_bytes: float
+    layer_peak_bytes: float
+    fixed_layer_peak_bytes: float
+    fixed_layer_early_bytes: float
+    sent_bytes: float
+    batch_bytes: float
+    selective_seconds: float = 0.0
+    fixed_selective_seconds: float = 0.0
+    selective_bytes: float = 0.0
+    selective_sums: float = 0.0
+    kept_bytes: float = 0.0
+    selective_peak_bytes: float = 0.0
+    fixed_selective_peak_bytes: float = 0.0
+    fixed_selective_early_bytes: float = 0.0
+
+
+LARGEST = tuple(
+    f"{kind}_bytes"
+    for name in ("layer", "selective")
+    for kind in (f"{name}_peak", f"fixed_{name}_peak", f"fixed_{name}_early")
+)
+PER_SAMPLE = tuple(
+    f.name
+    for f in dataclasses.fields(LayerCost)
+    if not f.name.startswith("fixed") and not f.name.endswith("sums")
+)
 
 
 @dataclass(frozen=True)
@@ -57,13 +157,13 @@ class Parameters:
     lengths: tuple[tuple[int, ...], ...]
     of: Mapping[str, np.ndarray]
 
-    def divides(self, m_index: int, data: int) -> bool:
+    def divides(self, row: int, data: int) -> bool:
         """Return whether they can be sharded along `data` devices."""
-        return any(n and n % data == 0 for n in self.lengths[m_index])
+        return any(n and n % data == 0 for n in self.lengths[row])
 
 
 @dataclass(frozen=True, eq=False)
-class CostTable:
+class LayerTable:
     """The layers' costs.
 
     Attributes:
@@ -111,23 +211,23 @@ class CostTable:
         )
 
     @functools.cached_property
-    def spans(self) -> tuple[dict[str, np.ndarray], ...]:
-        """For every model axis the costs of the layers `first … end - 1`, `[first, end]`.
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """Everything that a stage may recompute."""
+        return every_recompute(self.num_layers, self.selective)
+
+    @functools.cached_property
+    def spans(self) -> dict[str, np.ndarray]:
+        """The costs of the layers `first … end - 1`, `[row, first, end]`.
 
         They are by the fields of `LayerCost` and of `ParameterCost`.
         """
-        return tuple(
-            self._layer_spans(k) | self.parameter_spans(k, 1) for k in range(len(self.model_sizes))
-        )
+        rows = range(len(self.model_sizes))
+        every = [self._layer_spans(row) | self.parameter_spans(row, 1) for row in rows]
+        return {name: np.stack([of[name] for of in every]) for name in every[0]}
 
-    @functools.cached_property
-    def stacked_spans(self) -> dict[str, np.ndarray]:
-        """The same by the field, `[model axis, first, end]`."""
-        return {name: np.stack([of[name] for of in self.spans]) for name in self.spans[0]}
-
-    def _layer_spans(self, m_index: int) -> dict[str, np.ndarray]:
-        rows = {name: row[m_index] for name, row in self.of.items()}
-        found = {name: sums(row) for name, row in rows.items()}
+    def _layer_spans(self, row: int) -> dict[str, np.ndarray]:
+        rows = {name: of[row] for name, of in self.of.items()}
+        found = {name: sums(one) for name, one in rows.items()}
         count = self.num_layers
         found["input_bytes"] = np.repeat(rows["input_bytes"][:, None], count + 1, 1)
         sent = np.concatenate([[0.0], rows["sent_bytes"][:-1], [0.0]])
@@ -140,45 +240,47 @@ class CostTable:
         """The peak temporaries of task programs: see `_peak_bytes`."""
         return functools.cache(self._peak_bytes)
 
-    def _peak_bytes(self, m_index: int, name: str, slices: int | None) -> np.ndarray:
+    def _peak_bytes(self, row: int, name: str, slices: int | None) -> np.ndarray:
         """Return the peak temporaries of a task program, `[first, end]`.
 
         Its layers run in turn. Each leaves to the others what the backward pass needs, or finds
         what theirs have made already.
 
         Args:
-            m_index: the number of the model axis.
+            row: the row of the model axis.
             name: "forward", "backward" or "whole".
             slices: number of slices of the batch; None: what every slice needs.
         """
-        peak, early = (self.of[f"fixed_{name}_{of}_bytes"][m_index] for of in ("peak", "early"))
+        peak, early = (self.of[f"fixed_{name}_{of}_bytes"][row] for of in ("peak", "early"))
         left = np.zeros(self.num_layers)
         if slices is not None:
             # Gradients are not there at the same time as the most that grows with the rows.
-            peak = np.maximum(peak, early + self.of[f"{name}_peak_bytes"][m_index] / slices)
-            early = early + self.of[f"{name}_early_bytes"][m_index] / slices
-            left = self.of["left_bytes"][m_index] / slices
+            peak = np.maximum(peak, early + self.of[f"{name}_peak_bytes"][row] / slices)
+            early = early + self.of[f"{name}_early_bytes"][row] / slices
+            left = self.of["left_bytes"][row] / slices
         if name == "forward":
             return peak_in_turn(peak, left, early)
         return peak_in_turn(peak, early, np.zeros(self.num_layers))
 
-    def layer_peak_bytes(self, m_index: int, name: str, slices: int) -> np.ndarray:
+    def layer_peak_bytes(self, row: int, name: str, slices: int) -> np.ndarray:
         """Return the most that a layer needs in the backward pass as it runs again, `[first, end]`.
 
         Args:
-            m_index: the number of the model axis.
+            row: the row of the model axis.
             name: "layer" where it runs again in full, or "selective".
             slices: number of slices of the batch.
         """
-        of = self.spans[m_index]
-        by_rows = of[f"fixed_{name}_early_bytes"] + of[f"{name}_peak_bytes"] / slices
-        return np.asarray(np.maximum(of[f"fixed_{name}_peak_bytes"], by_rows))
+        by_rows = self.of_slice(row, slices, f"{name}_peak_bytes", f"fixed_{name}_early_bytes")
+        return np.asarray(np.maximum(self.spans[f"fixed_{name}_peak_bytes"][row], by_rows))
 
-    def selective_share(self, m_index: int, slices: int) -> np.ndarray:
+    def of_slice(self, row: int, slices: int, name: str, fixed: str) -> np.ndarray:
+        """Return the share of a slice of one field, and all of another, `[first, end]`."""
+        return np.asarray(self.spans[fixed][row] + self.spans[name][row] / slices)
+
+    def selective_share(self, row: int, slices: int) -> np.ndarray:
         """Return the share of the forward pass that runs again selectively, `[first, end]`."""
-        of = self.spans[m_index]
-        again = of["selective_seconds"] / slices + of["fixed_selective_seconds"]
-        whole = of["work_seconds"] / slices + of["fixed_seconds"]
+        again = self.of_slice(row, slices, "selective_seconds", "fixed_selective_seconds")
+        whole = self.of_slice(row, slices, "work_seconds", "fixed_seconds")
         return np.asarray(np.divide(again, whole, out=np.zeros_like(whole), where=whole > 0))
 
     @functools.cached_property
@@ -190,58 +292,57 @@ class CostTable:
         """
         return functools.cache(self._parameter_spans)
 
-    def _parameter_spans(self, m_index: int, data: int) -> dict[str, np.ndarray]:
+    def _parameter_spans(self, row: int, data: int) -> dict[str, np.ndarray]:
         count = self.num_layers
         rows = {name: np.zeros(count) for name in PARAMETER_FIELDS}
         shared: dict[tuple[int, ...], dict[str, float]] = {}
         for one in self.parameters:
-            if not one.divides(m_index, data):
+            if not one.divides(row, data):
                 continue
-            values = {name: float(of[m_index]) for name, of in one.of.items()}
+            values = {name: float(of[row]) for name, of in one.of.items()}
             for name, value in values.items():
                 own = "owned_bytes", "optimizer_bytes"
                 rows[name][list(one.layers[:1] if name in own else one.layers)] += value
             if len(one.layers) > 1:
                 known = shared.setdefault(one.layers, dict.fromkeys(_ONCE, 0.0))
                 known.update((name, known[name] + values[name]) for name in _ONCE)
-        found = {name: sums(row) for name, row in rows.items()}
+        found = {name: sums(one) for name, one in rows.items()}
         for layers, values in shared.items():
             more = np.maximum(sums(np.bincount(layers, minlength=count).astype(float)) - 1, 0.0)
             for name, value in values.items():
                 found[name] -= more * value
         return found
 
-    def work_seconds(self, m_index: int, slices: int, rows: float) -> tuple[np.ndarray, np.ndarray]:
+    def work_seconds(self, row: int, slices: int, rows: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of a slice's two passes without communication, `[first, end]`.
 
         What was measured includes the collectives along the model axis.
 
         Args:
-            m_index: the number of the model axis.
+            row: the row of the model axis.
             slices: number of slices of the batch.
             rows: rows of each.
         """
         if self.measured is None:
-            of = self.spans[m_index]
             return (
-                of["work_seconds"] / slices + of["fixed_seconds"],
-                of["back_seconds"] / slices + of["fixed_back_seconds"],
+                self.of_slice(row, slices, "work_seconds", "fixed_seconds"),
+                self.of_slice(row, slices, "back_seconds", "fixed_back_seconds"),
             )
-        model, measured = self.model_sizes[m_index], self.measured
+        model, measured = self.model_sizes[row], self.measured
         known = {kind: measured.timings[kind, model].at(rows) for kind in set(measured.kind_of)}
         layers = np.array([known[kind] for kind in measured.kind_of])
         groups = self.groups or tuple((i,) for i in range(len(layers)))
         forward, backward = np.array([layers[list(group)].sum(0) for group in groups]).T
         return sums(forward), sums(backward)
 
-    def grouped(self, groups: Sequence[Sequence[int]]) -> CostTable:
+    def grouped(self, groups: Sequence[Sequence[int]]) -> LayerTable:
         """Return the table of runs of layers.
 
         A run reads what its first layer reads, and sends what its last one sends.
         """
         at = [group[0] for group in groups], [group[-1] + 1 for group in groups]
         number = {layer: k for k, group in enumerate(groups) for layer in group}
-        of = {name: np.stack([span[name][at] for span in self.spans]) for name in self.of}
+        of = {name: self.spans[name][:, *at] for name in self.of}
         for name in ("forward", "backward", "whole"):
             always, once = (
                 np.stack(

@@ -1,0 +1,71 @@
+"""Recomputation in a stage: its first layers in full, the others selectively or not at all.
+
+The search counts in layers of its own table, each of which may stand for several of the step's;
+remat strings (`base.remat_name`) count in the step's. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from launcher.base.remat_name import parse_remat
+
+FEWEST = "fewest"  # beside the remat strings: as few layers as fit the memory
+
+
+class Recompute(NamedTuple):
+    """The layers that a stage's backward pass recomputes.
+
+    Attributes:
+        full: number of its first layers that are recomputed in full.
+        selective: whether its other layers are recomputed selectively.
+        is_open: whether the search has yet to choose: costs are then lower bounds over all choices.
+    """
+
+    full: int = 0
+    selective: bool = False
+    is_open: bool = False
+
+    def remat(self, groups: Sequence[Sequence[int]]) -> str:
+        """Return the remat string of a stage; `groups` are the step's layers in each of its own."""
+        rest = "selective" if self.selective else "none"
+        if self.full == 0:
+            return rest
+        if self.full >= len(groups):
+            return "full"
+        word = f"full:{sum(map(len, groups[: self.full]))}"
+        return f"{word}+{rest}" if self.selective else word
+
+
+NOTHING, OPEN = Recompute(), Recompute(is_open=True)
+
+
+def recompute_of(remat: str, groups: Sequence[Sequence[int]], selective: bool) -> Recompute:
+    """Return the recomputation that a remat string asks of a stage.
+
+    Args:
+        remat: the remat string; `FEWEST` is open.
+        groups: the step's layers in each of the stage's.
+        selective: whether costs of selective recomputation are known; without them, a selective
+            policy counts as full.
+    """
+    if remat == FEWEST:
+        return OPEN
+    name = parse_remat(remat)
+    if name.policy == "none":
+        return NOTHING
+    if selective and remat == "selective":
+        return Recompute(0, selective=True)
+    most, ends = name.first or np.inf, np.cumsum([len(group) for group in groups])
+    full = min(int((ends < most).sum()) + 1, len(groups))
+    return Recompute(full, selective and name.rest == "selective" and full < len(groups))
+
+
+def every_recompute(layers: int, selective: bool) -> tuple[Recompute, ...]:
+    """Return all choices for stages of up to `layers` layers; the first recomputes nothing."""
+    full = [Recompute(n) for n in range(layers + 1)]
+    mixed = [Recompute(n, selective=True) for n in reversed(range(layers))]
+    return (*full, *mixed) if selective else tuple(full)

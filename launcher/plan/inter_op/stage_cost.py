@@ -1,0 +1,691 @@
+"""The cost of every run of layers as a stage, on logical meshes with named axes. Pure numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from launcher.hardware.cluster_shape import ClusterShape
+from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
+from launcher.partition.sharding.layout import DATA, MODEL
+from launcher.partition.task_programs import MOST_INSIDE
+from launcher.plan.cost.formulas import (
+    Amount,
+    Links,
+    PassParts,
+    PassSeconds,
+    activation_bytes,
+    all_reduce_seconds,
+    beside_seconds,
+    bucket_count,
+    exposed_seconds,
+    pass_seconds,
+    sharded_bytes,
+    update_seconds,
+)
+from launcher.plan.inter_op.layer_table import LayerTable
+from launcher.plan.inter_op.recompute import NOTHING, OPEN, Recompute
+from launcher.plan.inter_op.submeshes import Mesh, links_within
+from launcher.schedule import SCHEDULES
+
+Arrays = tuple[np.ndarray, ...]
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class SearchPoint:
+    """The values held fixed during one stage search.
+
+    Attributes:
+        num_micro_batches: number of microbatches a step.
+        batch_size: rows of the whole batch.
+        replicas: number of replicas that all stages have in common; None: any, with the least
+            memory over them.
+        schedule: name of the schedule.
+        remats: the remat strings to choose from, among them `FEWEST`.
+        memory_bytes: memory of a device; None: no limit.
+        reduction: how gradients are summed over the replicas.
+    """
+
+    num_micro_batches: int
+    batch_size: int
+    replicas: int | None
+    schedule: str
+    remats: tuple[str, ...]
+    memory_bytes: float | None
+    reduction: Reduction = DEFAULT_REDUCTION
+
+
+def _kept(of: T) -> T:
+    """Compute a method of `StageCosts` once for the same arguments."""
+
+    @functools.wraps(of)
+    def kept(self: StageCosts, *args: Any) -> Any:
+        key = (of.__name__, *args)
+        if key not in self.known:
+            self.known[key] = of(self, *args)
+        return self.known[key]
+
+    return kept  # type: ignore[return-value]
+
+
+def _shared(of: T) -> T:
+    """Compute a method once for all numbers of replicas, which its arrays do not depend on."""
+
+    def shared(self: StageCosts, *args: Any) -> Any:
+        if self.whole is None:
+            return of(self, *args)
+        whole, kept = self.whole
+        found = getattr(whole, of.__name__)(*args)
+        if isinstance(found, tuple):
+            return tuple(one[kept] for one in found)
+        return found[kept]
+
+    return _kept(functools.wraps(of)(shared))  # type: ignore[return-value]
+
+
+class StageCosts:
+    """Costs of all stages on some logical meshes: arrays `[mesh, first, end]`, of seconds or bytes.
+
+    A stage is the layers `first … end - 1`. Its memory and its passes depend on what it recomputes,
+    a `Recompute`; None: each of `choices`, along a leading axis.
+
+    Attributes:
+        choices: everything that a stage may recompute.
+        known: the results of methods, by name and arguments.
+        whole: the costs that these are a part of, and the positions of the meshes there.
+    """
+
+    def __init__(
+        self,
+        table: LayerTable,
+        meshes: Sequence[Mesh],
+        cluster: ClusterShape,
+        point: SearchPoint,
+        back_at_once: bool,
+        links: Links | None = None,
+        whole: tuple[StageCosts, Sequence[int]] | None = None,
+    ) -> None:
+        """Prepare to add up the costs of the table's layers.
+
+        Args:
+            table: the costs of the layers.
+            meshes: the logical meshes, with the same axes.
+            cluster: the rates of the devices.
+            point: the values held fixed.
+            back_at_once: whether each backward pass of the last stage directly follows its forward
+                pass.
+            links: the links of the submesh, if there is one mesh; by default `links_within`.
+            whole: see the attributes; `among` sets it.
+        """
+        self.table, self.meshes, self.cluster, self.point = table, tuple(meshes), cluster, point
+        self.known: dict[tuple[Any, ...], Any] = {}
+        self.whole = whole
+        self._schedule = SCHEDULES[point.schedule]
+        first, end = np.arange(table.num_layers)[:, None], np.arange(table.num_layers + 1)[None]
+        self._first, self._end, self._valid = first, end, np.where(first < end, 0.0, np.inf)
+        self._is_first = np.broadcast_to(first == 0, self._valid.shape)
+        self._goes_back = np.broadcast_to(end == table.num_layers, self._valid.shape) & back_at_once
+        self._links = [links or links_within(mesh, cluster) for mesh in meshes]
+        self._slices = [point.num_micro_batches * mesh.data for mesh in meshes]
+
+    @property
+    def choices(self) -> tuple[Recompute, ...]:  # noqa: D102 (an attribute)
+        return self.table.recomputes
+
+    def among(self, kept: Sequence[int], point: SearchPoint) -> StageCosts:
+        """Return the costs on the meshes at `kept`, in a point that differs in its replicas alone.
+
+        Arrays that do not depend on the replicas are taken from these.
+        """
+        meshes = [self.meshes[k] for k in kept]
+        back_at_once = bool(self._goes_back.any())
+        whole = self, list(kept)
+        return StageCosts(self.table, meshes, self.cluster, point, back_at_once, whole=whole)
+
+    # Axes and amounts
+
+    def _column(self, values: Sequence[float]) -> np.ndarray:
+        return np.array(values)[:, None, None]
+
+    @_kept
+    def _size(self, axis: str) -> np.ndarray:
+        """Return the devices along an axis, `[mesh, 1, 1]`."""
+        return self._column([mesh.size(axis) for mesh in self.meshes])
+
+    @_kept
+    def _rate(self, axis: str) -> np.ndarray:
+        """Return the bytes/s between neighbours along an axis, `[mesh, 1, 1]`."""
+        inside = self.cluster.intra_host  # for axes that no ring of this cost model runs along
+        return self._column([getattr(one, axis, inside) for one in self._links])
+
+    def _all_reduce(
+        self, axis: str, size: Amount, count: Amount | None, devices: Amount | None = None
+    ) -> Any:
+        """Return the seconds of all-reduces along an axis.
+
+        Args:
+            axis: the axis.
+            size: bytes of all arrays.
+            count: number of arrays; None: without latency.
+            devices: the devices of each ring, if they are a part of the axis.
+        """
+        ring = self._size(axis) if devices is None else devices
+        latency = (0.0,) if count is None else (self.cluster.latency, count)
+        return all_reduce_seconds(size, ring, self._rate(axis), *latency)
+
+    def _gather(self, axis: str, size: Amount, count: Amount | None) -> Any:
+        """Return the seconds of all-gathers or reduce-scatters along an axis."""
+        return self._all_reduce(axis, size, count) / 2
+
+    def _each(self, of: Callable[[Mesh, int], np.ndarray]) -> np.ndarray:
+        """Return what `of` returns of each mesh and its number of slices, `[mesh, first, end]`."""
+        found = [of(mesh, slices) for mesh, slices in zip(self.meshes, self._slices, strict=True)]
+        return found[0][None] if len(found) == 1 else np.stack(found)
+
+    @_shared
+    def _of(self, name: str) -> np.ndarray:
+        """Return the sums of a field of `LayerCost` or `ParameterCost` over each stage's layers."""
+        rows = [mesh.row for mesh in self.meshes]
+        of = self.table.spans[name]
+        return of[rows[0] : rows[0] + 1] if len(rows) == 1 else of[rows]
+
+    @_shared
+    def _a_slice(self, name: str) -> np.ndarray:
+        """Return the share of one slice of a field of the whole batch."""
+        return np.asarray(self._of(name) / self._column(self._slices))
+
+    @_shared
+    def _divisible(self, name: str) -> np.ndarray:
+        """Return a field of the parameters whose state can be sharded along data."""
+        return self._each(lambda mesh, _: self.table.parameter_spans(mesh.row, mesh.data)[name])
+
+    def _sharded(self, zero: int, name: str) -> np.ndarray:
+        """Return a field of the parameters that are sharded along data at a ZeRO level.
+
+        Level 2 follows the optimizer's state: without any, it is the same as level 0.
+        """
+        if zero == 3 or (zero == 2 and self.table.has_optimizer):
+            return self._divisible(name)
+        return np.zeros((1, *self._valid.shape))
+
+    def _whole_and_sharded(self, zero: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return self._of(name), self._sharded(zero, name)
+
+    # Recomputation
+
+    def _selective(self, recompute: Recompute | None) -> Any:
+        """Return whether layers are recomputed selectively."""
+        if recompute is not None:
+            return recompute.selective
+        return np.array([one.selective for one in self.choices])[:, None, None, None]
+
+    def _full(self, recompute: Recompute | None) -> int | np.ndarray:
+        """Return how many layers are recomputed in full."""
+        return (
+            recompute.full
+            if recompute is not None
+            else np.array([one.full for one in self.choices])
+        )
+
+    def _in_full(self, of: np.ndarray, recompute: Recompute | None) -> np.ndarray:
+        """Return the costs of the layers that are recomputed in full."""
+        return first_layers(of, self._full(recompute))
+
+    def _others(self, of: np.ndarray, recompute: Recompute | None, selectively: bool) -> np.ndarray:
+        """Return the costs of the other layers if they are recomputed selectively, or if not."""
+        is_so = self._selective(recompute) == selectively
+        if recompute is not None and not is_so:
+            return np.zeros_like(of)
+        others = other_layers(of, self._full(recompute))
+        return others if recompute is not None else np.where(is_so, others, 0.0)
+
+    def _recomputed(self, of: np.ndarray, recompute: Recompute | None) -> np.ndarray:
+        """Return the costs of the layers that are recomputed in either way."""
+        full, most = self._full(recompute), self.table.num_layers
+        if recompute is not None:
+            return first_layers(of, most if recompute.selective else full)
+        return first_layers(of, np.where(self._selective(None)[:, 0, 0, 0], most, full))
+
+    def _may_be_selective(self, recompute: Recompute | None) -> bool:
+        return self.table.selective if recompute is None else recompute.selective
+
+    @_shared
+    def runs_as_one(self, recompute: Recompute | None) -> np.ndarray:
+        """Return whether both passes are one program: see `task_programs.runs_as_one`.
+
+        Where the recomputation is open, whether they are with any.
+        """
+        if recompute is not None and recompute.is_open:
+            left = self._least("residual_bytes", "checkpoint_bytes") - self._a_slice("input_bytes")
+            return np.asarray(self._goes_back & (left <= MOST_INSIDE))
+        left = self._others(self._a_slice("residual_bytes"), recompute, selectively=False)
+        if recompute != NOTHING:  # the first layer's input is there
+            inputs = self._a_slice("checkpoint_bytes") - self._a_slice("input_bytes")
+            left = left + np.maximum(self._recomputed(inputs, recompute), 0.0)
+        if self._may_be_selective(recompute):
+            left = left + self._others(self._a_slice("kept_bytes"), recompute, selectively=True)
+        return np.asarray(self._goes_back & (left <= MOST_INSIDE))
+
+    def _least(self, *names: str) -> np.ndarray:
+        """Return the sums over each stage's layers of the least of these fields of a layer."""
+        layers = np.arange(self.table.num_layers)
+        every = [self._a_slice(name)[..., layers, layers + 1] for name in names]
+        total = np.pad(np.cumsum(np.minimum.reduce(every), -1), ((0, 0), (1, 0)))
+        return np.asarray(total[:, None, :] - total[:, :-1, None])
+
+    # Memory
+
+    def held(self, zero: int) -> np.ndarray:
+        """Return the bytes that a device holds while tasks run, beside activations."""
+        return self._state_bytes(zero)[0]
+
+    def around(self, zero: int) -> np.ndarray:
+        """Return the most bytes that a device holds after its last task."""
+        return self._state_bytes(zero)[1]
+
+    @_kept
+    def _state_bytes(self, zero: int) -> Arrays:
+        data = self._size(DATA)
+        state: Amount = self._of("parameter_bytes")
+        whole: Amount = 0.0
+        if zero == 3:  # a pass has them whole, and their gradients
+            state = sharded_bytes(state, self._sharded(zero, "parameter_bytes"), data)
+            whole = 2 * self._sharded(zero, "parameter_bytes")
+        state = state + sharded_bytes(*self._whole_and_sharded(zero, "optimizer_bytes"), data)
+        running, summing, updating = self._gradient_bytes(zero)
+        updating = updating * (1 + self.table.update_share)
+        return (
+            np.asarray(self._of("batch_bytes") / data + state + whole + running),
+            np.asarray(state + np.maximum(summing, updating)),
+        )
+
+    def _gradient_bytes(self, zero: int) -> tuple[Amount, Amount, Amount]:
+        """Return the bytes of gradients while tasks run, as they are summed, and of the sums.
+
+        See `cost.mesh_memory` about what sums need.
+        """
+        whole, cut = self._whole_and_sharded(zero, "gradient_bytes")
+        data, is_one = self._size(DATA), self.point.num_micro_batches == 1
+        summed = sharded_bytes(whole, cut, data)
+        if self.point.replicas is None:  # the least with any number of them
+            return summed if zero == 3 or is_one else whole, summed, summed
+        if zero == 3:
+            return summed, summed, summed
+        if self.point.replicas == 1:
+            return whole, whole, summed
+        limit = self.point.reduction.bucket_bytes
+        alone, largest = whole <= limit, np.minimum(whole, limit)  # one bucket, or several
+        if is_one:
+            return summed + np.where(alone & (cut == 0), 1, 2) * largest, summed, summed
+        packed = cut * (1 + 1 / data)
+        running = whole + np.where(alone, 0.0, cut / data + 2 * largest)
+        return running, whole + np.where(alone, summed + packed, 0.0), summed
+
+    @_kept
+    def _peak(self, name: str) -> np.ndarray:
+        """Return the peak temporaries of a task program: "forward", "backward" or "whole"."""
+        return self._each(lambda mesh, slices: self.table.peak_bytes(mesh.row, name, slices))
+
+    @_kept
+    def _layer_peak(self, name: str) -> np.ndarray:
+        """Return the peak temporaries of a layer that is recomputed: "layer" or "selective"."""
+        return self._each(lambda mesh, slices: self.table.layer_peak_bytes(mesh.row, name, slices))
+
+    @_kept
+    def working(self, recompute: Recompute | None) -> Arrays:
+        """Return what a forward pass leaves, and what either pass needs on top, in bytes."""
+        # Layers that are recomputed leave their inputs, and hold their values one at a time.
+        inputs = self._recomputed(self._a_slice("checkpoint_bytes"), recompute)
+        one = self._in_full(self._layer_peak("layer"), recompute)
+        whole, forward, backward = (
+            self._others(self._peak(name), recompute, selectively=False)
+            for name in ("whole", "forward", "backward")
+        )
+        if self._may_be_selective(recompute):
+            inputs = inputs + self._others(self._a_slice("kept_bytes"), recompute, selectively=True)
+            peak = self._others(self._layer_peak("selective"), recompute, selectively=True)
+            one = np.maximum(one, peak)
+        left = inputs + self._others(self._a_slice("left_bytes"), recompute, selectively=False)
+        whole, forward = inputs + np.maximum(whole, one), inputs + forward
+        backward = np.maximum(backward, one)
+        # One program of both passes leaves what the second part of a backward pass in two needs.
+        as_one, kept = self.runs_as_one(recompute), left if self._schedule.splits_backward else 0.0
+        return (
+            np.where(as_one, kept, left),
+            np.where(as_one, whole, forward),
+            np.where(as_one, whole - kept, backward),
+        )
+
+    def memory(self, zero: int, recompute: Recompute, in_flight: Sequence[int]) -> np.ndarray:
+        """Return the peak bytes on a device, `[stages behind, mesh, first, end]`.
+
+        Where the recomputation is open, they are a lower bound with one microbatch in flight.
+
+        Args:
+            zero: ZeRO level: 0, 2 or 3.
+            recompute: the recomputation.
+            in_flight: the microbatches whose activations a stage holds, by the stages behind it.
+        """
+        if recompute.is_open:
+            return self._least_memory(zero)[None]
+        count = np.array(in_flight)[:, None, None, None]
+        running = self.held(zero) + activation_bytes(count, *self.working(recompute))
+        return np.asarray(np.maximum(running, self.around(zero)))
+
+    def _least_memory(self, zero: int) -> np.ndarray:
+        """Return a lower bound on the peak bytes with any recomputation.
+
+        Every layer leaves its residuals or its input, and needs the least that any of its backward
+        passes does. One program of both passes is taken to leave nothing.
+        """
+        layers = np.arange(self.table.num_layers)
+        peaks = [self._layer_peak("layer"), self._peak("backward"), self._peak("whole")]
+        if self.table.selective:  # which leaves more than the layers' inputs
+            peaks.append(self._layer_peak("selective"))
+        one = np.minimum.reduce([of[..., layers, layers + 1] for of in peaks])
+        left = self._least("checkpoint_bytes", "left_bytes")
+        left = np.where(self.runs_as_one(OPEN), 0.0, left)
+        inside = np.where(self._end[:, 1:] > self._first, one[:, None, :], 0.0)
+        peak = np.pad(np.maximum.accumulate(inside, -1), ((0, 0), (0, 0), (1, 0)))
+        return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))
+
+    # Seconds of a microbatch
+
+    @_shared
+    def _work(self) -> Arrays:
+        """Return the seconds of both passes without communication."""
+        rows = [self.point.batch_size / slices for slices in self._slices]
+        pairs = [
+            self.table.work_seconds(mesh.row, slices, row)
+            for mesh, slices, row in zip(self.meshes, self._slices, rows, strict=True)
+        ]
+        return tuple(np.stack(of) for of in zip(*pairs, strict=True))
+
+    @_shared
+    def _along_model(self) -> Arrays:
+        """Return the seconds along model of both passes, and those the backward pass may repeat."""
+        backward = self._a_slice("backward_bytes") + self._of("fixed_backward_bytes")
+        return (
+            self._all_reduce(MODEL, self._a_slice("forward_bytes"), self._of("forward_sums")),
+            self._all_reduce(MODEL, backward, self._of("backward_sums")),
+            self._all_reduce(MODEL, self._a_slice("repeated_bytes"), self._of("repeated_sums")),
+        )
+
+    @_shared
+    def _selective_parts(self) -> Arrays:
+        """Return the seconds of work and of sums that selective recomputation repeats."""
+        share = self._each(lambda mesh, slices: self.table.selective_share(mesh.row, slices))
+        size, count = self._a_slice("selective_bytes"), self._of("selective_sums")
+        return self._work()[0] * share, self._all_reduce(MODEL, size, count)
+
+    def passes(self, zero: int, recompute: Recompute | None) -> PassSeconds:
+        """Return the seconds of a microbatch's passes."""
+        return self._passes(zero == 3, recompute)  # the other levels are the update's
+
+    @_kept
+    def _passes(self, gathers: bool, recompute: Recompute | None) -> PassSeconds:
+        (work, back), (sums, sums_back, repeated) = self._work(), self._along_model()
+        as_one = self.runs_as_one(recompute)
+        sums_back = sums_back + np.where(as_one, 0.0, repeated) + self._in_full(sums, recompute)
+        sums_back, more = sums_back + self._row_sums(), self._in_full(work, recompute)
+        if self._may_be_selective(recompute):
+            own, own_sums = (
+                self._others(of, recompute, selectively=True) for of in self._selective_parts()
+            )
+            sums_back, more = sums_back + own_sums, more + own
+        gather: Amount = 0.0
+        scatter: Amount = 0.0
+        if gathers:
+            size, count = self._sharded(3, "parameter_bytes"), self._sharded(3, "parameters")
+            gather = self._gather(DATA, size, count)
+            scatter = self._scatter_seconds(3)
+        parts = PassParts(work, back, more, sums, sums_back, gather, scatter)
+        splits = self._schedule.splits_backward
+        return pass_seconds(parts, self.cluster.dispatch_overhead, as_one, self._is_first, splits)
+
+    @_kept
+    def _row_sums(self) -> Amount:
+        """Return the seconds to sum gradients along the devices that share a microbatch's rows."""
+        size, count = self._of("parameter_bytes"), self._of("parameters")
+        return np.asarray(self._all_reduce(DATA, size, count, self._rows_axis))
+
+    @property
+    def _rows_axis(self) -> np.ndarray:
+        return np.asarray(self._size(DATA) // (self.point.replicas or 1))
+
+    @_shared
+    def _crossing_seconds(self) -> Arrays:
+        """Return how long one microbatch occupies the links, and its latency.
+
+        They are those to the next stage, and those of its gradient to the one before. The other
+        stage is taken to be no slower than this one, and on the same host if both fit there.
+        """
+        rates, senders = zip(
+            *(mesh.link_to_next(self.cluster) for mesh in self.meshes), strict=True
+        )
+        out = np.asarray(self.sent() / self._column(rates) / self._column(senders))
+        back = np.broadcast_to(out[..., 0, :-1, None], out.shape)
+        return out, back, np.where(out > 0, self.cluster.latency, 0.0)
+
+    def sent(self) -> np.ndarray:
+        """Return the bytes of one microbatch to the next stage."""
+        return np.asarray(self._of("sent_bytes") / self.point.num_micro_batches)
+
+    # Seconds once a step
+
+    @_kept
+    def once(self, zero: int, recompute: Recompute | None) -> np.ndarray:
+        """Return the seconds of what is done once a step.
+
+        Gradients are summed over the replicas beside the backward pass, and the update reads and
+        writes the state.
+        """
+        sums, buckets, gathers, state = self._once_parts(zero)
+        backward = self.passes(zero, recompute).backward
+        exposed = exposed_seconds(sums, buckets, beside_seconds(backward, self.cluster))
+        return np.asarray(update_seconds(exposed + gathers, state, self.cluster.memory_bandwidth))
+
+    def hidden(self, zero: int, recompute: Recompute) -> np.ndarray:
+        """Return the seconds of the sums once a step that run under a backward pass."""
+        sums, buckets, _, _ = self._once_parts(zero)
+        backward = beside_seconds(self.passes(zero, recompute).backward, self.cluster)
+        return np.asarray(sums - exposed_seconds(sums, buckets, backward))
+
+    @_kept
+    def _once_parts(self, zero: int) -> tuple[Amount, Amount, Amount, Amount]:
+        """Return the seconds of sums, their buckets, the seconds of gathers, the state's bytes."""
+        owned, owned_cut = self._whole_and_sharded(zero, "owned_bytes")
+        kept, kept_cut = self._whole_and_sharded(zero, "optimizer_bytes")
+        size, size_cut = self._whole_and_sharded(zero, "gradient_bytes")
+        count, count_cut = self._whole_and_sharded(zero, "gradients")
+        sharded = kept_cut + (owned_cut if zero == 3 else 0.0)
+        buckets = self._buckets(size - size_cut, count - count_cut)
+        replicas, crossing = self.point.replicas or 1, self._crossing(size - size_cut)
+        sums = self._all_reduce(DATA, crossing, buckets, replicas)
+        gathers: Amount = 0.0
+        if zero == 2:  # scattered, and gathered after the update
+            sums = sums + self._scatter_seconds(zero)
+            buckets = buckets + self._buckets(size_cut, count_cut)
+            names = self._sharded(zero, "parameters")
+            gathers = self._gather(DATA, self._sharded(zero, "parameter_bytes"), names)
+        return sums, buckets, gathers, sharded_bytes(owned + kept, sharded, self._size(DATA))
+
+    def _scatter_seconds(self, zero: int) -> Amount:
+        """Return the seconds to reduce and scatter the gradients that are sharded along data."""
+        size, count = self._sharded(zero, "gradient_bytes"), self._sharded(zero, "gradients")
+        return np.asarray(self._gather(DATA, self._crossing(size), self._buckets(size, count)))
+
+    def _buckets(self, size: Amount, count: Amount) -> Amount:
+        """Return the number of buckets of gradients, by their bytes as they are accumulated."""
+        return bucket_count(self._crossing(size), count, self.point.reduction.bucket_bytes)
+
+    def _crossing(self, size: Amount) -> Amount:
+        """Return the bytes that cross, of gradients of 32 bits."""
+        return size / 2 if self.point.reduction.dtype == "bf16" else size
+
+    # Occupied links, without latency
+
+    @_kept
+    def pass_rings(self, zero: int, recompute: Recompute) -> Mapping[str, Amount]:
+        """Return for how long a microbatch's collectives occupy the rings along each axis."""
+        as_one, forward = self.runs_as_one(recompute), self._a_slice("forward_bytes")
+        backward = self._a_slice("backward_bytes") + self._of("fixed_backward_bytes")
+        backward = backward + np.where(as_one, 0.0, self._a_slice("repeated_bytes"))
+        backward = backward + self._in_full(forward, recompute)
+        if self._may_be_selective(recompute):
+            more = self._others(self._a_slice("selective_bytes"), recompute, selectively=True)
+            backward = backward + more
+        along_data = self._all_reduce(DATA, self._of("parameter_bytes"), None, self._rows_axis)
+        if zero == 3:
+            gathered = np.where(as_one, 1, 2) * self._sharded(3, "parameter_bytes")
+            scattered = self._crossing(self._sharded(3, "gradient_bytes"))
+            along_data = along_data + self._gather(DATA, gathered + scattered, None)
+        return {MODEL: self._all_reduce(MODEL, forward + backward, None), DATA: along_data}
+
+    def once_rings(self, zero: int) -> Mapping[str, Amount]:
+        """Return for how long the collectives once a step occupy the rings along each axis."""
+        whole, cut = self._whole_and_sharded(zero, "gradient_bytes")
+        replicas = self.point.replicas or 1
+        found = self._all_reduce(DATA, self._crossing(whole - cut), None, replicas)
+        if zero == 2:  # scattered, and gathered after the update
+            moved = self._crossing(cut) + self._sharded(zero, "parameter_bytes")
+            found = found + self._gather(DATA, moved, None)
+        return {DATA: found}
+
+    # A stage in a pipeline
+
+    def seconds(
+        self, zero: int, chosen: Recompute | np.ndarray, hidden: Sequence[int]
+    ) -> tuple[np.ndarray, ...]:
+        """Return the seconds of the first microbatch, of everything else, and of all work.
+
+        A pipeline takes no less than the sum of the first over its stages and the most of the
+        second. For the first microbatch goes through all stages and back; where a stage works on
+        others meanwhile (`Schedule.hidden_forwards`), that is not part of everything else, nor is
+        what it may do while the last gradient goes on. A stage takes as long as its devices work,
+        or as long as it sends, whichever is more.
+
+        Args:
+            zero: ZeRO level: 0, 2 or 3.
+            chosen: the recomputation; or its position in `choices` for each stage, `[stages behind,
+                mesh, first, end]`.
+            hidden: the forward passes that the first round trip hides, by the stages behind.
+
+        Returns:
+            The seconds of one microbatch with its transfers to and from the next stage; of
+            everything else, `[stages behind, mesh, first, end]`; those in which a device works or
+            is done once a step; and the last alone.
+        """
+        passes, update = self._timed(zero, chosen)
+        others = self.point.num_micro_batches - 1
+        out, back, latency = self._crossing_seconds()
+        whole = passes.forward + passes.backward
+        once, work, sends = whole, others * whole, others * (out + back)
+        if self._schedule.splits_backward and not self.cluster.shares_machine:
+            once = np.where(self._is_first, whole, whole - passes.weight)
+            # Its own weights, and one more for each stage before, are left to do while the last
+            # gradient goes back there.
+            later = np.minimum(np.arange(self.table.num_layers), others)[:, None]
+            work = work - np.where(self._is_first, 0.0, later * passes.weight)
+        done = np.array(hidden, float)[:, None, None, None]
+        rest = np.maximum(work - done * passes.forward, sends - done * out)
+        first = once + 2 * (out + latency)
+        every = whole * self.point.num_micro_batches + update
+        return first + self._valid, rest + update + self._valid, every + self._valid, update
+
+    def _timed(self, zero: int, chosen: Recompute | np.ndarray) -> tuple[PassSeconds, np.ndarray]:
+        if isinstance(chosen, Recompute):
+            return self.passes(zero, chosen), self.once(zero, chosen)
+        of = self.passes(zero, None)
+        at = chosen, np.arange(len(self.meshes))[:, None, None], self._first, self._end
+        taken = PassSeconds(of.forward, np.asarray(of.backward)[at], np.asarray(of.weight)[at])
+        return taken, self.once(zero, None)[at]
+
+    def fewest(
+        self, zero: int, in_flight: Sequence[int], wanted: np.ndarray | None
+    ) -> tuple[Recompute | np.ndarray, np.ndarray]:
+        """Return the recomputation of each stage with which it fits in the least time.
+
+        A stage that never fits recomputes nothing.
+
+        Args:
+            zero: ZeRO level: 0, 2 or 3.
+            in_flight: see `memory`.
+            wanted: the stages that matter, `[mesh, first, end]`; None: all.
+
+        Returns:
+            The positions in `choices`, or `NOTHING` for all; and the peak bytes; both `[stages
+            behind, mesh, first, end]`.
+        """
+        most, needs = self.point.memory_bytes or np.inf, self.memory(zero, NOTHING, in_flight)
+        change = needs > most
+        # The last stage may become one program, and so faster, the less it leaves inside.
+        most_recomputed = Recompute(self.table.num_layers)
+        change[0] |= self.runs_as_one(most_recomputed) & ~self.runs_as_one(NOTHING)
+        change &= self._valid == 0 if wanted is None else wanted
+        if not change.any():
+            return NOTHING, needs
+        behind, mesh, first, end = at = np.nonzero(change)
+        here = mesh, first, end
+        working = (of[:, mesh, first, end] for of in self.working(None))
+        held = np.array(in_flight)[behind]
+        each = self.held(zero)[here] + activation_bytes(held, *working)
+        each = np.maximum(each, self.around(zero)[here])
+        backward = np.asarray(self.passes(zero, None).backward)[:, mesh, first, end]
+        best = np.where(each <= most, backward, np.inf).argmin(0)
+        if not best.any():
+            return NOTHING, needs
+        chosen = np.zeros(needs.shape, int)
+        chosen[at] = best
+        needs[at] = np.take_along_axis(each, best[None], 0)[0]
+        return chosen, needs
+
+
+def first_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
+    """Return the costs of each stage's first `count` layers.
+
+    Args:
+        of: the costs of whole stages, `[mesh, first, end]`.
+        count: number of layers; of an array of numbers, each along a leading axis.
+    """
+    if isinstance(count, int) and count == 0:
+        return np.zeros_like(of)
+    if isinstance(count, int) and count >= of.shape[-2]:
+        return of
+    return _taken(of, _places(of, count)[0])
+
+
+def other_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
+    """Return the costs of each stage's layers behind the first `count`; see `first_layers`."""
+    if isinstance(count, int) and count == 0:
+        return of
+    if isinstance(count, int) and count >= of.shape[-2]:
+        return np.zeros_like(of)
+    padded = np.concatenate([of, np.zeros_like(of[..., :1, :])], -2)  # no stage begins at the end
+    return _taken(padded, _places(of, count)[1])
+
+
+def _places(of: np.ndarray, count: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of every stage's first layers and others among flattened stages."""
+    if isinstance(count, int):
+        return _kept_split(of.shape[-2], of.shape[-1], count)
+    return _split(of.shape[-2], of.shape[-1], count[:, None, None])
+
+
+def _split(firsts: int, ends: int, count: Any) -> tuple[np.ndarray, np.ndarray]:
+    first, end = np.ogrid[:firsts, :ends]
+    others = np.minimum(first + count, np.maximum(first, end))
+    return first * ends + others, others * ends + end
+
+
+_kept_split = functools.lru_cache(maxsize=4096)(_split)
+
+
+def _taken(of: np.ndarray, places: np.ndarray) -> np.ndarray:
+    found = np.take(of.reshape(*of.shape[:-2], -1), places, axis=-1)
+    return np.moveaxis(found, -3, 0)
