@@ -176,7 +176,7 @@ def test_a_worker_on_another_machine_is_examined_there(session, probe, tmp_path)
         time.sleep(0.01)
     first, *lines = diagnose(worker).splitlines()
     assert first.startswith("its process waits")
-    assert first.endswith(f"; where it stands (all of its threads: {worker.log}):")
+    assert first.endswith(f"; its stacks (all threads: {worker.log}):")
     assert any(line.endswith(" in wait") for line in lines)
 
 
