@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from launcher.base.files import DamagedError, open_regular
@@ -45,6 +46,7 @@ class HungError(ClusterError):
 _OF_INPUT = "InputError"  # for an unusable file: the message is enough, a traceback adds nothing
 
 
+@dataclass(eq=False, repr=False)
 class WorkerError(Exception):
     """An error raised when a worker process died, or for an exception raised inside it.
 
@@ -62,32 +64,23 @@ class WorkerError(Exception):
         log_tail: the last lines of that file.
     """
 
-    def __init__(  # noqa: PLR0913 (a failure, by its facts)
-        self,
-        worker: str,
-        error_message: str,
-        log: Path,
-        *,
-        host: int = 0,
-        whereabouts: str = "",
-        died: bool = False,
-        silent: bool = False,
-        is_server: bool = False,
-        error_type: str = "",
-        traceback_text: str = "",
-    ) -> None:
-        super().__init__(worker, error_message)
-        self.worker = worker
-        self.host = host
-        self.whereabouts = whereabouts or worker
-        self.died = died
-        self.silent = silent
-        self.is_server = is_server
-        self.error_type = error_type
-        self.error_message = error_message
-        self.traceback_text = traceback_text
-        self.log = log
-        self.log_tail = last_lines(log)
+    worker: str
+    error_message: str
+    log: Path
+    _: KW_ONLY
+    host: int = 0
+    whereabouts: str = ""
+    died: bool = False
+    silent: bool = False
+    is_server: bool = False
+    error_type: str = ""
+    traceback_text: str = ""
+    log_tail: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.worker, self.error_message)
+        self.whereabouts = self.whereabouts or self.worker
+        self.log_tail = last_lines(self.log)
 
     @property
     def lost_connection(self) -> bool:

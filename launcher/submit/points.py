@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.base.files import DamagedError, read_json, write_whole
+from launcher.base.files import read_json, write_whole
 from launcher.base.reading import read
 from launcher.config.compose import to_written
 from launcher.config.errors import ConfigError
@@ -155,16 +155,7 @@ def read_points(folder: Path) -> tuple[PointNote, ...]:
         ConfigError: it is damaged.
     """
     try:
-        points = read(_File, read_json(folder / FILE)).points
-        if any(point.number != place for place, point in enumerate(points)):
-            raise DamagedError("its points are not numbered 0, 1, …")
-        for point in points:
-            same = point.same_as
-            if Path(point.run).name != point.run or point.run in ("", ".."):
-                raise DamagedError(f"run is {point.run!r}, not a folder's name")
-            if same is not None and not 0 <= same < point.number:
-                raise DamagedError(f"same_as is {same}, not an earlier point")
-        return points
+        return read(_File, read_json(folder / FILE)).points
     except FileNotFoundError:
         return ()
     except ValueError as error:

@@ -187,7 +187,7 @@ def test_a_machine_that_does_not_answer_is_no_mystery(session, probe, monkeypatc
     worker._process, worker.elsewhere = None, True
     monkeypatch.setattr("launcher.cluster.diagnose._NODE_SECONDS", 0.0)
     assert diagnose(worker) == (
-        "its process is on another machine, of which nothing is known: "
+        "its process is on another machine, whose state is unknown: "
         "its node did not answer within 0 s"
     )
 
