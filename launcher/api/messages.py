@@ -88,7 +88,7 @@ class Messages:
         if shared is not None:
             message.append(share(shared))
         try:
-            futures = self._group.submit("do", *message)
+            futures = self._group.call("do", *message)
         except BaseException:  # Ctrl-C between two workers
             text = "a call was broken off after some of the workers had got it and others had not"
             self._failure = ClusterError(

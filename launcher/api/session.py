@@ -28,11 +28,17 @@ from launcher.cluster.devices import (
     find_gpus,
     local_pool,
 )
-from launcher.cluster.ray.attached_ray import AttachedRay
-from launcher.cluster.ray.demand import NOTHING, Demand, check_demand
-from launcher.cluster.ray.private_ray import PrivateRay, start
+from launcher.cluster.kinds import pool_shape
+from launcher.cluster.ray.existing_ray import (
+    NO_REQUEST,
+    ExistingRay,
+    ResourceRequest,
+    check_feasible,
+    is_connected,
+)
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.ray_compat import Node
-from launcher.cluster.ray.reach import is_connected
+from launcher.cluster.ray.session import RaySession
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.worker_group import WorkerGroup
@@ -183,14 +189,14 @@ def init(  # noqa: PLR0913 (what a script may ask for)
         step_timeout=step_timeout,
         start_timeout=start_timeout,
     )
-    demand = Demand(num_cpus, dict(resources or {}))
+    demand = ResourceRequest(num_cpus, dict(resources or {}))
     _check_demands(cluster, demand)
     if cluster == "local":
         _held = _Held(_this_process(address, num_nodes, num_devices_per_node), lambda: None)
     else:
         limit = StartLimit(start_timeout, "launcher.init(start_timeout=...)")
-        session, pool = _session(address, num_nodes, num_devices_per_node, limit, demand)
-        _held = _workers(session, pool, step_timeout)
+        session = _session(address, num_nodes, num_devices_per_node, limit, demand)
+        _held = _workers(session, step_timeout)
         atexit.register(shutdown)  # before Ray's own, which was registered before
 
 
@@ -240,7 +246,7 @@ def _this_process(address: str | None, nodes: int | None, devices: int | None) -
     return LocalBackend(tuple(there[:devices]))
 
 
-def _check_demands(cluster: str, demand: Demand) -> None:
+def _check_demands(cluster: str, demand: ResourceRequest) -> None:
     demands = {"num_cpus": demand.num_cpus} | {
         f"resources[{name!r}]": amount for name, amount in demand.resources.items()
     }
@@ -252,7 +258,7 @@ def _check_demands(cluster: str, demand: Demand) -> None:
     for name in {"CPU", "GPU"} & {*demand.resources}:
         argument = {"CPU": "num_cpus", "GPU": "num_devices_per_node"}[name]
         raise SessionError(f"resources[{name!r}] cannot be set here: use {argument}=")
-    if cluster == "local" and demand != NOTHING:
+    if cluster == "local" and demand != NO_REQUEST:
         raise SessionError(
             'num_cpus= and resources= are demands on a Ray, and cluster="local" is this process: '
             "leave them out"
@@ -264,38 +270,33 @@ def _session(
     nodes: int | None,
     devices: int | None,
     limit: StartLimit,
-    demand: Demand,
-) -> tuple[PrivateRay | AttachedRay, DevicePool]:
-    """Return the Ray on which workers can start, and its devices."""
+    demand: ResourceRequest,
+) -> RaySession:
+    """Return the Ray on which workers can start."""
     if address is None and is_connected():
         address = "auto"
     if address is not None:
-        attached = AttachedRay(address, nodes, devices, limit, demand)
-        return attached, attached.pool
+        return ExistingRay(address, nodes, devices, limit, demand)
     pool = _private_pool(nodes or 1, devices)
     here = Node("", "a private one on this machine", {"CPU": float(os.cpu_count() or 1)})
     on_one = dataclasses.replace(pool, kind="cpu")  # which its workers share
-    check_demand(demand.bundle(0), on_one, [here])
-    return start(pool, None, limit=limit), pool
+    check_feasible(demand.bundle(0), on_one, [here])
+    return PrivateRay(pool, None, limit=limit)
 
 
-def _workers(session: PrivateRay | AttachedRay, pool: DevicePool, step_timeout: float) -> _Held:
+def _workers(session: RaySession, step_timeout: float) -> _Held:
     with ExitStack() as undo:
         undo.callback(session.close)
-        if pool.kind == "gpu":
+        if session.pool.kind == "gpu":
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
         workers, setting = session.spawn(StepWorker), "launcher.init(step_timeout=...)"
         group = WorkerGroup(workers, session.check, step_timeout, setting)
         is_here = isinstance(session, PrivateRay)
-        backend = RayBackend(group, _shape_of(pool), session.serve, is_here)
+        backend = RayBackend(group, pool_shape(session.pool), session.serve, is_here)
         text = "this belongs to a session that launcher.shutdown() has ended"
         gone = SessionError(f"{text}; call launcher.init again and create it again")
         undo.callback(backend.close, gone)
         return _Held(backend, undo.pop_all().close)
-
-
-def _shape_of(pool: DevicePool) -> ClusterShape:
-    return local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
 
 
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from launcher.base.follow import follow
+from launcher.base.parent_death import end_with_parent
 from launcher.checkpoint.shards import view_on_host
 from launcher.checkpoint.write import SaveError, Writers, abandon, save, stored_parts
 
@@ -211,7 +211,7 @@ def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[in
 
 def serve() -> None:
     """Save states on request until the other end closes: the whole program of the process."""
-    follow()
+    end_with_parent()
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     with suppress(EOFError, ConnectionError):  # the worker is gone
         while True:

@@ -146,7 +146,6 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         return _for_hydra(arguments)
     from launcher.api.versions import check_versions
     from launcher.config.compose import load, load_frozen
-    from launcher.config.machines import SlurmCluster
 
     check_versions()
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
@@ -174,11 +173,17 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         from launcher.submit.job_sweep import sweep_status
 
         return sweep_status(config.sweep)
-    if isinstance(config.cluster, SlurmCluster) and config.task in ("train", "submit"):
+    if config.task in ("train", "submit") and _is_batch(config):
         return _on_slurm(config, stop)
     from launcher.driver.run import run
 
     return run(config, stop)
+
+
+def _is_batch(config: Config) -> bool:
+    from launcher.cluster.kinds import kind_of
+
+    return kind_of(config.cluster).is_batch
 
 
 def _check(config: Config) -> int:

@@ -1,5 +1,6 @@
-"""Processes that run a plan: devices, Ray, Slurm, and the group of workers.
+"""Processes that run a plan: kinds of clusters, devices, Ray, Slurm, and the group of workers.
 
-`devices` finds the devices, `ray` starts a worker process on each host, `slurm` brings up the nodes
-of a batch job, `process_group` connects the workers, and `worker_group` talks to all of them.
+`kinds` has a class for each kind of cluster, `devices` finds the devices of this machine, `ray`
+starts a worker process on each host, `slurm` brings up the nodes of a batch job, `process_group`
+connects the workers, and `worker_group` calls all of them.
 """

@@ -1,4 +1,4 @@
-"""The devices of a run: this machine's GPUs, or CPU devices that stand in for them.
+"""Find the devices of this machine: its GPUs, or emulated CPU devices in their place.
 
 Neither JAX nor CUDA is loaded into this process: the driver plans on a machine whose devices belong
 to the workers.
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.libraries import installing
-from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Cluster, Described, Emulated, RayCluster, SlurmCluster
+from launcher.config.machines import Cluster
 
 STAND_INS = 4  # emulated devices unless the user asks for a number
 _MOST_STAND_INS = 64  # for cluster=local: more is a slip, or meant for another machine
@@ -57,7 +56,7 @@ class DevicePool:
         hosts: the number of processes.
         devices_per_host: the number of devices of each.
         device_name: the model of the devices.
-        note: one line that tells the user what they are.
+        note: one line about them for the user.
         gpu_ids: one CUDA_VISIBLE_DEVICES entry a GPU, in order; empty for CPU devices, and if each
             host chooses its own GPUs.
     """
@@ -93,28 +92,6 @@ class Gpus:
     problem: str = ""
 
 
-def find_devices(cluster: Cluster) -> DevicePool:
-    """Return the devices that `cluster` asks for on this machine.
-
-    Raises:
-        ConfigError: more devices than the machine has, or hosts that do not fit.
-    """
-    if isinstance(cluster, Emulated):
-        return emulated_pool(cluster)
-    if isinstance(cluster, Described):
-        raise ConfigError(
-            f"cluster={cluster.title} describes machines to plan for; they are not here",
-            "Use task=plan, or train with cluster=local or cluster=emulated.",
-            ("cluster.kind",),
-        )
-    if isinstance(cluster, SlurmCluster):
-        here = find_allocation(os.environ) is not None and not cluster.slurm.emulated
-        return slurm_pool(cluster, find_gpus(os.environ) if here else None)
-    if isinstance(cluster, RayCluster):
-        return _unasked_pool(cluster, find_gpus(os.environ))
-    return local_pool(cluster, find_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
 def emulated_pool(cluster: Cluster) -> DevicePool:
     """Return emulated CPU devices, spread evenly over `cluster.hosts` processes.
 
@@ -135,7 +112,7 @@ def emulated_pool(cluster: Cluster) -> DevicePool:
         hosts=cluster.hosts,
         devices_per_host=total // cluster.hosts,
         device_name=EMULATED,
-        note=f"{_count(total, EMULATED)}{spread}, as asked",
+        note=f"{count(total, EMULATED)}{spread}, as asked",
     )
 
 
@@ -162,7 +139,7 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
     wanted = cluster.gpus or usable
     if wanted > usable:
         raise ConfigError(
-            f"cluster.gpus={wanted}, but this machine has {_count(usable, 'GPU')}",
+            f"cluster.gpus={wanted}, but this machine has {count(usable, 'GPU')}",
             f"Set cluster.gpus={usable} or less, or cluster=emulated for CPU devices in their "
             "place.",
             ("cluster.gpus",),
@@ -175,56 +152,8 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
         hosts=1,
         devices_per_host=wanted,
         device_name=name,
-        note=f"{_count(wanted, 'GPU')}: {name}",
+        note=f"{count(wanted, 'GPU')}: {name}",
         gpu_ids=tuple(ids)[:wanted],
-    )
-
-
-def slurm_pool(cluster: SlurmCluster, gpus: Gpus | None) -> DevicePool:
-    """Return the devices of a job's nodes, the same number on each.
-
-    Args:
-        cluster: the settings.
-        gpus: the GPUs of this node, one of the job's; None if the job is still to be submitted.
-
-    Raises:
-        ConfigError: this node has fewer GPUs than the settings ask for.
-    """
-    if cluster.slurm.emulated:
-        return emulated_pool(cluster)
-    assert cluster.gpus is not None
-    per_host = cluster.gpus // cluster.hosts
-    name = "GPU"
-    if gpus is not None:
-        name = ", ".join(dict.fromkeys(_usable(gpus, per_host))) or name
-    nodes = _count(cluster.hosts, "Slurm node")
-    return DevicePool(
-        kind="gpu",
-        hosts=cluster.hosts,
-        devices_per_host=per_host,
-        device_name=name,
-        note=f"{_count(cluster.gpus, 'GPU')} on {nodes}" + (f": {name}" if gpus else ""),
-    )
-
-
-def _unasked_pool(cluster: RayCluster, gpus: Gpus) -> DevicePool:
-    """Return the devices of a Ray that is not asked for them: taken to be like those here.
-
-    Args:
-        cluster: the settings.
-        gpus: the GPUs of this machine.
-    """
-    names = () if gpus.problem else gpus.names
-    per_host = (cluster.gpus or 0) // cluster.hosts or len(names) or STAND_INS
-    name = ", ".join(dict.fromkeys(names)) or EMULATED
-    total = per_host * cluster.hosts
-    return DevicePool(
-        kind="gpu" if names else "cpu",
-        hosts=cluster.hosts,
-        devices_per_host=per_host,
-        device_name=name,
-        note=f"cluster=ray is not asked for its devices: taken to be like those here, "
-        f"{total} times {name}",
     )
 
 
@@ -232,23 +161,27 @@ def visible_gpus(cluster: Cluster, environ: Mapping[str, str]) -> str:
     """Return CUDA_VISIBLE_DEVICES for one node of a job: as many of its GPUs as the run uses.
 
     Raises:
-        ConfigError: the node has fewer GPUs than the run uses.
+        ConfigError: the node has fewer GPUs.
     """
     assert cluster.gpus is not None
     per_host = cluster.gpus // cluster.hosts
-    _usable(find_gpus(environ), per_host)
+    node_gpus(find_gpus(environ), per_host)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     ids = [entry.strip() for entry in visible.split(",")] if visible else map(str, range(per_host))
     return ",".join(list(ids)[:per_host])
 
 
-def _usable(gpus: Gpus, wanted: int) -> tuple[str, ...]:
-    """Return the names of the first `wanted` GPUs of this node of a job."""
+def node_gpus(gpus: Gpus, wanted: int) -> tuple[str, ...]:
+    """Return the names of the first `wanted` GPUs of this node of a job.
+
+    Raises:
+        ConfigError: the node has fewer GPUs.
+    """
     if gpus.problem or len(gpus.names) < wanted:
         node = os.environ.get("SLURMD_NODENAME", "this node")
         reason = f": {gpus.problem}" if gpus.problem else ""
         raise ConfigError(
-            f"{node} gives this job {_count(len(gpus.names), 'GPU')}, but {wanted} are needed on "
+            f"{node} gives this job {count(len(gpus.names), 'GPU')}, but {wanted} are needed on "
             f"each node{reason}",
             "Set cluster.gpus to what the nodes have in total, or cluster.slurm.emulated=true for "
             "CPU devices.",
@@ -260,11 +193,11 @@ def _usable(gpus: Gpus, wanted: int) -> tuple[str, ...]:
 def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
     total = asked or STAND_INS
     if gpus.problem and gpus.names:
-        reason = f"{_count(len(gpus.names), 'GPU')} here ({gpus.names[0]}), but {gpus.problem}"
+        reason = f"{count(len(gpus.names), 'GPU')} here ({gpus.names[0]}), but {gpus.problem}"
         if asked:
             raise ConfigError(
                 f"cluster.gpus={asked}: {reason}",
-                f"Fix that, or set cluster=emulated for {_count(asked, EMULATED)}.",
+                f"Fix that, or set cluster=emulated for {count(asked, EMULATED)}.",
                 ("cluster.gpus",),
             )
     else:
@@ -283,7 +216,7 @@ def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
         hosts=1,
         devices_per_host=total,
         device_name=EMULATED,
-        note=f"{reason}: {_count(total, EMULATED)} {verb} in",
+        note=f"{reason}: {count(total, EMULATED)} {verb} in",
     )
 
 
@@ -312,5 +245,6 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
     return Gpus(names, problem)
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "2 GPUs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Diagnosis of a worker that does not answer: its process's state and its Python stacks.
+"""Diagnose a worker that does not answer: the state of its process and its Python stacks.
 
 Linux tells most about a process; on other systems the diagnosis says less.
 """
@@ -25,22 +25,22 @@ _OURS = tuple(f'"{_ROOT / package}{os.sep}' for package in ("launcher", "recipes
 
 
 def diagnose(worker: WorkerHandle) -> str:
-    """Return, in some lines, what a worker that does not answer is doing.
+    """Return the state of a worker that does not answer, in a few lines.
 
-    That is whether its process runs, waits or is stopped, and the stacks of its main thread and of
-    the threads that run code of the launcher. The process writes the stacks of all threads to its
-    log. For that, a stopped process is continued, so it should be ended afterwards. A worker on
-    another machine is diagnosed there.
+    The state is that of its process (running, waiting or stopped), with the stacks of its main
+    thread and of the threads that run code of the launcher. The process writes the stacks of all
+    threads to its log. For that, a stopped process is continued, so it should be ended afterwards.
+    A worker on another machine is diagnosed there.
     """
     process = worker.process()
     if process is not None:
         return diagnose_process(process.pid, str(worker.log))
     if not worker.elsewhere:
-        return "its process is not up yet: nothing more is known"
+        return "its process is not up yet"
     try:
         return str(worker.run_on_node(diagnose_process, _NODE_SECONDS))
     except (TimeoutError, RayEndedError) as error:
-        return f"its process is on another machine, of which nothing is known: {error}"
+        return f"its process is on another machine, whose state is unknown: {error}"
 
 
 def diagnose_process(pid: int, log: str) -> str:
@@ -57,8 +57,8 @@ def diagnose_process(pid: int, log: str) -> str:
         return f"its process cannot be diagnosed: {error}"
     stacks = relevant_stacks(_new_text(path, written))
     if not stacks:
-        return f"{state}; it wrote no stacks when asked to"
-    heading = f"{state}; where it stands (all of its threads: {path}):"
+        return f"{state}; it wrote no stacks on request"
+    heading = f"{state}; its stacks (all threads: {path}):"
     return "\n".join([heading, *(f"  {line}" for line in stacks)])
 
 

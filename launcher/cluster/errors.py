@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from launcher.base.files import DamagedError, open_regular
@@ -42,18 +43,17 @@ class HungError(ClusterError):
         self.workers = workers
 
 
-_OF_INPUT = (
-    "InputError"  # of a file that cannot be used: its line says all, where it was raised nothing
-)
+_OF_INPUT = "InputError"  # for an unusable file: the message is enough, a traceback adds nothing
 
 
+@dataclass(eq=False, repr=False)
 class WorkerError(Exception):
     """An error raised when a worker process died, or for an exception raised inside it.
 
     Attributes:
         worker: the worker's name, such as `worker_0`.
         host: the worker's index in the pool.
-        whereabouts: the worker's name with its process and machine, as far as they are known.
+        whereabouts: the worker's name with its process and machine, if known.
         died: whether the process is gone; otherwise it lives and takes further calls.
         is_server: whether it is a parameter server, and no worker.
         silent: whether all that is known is that it cannot be reached; `died` is true as well.
@@ -64,32 +64,23 @@ class WorkerError(Exception):
         log_tail: the last lines of that file.
     """
 
-    def __init__(  # noqa: PLR0913 (a failure, by its facts)
-        self,
-        worker: str,
-        error_message: str,
-        log: Path,
-        *,
-        host: int = 0,
-        whereabouts: str = "",
-        died: bool = False,
-        silent: bool = False,
-        is_server: bool = False,
-        error_type: str = "",
-        traceback_text: str = "",
-    ) -> None:
-        super().__init__(worker, error_message)
-        self.worker = worker
-        self.host = host
-        self.whereabouts = whereabouts or worker
-        self.died = died
-        self.silent = silent
-        self.is_server = is_server
-        self.error_type = error_type
-        self.error_message = error_message
-        self.traceback_text = traceback_text
-        self.log = log
-        self.log_tail = last_lines(log)
+    worker: str
+    error_message: str
+    log: Path
+    _: KW_ONLY
+    host: int = 0
+    whereabouts: str = ""
+    died: bool = False
+    silent: bool = False
+    is_server: bool = False
+    error_type: str = ""
+    traceback_text: str = ""
+    log_tail: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.worker, self.error_message)
+        self.whereabouts = self.whereabouts or self.worker
+        self.log_tail = last_lines(self.log)
 
     @property
     def lost_connection(self) -> bool:

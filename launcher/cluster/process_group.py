@@ -1,24 +1,23 @@
 """The process group of the workers: JAX's coordination service, and a transport of arrays.
 
-`Peer` is the base class of worker objects that can form a group, and `init_process_group` is the
-driver's side. In place of a group, workers that exchange nothing but sums have parameter servers;
+`Peer` is the base class of worker objects that can form a group; `WorkerGroup.join` is the driver's
+side. In place of a group, workers that exchange nothing but sums have parameter servers;
 each is then a JAX of its own. This module imports JAX.
 
-Neither JAX's coordination service nor its transfer server checks who connects. So on one machine
-the service listens on a UNIX socket in a folder that no other user can enter, and which is removed
-once all workers are connected; between machines it listens at one address. The transfer server
-always listens at one address, and arrays are pulled by keys that are counted from a random number
-of 62 bits.
+Neither JAX's coordination service nor its transfer server authenticates its clients. So on one
+machine the service listens on a UNIX socket in a folder that no other user can enter, and which is
+removed once all workers are connected; between machines it listens at one address. The transfer
+server always listens at one address, and arrays are pulled by keys that are counted from a random
+number of 62 bits.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -26,11 +25,8 @@ import jax
 
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.server_client import ServerClient
-from launcher.cluster.ray.worker import Future, WorkerHandle, gather
 from launcher.runtime import PermuteTransport, PullTransport, Transport, keep_compiled
 from launcher.runtime.programs.compat import bind_collectives
-
-_KEY_BITS = 62  # of a key's 64, so that there is room to count
 
 _log = logging.getLogger(__name__)
 
@@ -131,52 +127,3 @@ class Peer:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
-
-
-def connect_to_servers(
-    handles: Sequence[WorkerHandle],
-    servers: Sequence[WorkerHandle],
-    seconds: float,
-    watch: Callable[[list[WorkerHandle]], None] | None = None,
-) -> None:
-    """Make parameter servers known to workers whose classes derive from `Peer`.
-
-    Args:
-        handles: the workers, in the order of their hosts, which have no process group.
-        servers: the servers, in the order of their numbers.
-        seconds: how long an exchange may take.
-        watch: watches the wait, as in `gather`.
-
-    Raises:
-        WorkerError: a worker or a server cannot be reached.
-    """
-    listed = [(server.actor, server.name) for server in servers]
-    count = len(handles)
-    gather(
-        [h.submit("meet", count, rank, listed, seconds) for rank, h in enumerate(handles)], watch
-    )
-
-
-def init_process_group(
-    handles: Sequence[WorkerHandle],
-    wait: Callable[[Sequence[Future]], list[Any]] = gather,
-    transport: str = "auto",
-) -> None:
-    """Connect workers whose classes derive from `Peer`; it has to be the first call they get.
-
-    Args:
-        handles: the workers, in the order of their hosts.
-        wait: returns the results of calls, as `gather` does.
-        transport: see `Peer.join`.
-
-    Raises:
-        WorkerError: one of them cannot be reached.
-    """
-    if len(handles) == 1:
-        return
-    count, first = len(handles), handles[0]
-    spread = len({handle.address for handle in handles}) > 1
-    (coordinator,) = wait([first.submit("coordinator", first.address if spread else None)])
-    joining = [h.submit("join", coordinator, count, h.host, h.address, transport) for h in handles]
-    addresses, first_key = wait(joining), secrets.randbits(_KEY_BITS)
-    wait([h.submit("connect", addresses, first_key) for h in handles])

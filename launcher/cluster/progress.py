@@ -1,9 +1,9 @@
-"""Whether workers get on before the first step, how far, and what each wait for them is for.
+"""Progress of the workers before the first step, and the purpose of each wait for them.
 
-What a worker does there takes seconds or an hour: it compiles, or reads a checkpoint of terabytes.
-So the driver does not limit its time, but the time without progress: where a call computes or
-reads, that is what its process uses of the processor and reads of files. Where it waits for other
-processes, only its answer is progress, since a collective that hangs keeps a processor busy.
+Compiling or reading a checkpoint of terabytes takes seconds or an hour, so the driver limits only
+the time without progress. For a call that computes or reads, progress is the processor time that
+its process uses and the bytes that it reads. For one that waits for other processes, only its
+answer is progress, since a collective that hangs keeps a processor busy.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _ASKED = 16  # machines at once
 
 
 class Progresses(Enum):
-    """What counts as progress of a call, or that its time is limited instead."""
+    """The kinds of progress of a call; the time of a `STEP` is limited instead."""
 
     ALONE = "each worker computes or reads by itself"
     TOGETHER = "workers compute and meet: while one computes, others may wait for it"
     ANSWER = "workers wait for one another: only an answer is progress"
-    STEP = "it may stand behind a step, and may take as long as any"
+    STEP = "it may be queued after a step, and take as long as any"
 
 
 class Wait(NamedTuple):
-    """What a call of the workers does before the first step.
+    """The purpose of a call of the workers before the first step.
 
     Attributes:
-        words: what a worker is doing meanwhile.
-        progresses: what counts as progress.
+        words: the activity of a worker meanwhile.
+        progresses: the kind of progress.
     """
 
     words: str
@@ -51,54 +51,43 @@ class Wait(NamedTuple):
 
 
 ALONE, TOGETHER, ANSWER, STEP = Progresses
-WAITS = {
+WAITS = {  # calls before the first step that are limited by their time without progress
     "coordinator": Wait("it starts and opens its port for the others", ALONE),
     "join": Wait("it starts and joins the other processes", TOGETHER),
     "connect": Wait("it connects to the other processes", ANSWER),
     "meet": Wait("it connects to the parameter servers", ANSWER),
-    "process": Wait("it says which process it is", ANSWER),
-    "clock": Wait("it tells its clock", ANSWER),
+    "process": Wait("it reports its process", ANSWER),
+    "clock": Wait("it reports its clock", ANSWER),
     "measure": Wait("it measures its devices and links", TOGETHER),
-    "build": Wait("it reads the data's first part and traces the step", ALONE),
-    "begin_setup": Wait("it cuts the step into programs", ALONE),
+    "build": Wait("it reads the first data and traces the step", ALONE),
+    "begin_setup": Wait("it partitions the step into programs", ALONE),
     "compiled": Wait("it compiles", ALONE),
     "compile": Wait("it compiles", TOGETHER),
     "setup": Wait("it opens its connections to other devices: the first collectives", ANSWER),
-    "begin_trial": Wait("it compiles a plan that is tried", TOGETHER),
-    "run_trial": Wait("it runs a plan that is tried", STEP),
+    "begin_trial": Wait("it compiles a candidate plan", TOGETHER),
     "begin": Wait("it reads the model and compiles", TOGETHER),
     "more": Wait("it generates", TOGETHER),
     "create": Wait("it creates the first state", TOGETHER),
     "restore": Wait("it reads the checkpoint", ALONE),
-    "values": Wait("it sends its first values", STEP),
-    "take_first": Wait("it takes the first process's values", STEP),
-    "pass_over": Wait("it passes over batches", ALONE),
+    "pass_over": Wait("it skips batches", ALONE),
     "first_batch": Wait("it reads its first batch", ALONE),
-    "dry_step": Wait("it runs a step on trial", STEP),
-    "step": Wait("it runs the first step", STEP),
-    "run": Wait("it runs the first step", STEP),
-    "warm_up": Wait("it runs a step on trial", STEP),
-    "ask": Wait("it tells of a compiled step", STEP),
-    "digests": Wait("it compares its arrays", STEP),
-    "fetch": Wait("it sends arrays", STEP),
-    "foreach": Wait("it calls a function", STEP),
-    "lend": Wait("it works on its arrays", STEP),
-    "lend_own": Wait("it works on its arrays", STEP),
-    "live_arrays": Wait("it counts its arrays", STEP),
-    "placement": Wait("it tells where an array lies", STEP),
-    "wait": Wait("it computes an array", STEP),
 }
 
 
+def wait_of(method: str) -> Wait:
+    """Return the wait for a call; one that is not listed may follow a step, and take as long."""
+    return WAITS.get(method) or Wait(f"it runs `{method}`", STEP)
+
+
 class Progress:
-    """What the workers of one wait have used, by the name of each.
+    """Resources that the workers of one wait have used, by name.
 
     Args:
         limit: the seconds that a worker may take without progress.
-        progresses: what counts as progress.
+        progresses: the kind of progress.
 
     Attributes:
-        bytes_read: what the processes have read from files meanwhile, as far as it is known.
+        bytes_read: the bytes that the processes are known to have read from files meanwhile.
     """
 
     def __init__(self, limit: float, progresses: Progresses) -> None:
@@ -162,7 +151,7 @@ class Progress:
                 self._moved[name] = now
 
     def _used_elsewhere(self, handle: WorkerHandle) -> tuple[float, int] | None:
-        """Return what a process on another machine has used so far; None if it is not told."""
+        """Return the use by a process on another machine so far; None if it cannot be asked."""
         with suppress(TimeoutError, RayEndedError):
             if not self._ended:
                 found: tuple[float, int] | None = handle.run_on_node(used_by, _NODE_SECONDS)

@@ -1,8 +1,9 @@
-"""A group of workers, one a host, and of their parameter servers; every wait is watched."""
+"""Call a group of workers, one a host, and their parameter servers, with a watch on every wait."""
 
 from __future__ import annotations
 
 import functools
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,18 +13,19 @@ from launcher.base.spans import Clock, clock_of
 from launcher.cluster import progress
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
-from launcher.cluster.process_group import connect_to_servers, init_process_group
-from launcher.cluster.progress import WAITS, Progress, Progresses, Wait
-from launcher.cluster.ray.server_health import ended, silent
+from launcher.cluster.progress import Progress, Progresses, wait_of
 from launcher.cluster.ray.worker import (
     WATCH_SECONDS,
     Future,
     WorkerHandle,
     cause_of,
+    ended_server,
     gather,
+    silent_servers,
 )
 from launcher.hardware.worker_info import WorkerInfo
 
+_KEY_BITS = 62  # of a transfer key's 64, so that there is room to count
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
 _RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
@@ -33,7 +35,7 @@ class WorkerGroup:
     """One worker a host, in the order of the hosts.
 
     Every wait of a group ends: workers and servers that do not answer are diagnosed and given up,
-    the end of Ray is noticed, and Ctrl-C is answered.
+    and the end of Ray and Ctrl-C are noticed.
 
     Args:
         handles: the workers.
@@ -82,19 +84,33 @@ class WorkerGroup:
             transport: see `Peer.join`.
             advance: see `gather`.
         """
+        if len(self.handles) == 1:
+            return
         wait = functools.partial(self.gather, starting=True, advance=advance)
-        init_process_group(self.handles, wait, transport)
+        count, first = len(self.handles), self.handles[0]
+        spread = len({handle.address for handle in self.handles}) > 1
+        (coordinator,) = wait([first.submit("coordinator", first.address if spread else None)])
+        addresses = wait(
+            [
+                handle.submit("join", coordinator, count, rank, handle.address, transport)
+                for rank, handle in enumerate(self.handles)
+            ]
+        )
+        wait(self.call("connect", addresses, secrets.randbits(_KEY_BITS)))
 
     def use_servers(self, servers: Sequence[WorkerHandle]) -> None:
         """Connect the workers to parameter servers, in place of `join`."""
         self._servers = tuple(servers)
-        # The driver gives them up first, and says who is to blame.
-        seconds = _MOST * self._timeout
-        watch = self.watch(starting=True, method="meet")
-        connect_to_servers(self.handles, self._servers, seconds, watch)
+        listed = [(server.actor, server.name) for server in servers]
+        seconds = _MOST * self._timeout  # the driver gives up first, and names the process to blame
+        count = len(self.handles)
+        self.gather(
+            [h.submit("meet", count, rank, listed, seconds) for rank, h in enumerate(self.handles)],
+            starting=True,
+        )
 
     def infos(self, processes: Sequence[int], devices: int) -> list[WorkerInfo]:
-        """Return what is known of each worker.
+        """Return the public description of each worker.
 
         Args:
             processes: the answers to `Peer.process`.
@@ -108,7 +124,7 @@ class WorkerGroup:
         ]
 
     def clocks(self, rounds: int = 5) -> list[Clock]:
-        """Return each worker's clock against this process's, by so many round trips each.
+        """Return each worker's clock against this process's, by `rounds` round trips each.
 
         The workers have to be idle.
         """
@@ -120,7 +136,7 @@ class WorkerGroup:
 
         return [clock_of([asked(handle) for _ in range(rounds)]) for handle in self.handles]
 
-    def submit(self, method: str, *arguments: Any) -> tuple[Future, ...]:
+    def call(self, method: str, *arguments: Any) -> tuple[Future, ...]:
         """Queue a call in every worker and return without waiting."""
         return tuple(handle.submit(method, *arguments) for handle in self.handles)
 
@@ -136,7 +152,8 @@ class WorkerGroup:
         Args:
             futures: the calls.
             starting: whether this is before the first step.
-            advance: is told meanwhile what the workers have read, or how many have answered.
+            advance: called meanwhile with the MiB that the workers have read, or the number that
+                answered.
 
         Raises:
             WorkerError: a worker failed; it is the first one that did.
@@ -173,22 +190,21 @@ class WorkerGroup:
 
         Args:
             starting: whether this is before the first step.
-            method: what the workers were asked to do.
+            method: the method that they were asked to run.
             advance: see `gather`.
         """
         self.check_open()
-        wait = WAITS.get(method) if starting else None
-        wait = wait or Wait(f"it does {method}", Progresses.STEP)
-        by_time = wait.progresses is Progresses.STEP
+        wait = wait_of(method)
+        by_time = not starting or wait.progresses is Progresses.STEP
         limit = self._timeout if by_time else progress.STILL_SECONDS
-        seen, calls, most = Progress(limit, wait.progresses), 0, 0
+        seen, calls, most = Progress(limit, Progresses.STEP if by_time else wait.progresses), 0, 0
         self._progress = seen
 
         def watch(waiting: list[WorkerHandle]) -> None:
             nonlocal calls, most
             calls, most = calls + 1, max(most, len(waiting))
             self._check()
-            if (error := ended(self._servers)) is not None:
+            if (error := ended_server(self._servers)) is not None:
                 raise error
             for handle in (*self.handles, *self._servers):
                 handle.process()  # looked up now, so that it is known when it is needed
@@ -213,7 +229,7 @@ class WorkerGroup:
         A worker that has answered may have been stopped since, so that the others wait for it. A
         server that hangs is named first: the workers wait for it.
         """
-        hung = silent(self._servers, _SERVER_SECONDS)
+        hung = silent_servers(self._servers, _SERVER_SECONDS)
         names = ", ".join(handle.name for handle in hung or waiting)
         lines = [f"no answer from {names} {said}"]
         lines += [f"{handle.name}: {diagnose(handle)}" for handle in hung]

@@ -1,7 +1,6 @@
 """The section `cluster`: a class for each kind, with the settings of that kind and its `check`.
 
-To add a kind, write its class here, list it in `CLUSTERS`, give it a file in `conf/cluster/`, and
-describe its devices in `cluster.devices`.
+`launcher.cluster.kinds` has the behaviour of each kind, and says how to add one.
 """
 
 from __future__ import annotations
@@ -209,6 +208,11 @@ class Cluster:
         """The option that chooses it."""
         return self.kind
 
+    @property
+    def holds_secrets(self) -> bool:
+        """Whether a setting may be a secret."""
+        return False
+
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""
         if self.gpus is not None and self.gpus % self.hosts:
@@ -291,6 +295,11 @@ class SlurmCluster(Hosts):
     kind: str = "slurm"
     gpus: int | None = number(8, minimum=1)
     slurm: Slurm = field(default_factory=Slurm)
+
+    @property
+    def holds_secrets(self) -> bool:
+        """See `Cluster.holds_secrets`."""
+        return bool(self.slurm.env)
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""

@@ -21,12 +21,13 @@ from launcher.base.log import lines_to
 from launcher.base.output import complain
 from launcher.base.stop import Stop
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.ray.private_ray import PrivateRay, start
+from launcher.cluster.kinds import kind_of
+from launcher.cluster.ray.session import RaySession
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.machines import RayCluster, machines_of
+from launcher.config.machines import machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.callback import HookError, find_hook
@@ -181,7 +182,7 @@ def _trace_and_plan(
     home: RunFolder,
     found: Inputs,
     console: Console,
-    session: PrivateRay | None,
+    session: RaySession | None,
     stop: Stop,
 ) -> Prepared:
     """Trace and plan while Ray and then the workers start, if there is a session."""
@@ -205,7 +206,7 @@ def _can_start_early(config: Config, found: Inputs) -> bool:
     That is worth it if tracing and planning can hardly fail after the checks, and if they measure
     nothing, which the start would disturb.
     """
-    if isinstance(config.cluster, RayCluster):  # which is up, and others use it
+    if not kind_of(config.cluster).starts_early:
         return False
     is_own = isinstance(config.model, CustomModel) or isinstance(config.dataset, CustomDataset)
     measures = isinstance(config.parallel, Planned) and config.parallel.cost == "profile"
@@ -214,15 +215,15 @@ def _can_start_early(config: Config, found: Inputs) -> bool:
     return found.pool is None or not measures_first(config) or is_kept(found.pool)
 
 
-def _start_ray(config: Config, home: RunFolder, found: Inputs, stop: Stop) -> PrivateRay:
+def _start_ray(config: Config, home: RunFolder, found: Inputs, stop: Stop) -> RaySession:
     assert found.pool is not None
     home.logs.mkdir(exist_ok=True)
     seconds = machines_of(config.cluster).start_timeout
     limit = StartLimit(seconds, check=stop.check)
-    return start(found.pool, home.logs, limit=limit)
+    return kind_of(config.cluster).start(found.pool, home.logs, limit)
 
 
-def _start_workers(session: PrivateRay, config: Config, home: RunFolder) -> None:
+def _start_workers(session: RaySession, config: Config, home: RunFolder) -> None:
     """Start the workers; a single worker traces at once, several must join first."""
     from launcher.train.worker import TrainWorker
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from rich.console import Console
@@ -17,15 +17,14 @@ from launcher.base.output import complain
 from launcher.base.stop import Stop
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.ray.attached_ray import AttachedRay
-from launcher.cluster.ray.demand import demand_of
-from launcher.cluster.ray.private_ray import PrivateRay, start
+from launcher.cluster.kinds import kind_of
+from launcher.cluster.ray.session import RaySession
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Hosts, RayCluster, machines_of
+from launcher.config.machines import machines_of
 from launcher.config.schema import Config
 from launcher.driver.failures import (
     FailedError,
@@ -62,7 +61,7 @@ def train_in(
     console: Console,
     stop: Stop,
     rendezvous: Rendezvous | None = None,
-    session: PrivateRay | None = None,
+    session: RaySession | None = None,
 ) -> int:
     """Train in the folder `home`, from its newest checkpoint on.
 
@@ -163,7 +162,7 @@ class _Job:
         ready: Prepared,
         console: Console,
         rendezvous: Rendezvous | None,
-        session: PrivateRay | None = None,
+        session: RaySession | None = None,
     ) -> None:
         self._home, self._config, self._console = home, config, console
         self._say = line_printer(console)
@@ -225,12 +224,12 @@ class _Job:
                     session.check()
                     stop.check()
 
-                transport = cluster.transport if isinstance(cluster, Hosts) else "auto"
+                transport = getattr(cluster, "transport", "auto")
                 reduction = self.plan.reduction
                 servers = session.serve(reduction.servers, reduction.workers)
                 timeout = cluster.step_timeout
                 workers = Workers(handles, self.plan, check, timeout, transport, servers)
-                workers.join(advance)
+                workers.connect(advance)
             built = workers.submit("build", to_dict(self._config))
             if goes_on := self._tried(workers, built):
                 self._train_on(workers, built, finished, stop)
@@ -260,7 +259,8 @@ class _Job:
             built.result(advance)
             self.run_log.compile_seconds = compile_everywhere(workers, begun, advance)
             self._home.check()
-            infos = workers.infos(self._pool.devices_per_host)
+            processes = workers.submit("process").each()
+            infos = workers.infos(processes, self._pool.devices_per_host)
             write_plan_alone(self._home, replace(self.plan, workers=tuple(infos)))
             if not finished:
                 create_everywhere(workers, self._init_from)
@@ -290,16 +290,13 @@ class _Job:
             with suppress(WorkerError, ClusterError):  # all is done and saved
                 workers.submit("close").result()
 
-    def _start(self, stop: Stop) -> AbstractContextManager[PrivateRay | AttachedRay]:
+    def _start(self, stop: Stop) -> RaySession:
         session, self._session = self._session, None
         if session is not None:
             return session
         cluster = machines_of(self._config.cluster)
         limit = StartLimit(cluster.start_timeout, check=stop.check)
-        if isinstance(cluster, RayCluster):
-            asked = cluster.address, self._pool.hosts, self._pool.devices_per_host
-            return AttachedRay(*asked, limit, demand_of(cluster), self._home.logs.absolute())
-        return start(self._pool, self._home.logs, self._rendezvous, limit)
+        return kind_of(cluster).start(self._pool, self._home.logs, limit, self._rendezvous)
 
     def _diagnose(self, error: Exception) -> Failure | None:
         train, step = self._config.train, self.run_log.recorder.finished_steps

@@ -64,7 +64,7 @@ class Tries:
         except HungError as error:
             failure, usable = str(error).splitlines()[0], False
         except WorkerError as error:  # the other workers may wait for the one that failed
-            failure, usable = error.summary, not error.died and workers.count == 1
+            failure, usable = error.summary, not error.died and len(workers.handles) == 1
         self._trials[k] = trial_of(plan, seconds, failure)
         if usable:  # a crash may have another cause
             keep_trial(plan, self._trials[k])

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.base.output import Advance
-from launcher.base.spans import Clock
 from launcher.cluster.ray.worker import Future, WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.hardware.worker_info import WorkerInfo
 from launcher.plan import Plan, measured_bubble
 from launcher.runtime import odd_replicas
 from launcher.train.step_result import StepResult
@@ -34,14 +32,14 @@ class Answers:
 
         Takes and raises the same as `WorkerGroup.gather`.
         """
-        return self.workers.result(self.futures, advance)
+        return self.workers.merged(self.each(advance))
 
-    def each(self) -> list[Any]:
+    def each(self, advance: Advance | None = None) -> list[Any]:
         """Return every worker's answer; raise like `result`."""
-        return self.workers.answers(self.futures)
+        return self.workers.gather(self.futures, starting=not self.workers.trained, advance=advance)
 
 
-class Workers:
+class Workers(WorkerGroup):
     """The workers of a run, one a host, in the order of the plan's hosts.
 
     Args:
@@ -54,6 +52,7 @@ class Workers:
 
     Attributes:
         plan: the run's plan.
+        trained: whether a step has ended.
     """
 
     def __init__(
@@ -65,54 +64,36 @@ class Workers:
         transport: str = "auto",
         servers: Sequence[WorkerHandle] = (),
     ) -> None:
-        self._group = WorkerGroup(handles, check, timeout, "cluster.step_timeout")
-        self.plan = plan
-        self._transport, self._servers = transport, tuple(servers)
-        self._trained = False
+        super().__init__(handles, check, timeout, "cluster.step_timeout")
+        self.plan, self.trained = plan, False
+        self._transport, self._offered = transport, servers
 
-    @property
-    def count(self) -> int:
-        """The number of workers."""
-        return len(self._group.handles)
-
-    def join(self, advance: Advance | None = None) -> None:
+    def connect(self, advance: Advance | None = None) -> None:
         """Form the process group, or connect the workers to the servers; call it first."""
-        if self._servers:
-            self._group.use_servers(self._servers)
+        if self._offered:
+            self.use_servers(self._offered)
         else:
-            self._group.join(self._transport, advance)
-
-    def infos(self, devices: int) -> list[WorkerInfo]:
-        """Return the description of each worker, given the number of devices of each."""
-        return self._group.infos(self.submit("process").each(), devices)
-
-    def clocks(self) -> list[Clock]:
-        """Return each worker's clock against the driver's."""
-        return self._group.clocks()
+            self.join(self._transport, advance)
 
     def submit(self, method: str, *arguments: Any) -> Answers:
         """Queue a call in every worker and return without waiting."""
-        return Answers(self._group.submit(method, *arguments), self)
+        return Answers(self.call(method, *arguments), self)
 
     def take_first(self, names: Sequence[str]) -> None:
         """Give all workers the first one's values of some arrays of the state."""
-        if not self._servers:
+        if not self._offered:
             self.submit("take_first", names).result()
             return
-        values = self._group.handles[0].submit("values", names)
-        self.answers([values, *self._group.submit("take_first", names, values.reference)])
+        values = self.handles[0].submit("values", names)
+        taken = self.call("take_first", names, values.reference)
+        self.gather([values, *taken], starting=not self.trained)
 
-    def result(self, futures: Sequence[Future], advance: Advance | None = None) -> Any:
-        """Return the merged result of a call; see `Answers.result`."""
-        answers = self.answers(futures, advance)
+    def merged(self, answers: Sequence[Any]) -> Any:
+        """Return the merged result of a step, or else the first answer; see `Answers.result`."""
         if not isinstance(answers[0], StepResult):
             return answers[0]
-        self._trained = True
+        self.trained = True
         return merged(answers, self.plan)
-
-    def answers(self, futures: Sequence[Future], advance: Advance | None = None) -> list[Any]:
-        """Return every worker's answer to a call; see `Answers.each`."""
-        return self._group.gather(futures, starting=not self._trained, advance=advance)
 
 
 def compile_everywhere(workers: Workers, begun: Answers, advance: Advance) -> float:

@@ -1,7 +1,4 @@
-"""The cluster as the planner sees it: how many devices, how fast, how connected.
-
-Pure data.
-"""
+"""Shape of a cluster for the planner, as pure data: number of devices, speeds, connections."""
 
 from __future__ import annotations
 
@@ -34,16 +31,16 @@ class ClusterShape:
         effective_parallelism: how many devices' worth of compute a machine sustains whose devices
             share it: 1 if one device alone is as fast as all together, the number of devices if
             none slows another. In between it is that number times the share of a task's time with
-            all at work that the task takes alone. The rates are those with all at work. None: each
+            all busy that the task takes alone. The rates are those with all busy. None: each
             device has its own resources.
         product_parallelism: the same of matrix products alone, in which a device may use more cores
-            than in what is done element by element; None: they are not told apart.
+            than in what is done element by element; None: they are not distinguished.
         dispatch_overhead: seconds that a program takes beside its work: its start, and the wait for
             the last of its devices.
         store_latency: seconds of an exchange through parameter servers, from put to get, beside its
             bytes.
         store_put: bytes/s at which a worker packs its parts and puts them into the store, with all
-            workers and servers at work, as those below.
+            workers and servers busy, as those below.
         store_add: bytes/s of parts that a server gets and adds.
         store_get: bytes/s at which a worker gets sums and places them on its devices.
         correction: factor that the rates above were divided by in plans of earlier versions, which
@@ -115,7 +112,7 @@ class ClusterShape:
         return flops / self.flops + flops_fp32 / self.flops_fp32
 
 
-# Of a GPU without a datasheet, what it is taken to sustain; its memory is not known.
+# Assumed rates for GPUs without a datasheet; their memory is unknown.
 _OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
 LOCAL = "local"  # the name of GPUs that are here
 _ETHERNET = 12.5e9  # 100 Gbit/s
@@ -124,9 +121,9 @@ _CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
 # Nominal, of a device with a core of its own; those of 23 plans of a small GPT for four devices on
 # two cores came out 7 % off in the median (`tests/benchmarks/planner_honest.py`).
 _CPU_LINK = 4e9  # from device to device, inside a collective
-_CPU_LATENCY = 50e-6  # of a step of a collective, whose devices wait for one another
+_CPU_LATENCY = 50e-6  # per step of a collective, in which devices wait for one another
 _CPU_DISPATCH_OVERHEAD = 1e-3
-_CPU_PARALLELISM = 1.25  # on two cores, of which XLA lets each device use both
+_CPU_PARALLELISM = 1.25  # on two cores; XLA lets each device use both
 
 
 def local_shape(

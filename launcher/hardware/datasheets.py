@@ -1,4 +1,4 @@
-"""Datasheets of GPUs, from `conf/device/`, where named clusters take them as well."""
+"""Read the datasheets of GPUs from `conf/device/`, which named clusters use as well."""
 
 from __future__ import annotations
 

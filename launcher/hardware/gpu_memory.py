@@ -1,4 +1,4 @@
-"""The share of a GPU's memory that JAX allocates from in a process, and that a plan may fill."""
+"""Share of a GPU's memory that JAX allocates from in a process, and that a plan may fill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def memory_share(environ: Mapping[str, str], default: float = GPU_MEMORY_SHARE) 
     """Return the share that `environ` sets, or the default."""
     try:
         return float(environ.get(_NEWER) or environ.get(_VARIABLE) or default)
-    except ValueError:  # JAX says what is wrong with it
+    except ValueError:  # JAX reports it
         return default
 
 

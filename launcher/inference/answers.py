@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from launcher.checkpoint import FinishedModel
-from launcher.cluster.devices import DevicePool, find_devices
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.kinds import find_devices
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.compose import to_dict
 from launcher.config.machines import machines_of
@@ -72,15 +73,15 @@ def model_answers(
         return
     pool = _part_of(pool, layout)
     _log.info(f"{reading} onto {layout.num_devices} devices, as its plan shards it")
-    with start(pool, None) as session:
+    with PrivateRay(pool, None) as session:
         timeout = machines_of(settings.cluster).step_timeout
         with status(console, "starting Ray and the workers") as advance:
             workers = session.spawn(kind, advance=advance)
             group = WorkerGroup(workers, session.check, timeout, "cluster.step_timeout")
             group.join(advance=advance)
         with status(console, reading) as advance:
-            group.gather(group.submit("begin", *begun), starting=True, advance=advance)
-        yield iter(lambda: group.gather(group.submit("more"), starting=True)[0], None)
+            group.gather(group.call("begin", *begun), starting=True, advance=advance)
+        yield iter(lambda: group.gather(group.call("more"), starting=True)[0], None)
 
 
 def stored_plan(home: Path) -> Plan | None:

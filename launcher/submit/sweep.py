@@ -1,4 +1,4 @@
-"""Starts what `-m` asks for: a check of all points, jobs on Slurm, or runs on this machine."""
+"""Start a sweep (`-m`): a check of all points, jobs on Slurm, or runs on this machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from launcher.base.output import complain
 from launcher.base.stop import Stop
+from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
-from launcher.config.machines import SlurmCluster
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 from launcher.submit.local_sweep import LocalSweep, StoppedError, local_sweep
 from launcher.submit.placing import check_sweep
@@ -87,7 +87,7 @@ class _Sweep:
         return outcomes
 
     def results(self) -> Path:
-        """Return the folder for what the sweeper itself writes."""
+        """Return the folder for the sweeper's own files."""
         assert self.local is not None
         return self.local.folder
 
@@ -99,7 +99,7 @@ class _Sweep:
             for label, error in wrong.items():
                 complain(f"{label}: {error}")
             raise _EndedError(2)
-        if any(isinstance(point.config.cluster, SlurmCluster) for point in points):
+        if any(kind_of(point.config.cluster).is_batch for point in points):
             if batch.learns:
                 raise ConfigError(
                     "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",

@@ -22,6 +22,7 @@ from launcher.api.session import SessionError
 from launcher.base import log, measurements
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError
+from launcher.cluster.kinds import pool_shape
 from launcher.plan import PlanError, local_shape
 from launcher.trace import TraceError
 
@@ -244,12 +245,12 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
         "overrun": 1.0,
     }
     pool = DevicePool("cpu", 2, 4, "CPU device", "")
-    of_workers = lambda *cost: planned_shape(session._shape_of(pool), *cost, is_here=True)  # noqa: E731
+    of_workers = lambda *cost: planned_shape(pool_shape(pool), *cost, is_here=True)  # noqa: E731
     shapes = lambda: (session.LocalBackend().shape(), of_workers(None))  # noqa: E731
     assert not any(shape.flops == 4e9 for shape in shapes())
     measurements.write(measurements.cache_file("calibration", "cpu", 8), found)
     assert all(shape.flops == 4e9 for shape in shapes())
-    nominal = session._shape_of(pool)
+    nominal = pool_shape(pool)
     without = launcher.PipeshardParallel(2, stage_option=launcher.AutoStageOption("model"))
     assert of_workers(without) == nominal
     assert session.LocalBackend().shape(without).flops == nominal.flops
@@ -306,7 +307,7 @@ def test_a_plan_fills_what_this_process_may_have(tmp_path, monkeypatch, stats, p
 def test_what_is_not_known_of_devices_is_told(caplog):
     log.warn_once.cache_clear()
     pool = DevicePool("gpu", 1, 2, "Tesla T4", "")
-    planned_shape(session._shape_of(pool), None, is_here=True)
+    planned_shape(pool_shape(pool), None, is_here=True)
     [line] = caplog.messages
     assert re.search("memory of Tesla T4 are not known: .* task=calibrate", line)
 

@@ -181,7 +181,7 @@ def served_step(index: int, count: int, address: str, bucket_bytes: int) -> Call
     del index, address
     from launcher.cluster.devices import EMULATED, DevicePool
     from launcher.cluster.process_group import Peer
-    from launcher.cluster.ray.private_ray import start as start_ray
+    from launcher.cluster.ray.private_ray import PrivateRay
     from launcher.cluster.worker_group import WorkerGroup
     from launcher.plan.methods import ParameterServer
 
@@ -194,10 +194,10 @@ def served_step(index: int, count: int, address: str, bucket_bytes: int) -> Call
                 self.made = training(method, count, servers=self._servers)
             return self.made(steps)
 
-    session = start_ray(DevicePool("cpu", count, 1, EMULATED, ""), None)
+    session = PrivateRay(DevicePool("cpu", count, 1, EMULATED, ""), None)
     group = WorkerGroup(session.spawn(Served), session.check, 600.0, "")
     group.use_servers(session.serve(count, count))
-    return lambda steps: group.gather(group.submit("train", steps))[0]
+    return lambda steps: group.gather(group.call("train", steps))[0]
 
 
 def training(

@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.config.machines import Emulated
 from launcher.driver.loop import IN_FLIGHT
 from launcher.driver.workers import Workers
@@ -44,7 +44,7 @@ def main() -> None:
     from driver_cost import Worker  # by its module's name, which workers can import
 
     pool = emulated_pool(Emulated(gpus=2, hosts=2))
-    with tempfile.TemporaryDirectory() as logs, start(pool, Path(logs)) as session:
+    with tempfile.TemporaryDirectory() as logs, PrivateRay(pool, Path(logs)) as session:
         # The plan is needed for measured stages only.
         workers = Workers(session.spawn(Worker), None, session.check, timeout=600.0)
         workers.submit("step", 0, False).result()

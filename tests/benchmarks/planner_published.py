@@ -22,8 +22,8 @@ import optax
 import yaml
 
 import launcher
+from launcher.cluster.kinds import kind_of
 from launcher.config.compose import load
-from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
 from launcher.plan import ClusterShape, Plan, describe_plan
@@ -64,7 +64,7 @@ POINTS = (
 
 def cluster_of(gpus: int, sustained: float) -> ClusterShape:
     """So many V100 of as few p3.16xlarge as there need be, by the named shape's figures."""
-    shape = described_shape(load(["task=plan", "cluster=p3_16xlarge_x8"]).cluster)
+    shape = kind_of(load(["task=plan", "cluster=p3_16xlarge_x8"]).cluster).shape(None)
     share = sustained * shape.peak_flops / shape.flops if shape.peak_flops else 1.0
     return dataclasses.replace(
         shape,

@@ -122,7 +122,7 @@ def main() -> None:
 
 def compare(args: argparse.Namespace) -> None:
     from launcher.cluster.devices import emulated_pool
-    from launcher.cluster.measure_links import measure_links
+    from launcher.cluster.measure import measure_links
     from launcher.cluster.ray.environment import worker_environment
     from launcher.config.machines import Emulated
     from launcher.plan import local_shape

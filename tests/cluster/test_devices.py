@@ -1,21 +1,30 @@
-"""Which devices a run gets, and what the user is told about them."""
+"""Devices of a run, by the kind of its cluster, and the line about them."""
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from launcher.cluster import kinds
 from launcher.cluster.devices import (
     DevicePool,
     Gpus,
     emulated_pool,
-    find_devices,
     find_gpus,
     local_pool,
-    slurm_pool,
 )
+from launcher.cluster.kinds import find_devices
+from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.slurm.allocation import Allocation
+from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Emulated, Local, Slurm, SlurmCluster
+from launcher.config.machines import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
+from launcher.driver.planning import check
+from launcher.driver.planning.cluster_from_config import shape_of
+from launcher.submit.local_sweep import find_slots
 
+ALLOCATION = Allocation("7", 0, 0, ("a", "b"), 0)
 TWO = Gpus(("NVIDIA H200", "NVIDIA H200"))
 
 
@@ -140,17 +149,25 @@ def test_local_is_one_host():
         local(TWO, hosts=2)
 
 
-def on_slurm(found, slurm=None, **settings):
-    return slurm_pool(SlurmCluster(slurm=slurm or Slurm(), **settings), found)
+@pytest.fixture
+def on_slurm(monkeypatch):
+    """The devices of a job with some GPUs on this node; None: the job is not submitted."""
+
+    def pool(found, slurm=None, **settings):
+        monkeypatch.setattr(kinds, "find_gpus", lambda environ: found)
+        monkeypatch.setattr(kinds, "find_allocation", lambda environ: found and ALLOCATION)
+        return find_devices(SlurmCluster(slurm=slurm or Slurm(), **settings))
+
+    return pool
 
 
-def test_a_job_has_as_many_gpus_on_each_node_and_the_node_says_which():
+def test_a_job_has_as_many_gpus_on_each_node_and_the_node_says_which(on_slurm):
     pool = on_slurm(TWO, gpus=4, hosts=2)
     assert pool == DevicePool("gpu", 2, 2, "NVIDIA H200", "4 GPUs on 2 Slurm nodes: NVIDIA H200")
     assert on_slurm(None, gpus=4, hosts=2).note == "4 GPUs on 2 Slurm nodes"  # to be submitted
 
 
-def test_a_node_with_fewer_gpus_than_the_run_wants_is_refused(monkeypatch):
+def test_a_node_with_fewer_gpus_than_the_run_wants_is_refused(on_slurm, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     with pytest.raises(ConfigError) as raised:
         on_slurm(TWO, gpus=6, hosts=2)
@@ -160,8 +177,40 @@ def test_a_node_with_fewer_gpus_than_the_run_wants_is_refused(monkeypatch):
     )
 
 
-def test_cpu_devices_stand_in_on_slurm_where_they_are_asked_for():
+def test_cpu_devices_stand_in_on_slurm_where_they_are_asked_for(on_slurm):
     assert on_slurm(None, Slurm(emulated=True), gpus=4, hosts=2).kind == "cpu"
+
+
+def test_a_kind_of_cluster_is_one_class_and_one_file(tmp_path, monkeypatch):
+    """Rented machines: settings, devices, shape, start and submission, from outside the package."""
+    monkeypatch.setattr(kinds, "KINDS", dict(kinds.KINDS))
+    monkeypatch.setitem(CLUSTERS, "rented", None)  # which is undone afterwards
+    del CLUSTERS["rented"]
+
+    @kinds.register
+    class Rented(kinds.ClusterKind):
+        name, is_batch = "rented", True
+
+        def pool(self, *, planning=False):
+            return DevicePool("cpu", self.cluster.hosts, 2, "rented device", "")
+
+        def start(self, pool, logs, limit, rendezvous=None):
+            return f"a Ray of {pool.hosts} hosts"
+
+        def submit(self, script, sleep=None):
+            return f"job of {script.name}"
+
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "rented.yaml").write_text("kind: rented\nhosts: 2\n")
+    config = load(["recipe=smoke", "cluster=rented", "parallel=data"], [str(tmp_path)])
+    kind = kinds.kind_of(config.cluster)
+    pool = check.find_pool(config, plan_only=False)
+    assert pool == kind.pool()
+    assert shape_of(config, pool, None).num_devices == 4
+    assert kind.start(pool, tmp_path, StartLimit()) == "a Ray of 2 hosts"
+    assert kind.submit(Path("job.sbatch")) == "job of job.sbatch"
+    with pytest.raises(ConfigError, match="jobs=2, but cluster=rented has one set"):
+        find_slots([replace(config, sweep=replace(config.sweep, jobs=2))], {})
 
 
 def test_finding_devices_loads_neither_jax_nor_ray():

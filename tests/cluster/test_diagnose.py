@@ -50,15 +50,14 @@ def start(tmp_path):
         process.communicate()
 
 
-def test_a_stopped_process_says_so_and_where_it_stands(start):
+def test_a_stopped_process_is_diagnosed_with_its_stacks(start):
     worker = start()
     worker.process().send_signal(signal.SIGSTOP)
     while worker.process().status() != psutil.STATUS_STOPPED:  # on a busy machine it takes a while
         time.sleep(0.01)
     lines = diagnose(worker).splitlines()
     assert lines[0] == (
-        "its process was stopped (SIGSTOP, or a debugger); where it stands "
-        f"(all of its threads: {worker.log}):"
+        f"its process was stopped (SIGSTOP, or a debugger); its stacks (all threads: {worker.log}):"
     )
     assert lines[2:] == [
         '    File "<string>", line 9 in hang',
@@ -72,9 +71,9 @@ def test_a_process_that_waits_says_where(start):
     assert "in hang" in told
 
 
-def test_a_process_that_cannot_tell_is_no_mystery(start, monkeypatch):
+def test_a_process_that_writes_no_stacks_is_diagnosed_by_its_state(start, monkeypatch):
     monkeypatch.setattr("launcher.cluster.diagnose._DUMP_SECONDS", 0.5)
-    assert diagnose(start("deaf")).endswith("; it wrote no stacks when asked to")
+    assert diagnose(start("deaf")).endswith("; it wrote no stacks on request")
 
 
 def test_only_our_threads_and_the_main_one_are_told():

@@ -9,7 +9,7 @@ import pytest
 
 import launcher
 from launcher.cluster import process_group, worker_group
-from launcher.cluster.process_group import Peer, init_process_group
+from launcher.cluster.process_group import Peer
 from launcher.driver.workers import Workers
 from launcher.runtime import PermuteTransport, PullTransport
 
@@ -51,7 +51,7 @@ def test_the_way_between_them_goes_by_what_was_asked_and_by_the_devices(
     if platform != "cpu":
         device = SimpleNamespace(platform=platform)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    Workers(handles, None, lambda: None, 1.0, asked).join()
+    Workers(handles, None, lambda: None, 1.0, asked).connect()
     assert {type(handle.worker._transport) for handle in handles} == {used}
     word = "pull" if used is PullTransport else "collective"
     line = f"arrays go between processes by cluster.transport={word}"
@@ -59,7 +59,7 @@ def test_the_way_between_them_goes_by_what_was_asked_and_by_the_devices(
 
 
 def test_one_alone_needs_no_way(handles):
-    init_process_group(handles[:1])
+    Workers(handles[:1], None, lambda: None, 1.0).connect()
     assert handles[0].worker._transport is None
 
 
@@ -69,7 +69,7 @@ KNOWN = {
     "cluster/process_group.py",  # `Peer._rank`, where there are no servers
     "api/own_copies.py",  # which devices are this process's, as its own JAX says
     # Under servers the first worker alone writes, as the only process that it knows.
-    *("train/worker.py", "train/trees.py", "train/checkpoint/orbax_compat.py"),
+    *("train/worker.py", "checkpoint/trees.py", "checkpoint/orbax_compat.py"),
 }
 
 
@@ -77,7 +77,7 @@ def test_jax_s_number_of_a_process_is_no_worker_s_name():
     """Under parameter servers each worker is process 0 of its own JAX: its name is `Peer._rank`."""
     root = Path(launcher.__file__).parent
     using = {
-        str(path.relative_to(root))
+        f"{path.relative_to(root).parts[0]}/{path.name}"  # the room and the module
         for path in root.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.process_index"

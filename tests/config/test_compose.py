@@ -10,6 +10,7 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.cli.command import _EXAMPLES
+from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, from_dict, load, load_points, to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.families import find_datasets, find_models
@@ -21,7 +22,6 @@ from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.reader import build, setting_keys
 from launcher.config.schema import Config
 from launcher.config.sweep import Batch, Outcome, run_sweeper
-from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.plan import local_shape
 from launcher.recipes.datasets.text.options import StdlibText, Text
 from launcher.recipes.models.gpt.options import GPTOptions
@@ -80,7 +80,7 @@ def test_a_datasheet_is_for_described_clusters_and_for_devices_that_are_here(
     (tmp_path / "cluster").mkdir()
     mine = "kind: described\nname: mine\ngpus: 8\n"
     (tmp_path / "cluster" / "mine.yaml").write_text(f"{defaults}\n{mine}")
-    shape = described_shape(load(["cluster=mine", "task=plan"], [str(tmp_path)]).cluster)
+    shape = kind_of(load(["cluster=mine", "task=plan"], [str(tmp_path)]).cluster).shape(None)
     here = local_shape(8, 1, shape.device_kind)
     between = {"inter_host": shape.inter_host, "latency": shape.latency}
     assert dataclasses.replace(here, name="mine", **between) == shape

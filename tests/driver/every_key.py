@@ -25,13 +25,13 @@ from launcher import checkpoint
 from launcher.base.stop import Stop
 from launcher.checkpoint.hugging_face import Folder
 from launcher.cli import command
-from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError
+from launcher.cluster.kinds import KINDS, find_devices, kind_of
 from launcher.cluster.ray.ray_compat import Node
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm import rendezvous
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Described, Emulated
+from launcher.config.machines import Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
 from launcher.driver import training
@@ -40,7 +40,6 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.planning import check
 from launcher.driver.planning.candidates import plans_to_try
-from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
@@ -57,7 +56,7 @@ from launcher.recipes.datasets.documents.dataset import preparation
 from launcher.report.sweep_results import objective_of
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
-from launcher.submit.slots import find_slots
+from launcher.submit.local_sweep import find_slots
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
 from launcher.train import worker
@@ -188,10 +187,10 @@ class FakeWorkers:
         self._told, self._third, self.plan = told, third, plan
         told.append(("timeout", timeout, others))
 
-    def join(self, advance):
+    def connect(self, advance):
         pass
 
-    def infos(self, devices):
+    def infos(self, processes, devices):
         return []
 
     def clocks(self):
@@ -250,8 +249,8 @@ def run_told(config: Config, third: str = ""):
 
     file = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(file):
-        patch.setattr(training, "start", start)
-        patch.setattr(training, "AttachedRay", start)
+        for kind in KINDS.values():
+            patch.setattr(kind, "start", start)
         patch.setattr(training, "Workers", functools.partial(FakeWorkers, told, third))
         patch.setattr(
             training,
@@ -325,21 +324,21 @@ def folder_told(config: Config):
 def cluster_told(config: Config):
     """The devices, or the machines that are described."""
     try:
-        if isinstance(config.cluster, Described):
-            return described_shape(config.cluster)
-        return find_devices(config.cluster)
+        kind = kind_of(config.cluster)
+        pool = kind.pool(planning=True)
+        return kind.shape(pool) if pool is None else pool
     except ConfigError as error:
         return str(error)
 
 
 def ray_told(config: Config):
     """What is asked of a Ray: by the checks of a run, and when its workers start."""
-    told = []
+    told, of_ray = [], "launcher.cluster.ray.existing_ray"
     node = Node("id", "10.0.0.1", {"CPU": 8.0, "my_node": 9.0})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "reach", lambda address, limit: told.append(address) or [node])
-        patch.setattr(check, "check_demand", lambda *given: told.append(given[0]))
-        patch.setattr(training, "AttachedRay", lambda *given: told.append(given[:3] + given[4:5]))
+        patch.setattr(f"{of_ray}.find_nodes", lambda address, _: told.append(address) or [node])
+        patch.setattr(f"{of_ray}.check_feasible", lambda *given: told.append(given[0]))
+        patch.setattr(f"{of_ray}.ExistingRay", lambda *all: told.append(all[:3] + all[4:5]))
         pool = check.find_pool(config, plan_only=False)
         ready, home = Prepared(pool, PLAN(), 0.0), RunFolder(Path("run"))
         training._Job(home, config, ready, Console(), None)._start(Stop())
@@ -349,13 +348,15 @@ def ray_told(config: Config):
 def slurm_told(config: Config):
     """What is submitted, what is done about it here, and how the job's tasks meet."""
     told, file = [], io.StringIO()
-    names = ("check_installed", "check_partition", "note_job", "write_script", "sbatch")
+    places = {
+        "launcher.cluster.kinds": ("check_installed", "check_partition", "sbatch"),
+        "launcher.submit.job": ("note_job", "write_whole"),
+    }
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
-        for name in names:
-            patch.setattr(
-                f"launcher.submit.job.{name}", lambda *words, **_: told.append(words[1:2])
-            )
-        patch.setattr(job, "sbatch", lambda script, **_: "7")
+        for module, names in places.items():
+            for name in names:
+                patch.setattr(f"{module}.{name}", lambda *words, **_: told.append(words[1:2]))
+        patch.setattr("launcher.cluster.kinds.sbatch", lambda script, **_: "7")
         patch.setattr(
             "launcher.submit.job.freeze", lambda config, console: RunFolder(Path("x/run"))
         )

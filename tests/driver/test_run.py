@@ -10,6 +10,7 @@ import pytest
 from launcher.base import measurements
 from launcher.base.stop import Stop
 from launcher.cluster.errors import RayEndedError
+from launcher.cluster.kinds import ClusterKind
 from launcher.config.compose import load
 from launcher.driver import run, training
 from launcher.driver.planning import prepare
@@ -37,7 +38,7 @@ def driven(tmp_path, monkeypatch):
         workers = [SimpleNamespace(submit=lambda method, *_: done.append(method))] * hosts
 
         @contextmanager
-        def start(pool, logs, limit):
+        def start(kind, pool, logs, limit):
             assert logs.is_dir()
             done.append("start")
             try:
@@ -45,7 +46,7 @@ def driven(tmp_path, monkeypatch):
             finally:
                 done.append("close")
 
-        monkeypatch.setattr(run, "start", start)
+        monkeypatch.setattr(ClusterKind, "start", start)
         monkeypatch.setattr(prepare, "trace", stand_in("trace"))
         monkeypatch.setattr(prepare, "plan", stand_in("plan"))
         monkeypatch.setattr(training, "train_in", stand_in("train", 0))

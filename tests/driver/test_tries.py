@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from layered import layered_step
 
-from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError, WorkerError
+from launcher.cluster.kinds import find_devices
 from launcher.config.compose import load
 from launcher.config.machines import Emulated
 from launcher.config.parallel import Auto, Manual
@@ -57,7 +57,7 @@ class Answered:
     """Workers that answer what is given of each plan: seconds of a step, or an error."""
 
     def __init__(self, answers: list[Any], count: int = 1) -> None:
-        self.count, self.calls, self._now = count, [], None
+        self.handles, self.calls, self._now = [None] * count, [], None
         self._answers = {json.dumps(p.to_dict()): a for p, a in zip(plans(), answers, strict=True)}
 
     def submit(self, method: str, argument: Any) -> Any:
@@ -70,7 +70,7 @@ class Answered:
         def each() -> list[float]:
             if isinstance(self._now, Exception):
                 raise self._now
-            return [self._now / 2, self._now][: self.count] if self.count > 1 else [self._now]
+            return [self._now / 2, self._now][-len(self.handles) :]
 
         return SimpleNamespace(each=each)
 

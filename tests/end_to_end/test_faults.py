@@ -105,7 +105,7 @@ def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     assert code == 0, err
     assert err.startswith("launcher: no answer from worker_")
     assert f"(process {stopped.pid} on this machine): stage" in err
-    assert "its process was stopped (SIGSTOP, or a debugger); where it stands" in err
+    assert "its process was stopped (SIGSTOP, or a debugger); its stacks" in err
     assert "(most recent call first):" in err
     assert "default_worker.py" in err  # where the main thread of Ray's workers begins
     assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step" in err

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
+from launcher.base.stop import Stop
 from launcher.config.compose import load
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.make_folder import make_folder
-from launcher.submit.job import read_job, script_for, write_script
+from launcher.submit.job import Submission, hand_in, read_job, script_for
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
 
@@ -114,11 +115,12 @@ def test_a_sweep_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])
 def test_a_script_that_holds_values_of_the_environment_is_its_users_alone(
-    env: str, folder: Path
+    env: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load((*SETTINGS, f"cluster.slurm.env={env}", "run.id=mine"))
+    monkeypatch.setattr("launcher.cluster.kinds.sbatch", lambda script, sleep: "7")
+    config = load((*SETTINGS, f"cluster.slurm.env={env}", "run.id=mine", "run.shared=true"))
     path = folder / "job.sbatch"
-    write_script(path, script_for(config), config)
+    hand_in(Submission(path, script_for(config), str, [], []), config, Stop())
     assert ("s3cret" in path.read_text()) == ("s3cret" in env)
     assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
 

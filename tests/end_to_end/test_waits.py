@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launched import Launcher
 
-from launcher.cluster.progress import WAITS
+from launcher.cluster.progress import wait_of
 
 # As `python -m launcher`, with less patience.
 PROGRAM = """
@@ -102,7 +102,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("held_up", "doing"),
     [
-        ("build", "it reads the data's first part and traces the step"),
+        ("build", "it reads the first data and traces the step"),
         ("batch", "it reads its first batch"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_worker_that_stands_in_a_call(method: str, tmp_path: Path) -> None:
     err = ended(Launcher(tmp_path, *words))
     limit = "8" if method == "dry_step" else "6"
     assert re.search(
-        rf"no answer from .*worker_0.* for {limit} s, while {WAITS[method].words}", err
+        rf"no answer from .*worker_0.* for {limit} s, while {wait_of(method).words}", err
     )
     assert "held.py" in err  # where it stands
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from filled import filled_params
 
+from launcher.cluster.kinds import kind_of
 from launcher.config.compose import load
-from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.recipes import InputError, build_model
 from launcher.recipes.models.attention import with_attention
@@ -106,7 +106,7 @@ def test_a_model_computes_the_same_by_both(name):
 def test_a_billion_parameters_at_8192_tokens_use_a_third_of_eight_h100(model):
     words = f"{model} model.sequence_length=8192 train.precision=bf16 cluster=h100_8"
     config = load([*words.split(), "dataset=synthetic", "task=plan"])
-    cluster = described_shape(config.cluster)
+    cluster = kind_of(config.cluster).shape(None)
 
     program = build_program(config, cluster.device_kind)
     plan = plan_of(config.parallel, program.train, cluster)

@@ -1,7 +1,7 @@
-"""Worker processes through Ray: a private Ray that the driver starts and ends, or the user's own.
+"""Worker processes through Ray: a private Ray that the driver starts and ends, or an existing one.
 
-`private_ray` starts a Ray and its workers; `attached_ray` starts workers on a Ray that is there,
-which `reach` asks for its nodes and `demand` compares with what the workers demand.
-`worker` is the driver's handle to a worker, and `worker_actor` is the actor that runs in it.
-`ray_compat` has what Ray does not document. Only this package imports Ray.
+`session` starts processes on either: `private_ray` brings up a Ray of its own, `existing_ray` joins
+one and checks that its nodes could ever hold the workers. `worker` is the driver's handle to a
+worker, and `worker_actor` is the actor that runs in it. `ray_compat` has all undocumented parts of
+Ray. Only this package imports Ray.
 """

@@ -1,4 +1,4 @@
-"""Environment variables of Ray's processes and of the workers: functions of the driver's."""
+"""Derive the environment of Ray's processes and of the workers from the driver's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def worker_environment(
 
 
 def _num_cpus() -> int:
-    """Return the number of CPUs that this process may run on, as far as the system tells."""
+    """Return the number of CPUs for this process, or of all if the system cannot tell."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

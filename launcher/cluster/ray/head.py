@@ -1,4 +1,4 @@
-"""The head process of a node of a private Ray: a program, run as `python head.py …`.
+"""Head process of a node of a private Ray: a program, run as `python head.py …`.
 
 The driver starts it in a session of its own, so that no signal of the driver's terminal or process
 group reaches Ray or the workers: the driver alone decides what a Ctrl-C means. It ends everything
@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _RAY_SECONDS = 25  # a start that fails later has run into Ray's own time limit
 _LOOK_SECONDS = 2.0
 _ASKED_BYTES = 200  # more than a task sends
-_MOST_CALLERS = 64  # that have not proved yet who they are
+_MOST_CALLERS = 64  # that are not authenticated yet
 _KILL_SECONDS = 10  # the kernel cannot kill a process that hangs in a system call: do not wait
 
 # These names and the options in `start_ray` are private to Ray or undocumented (seen in Ray 2.60).
@@ -122,7 +122,7 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
 
     `ray.init` would start two more Python processes that are not needed here (an autoscaler and a
     log reader): without them, on two busy cores, Ray is up in two thirds of the time. No port is
-    named before Ray holds it, for whoever took it first would be told the secret. Ray gets no GPU,
+    named before Ray holds it: a process that took it first would get the secret. Ray gets no GPU,
     for the driver hands them out.
     """
     # `--no-monitor` is a hidden option.
@@ -173,7 +173,7 @@ def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
             break
         if time.monotonic() - looked >= _LOOK_SECONDS:
             looked = time.monotonic()
-            go_on(ray.pid)
+            resume_ray(ray.pid)
         if output in ready:
             line = output.readline().decode().strip()
             if not line:  # Ray ends
@@ -213,7 +213,7 @@ def proof(secret: bytes, *parts: bytes) -> bytes:
 
 
 def readable(files: Iterable[Any], seconds: float) -> list[Any]:
-    """Return those of `files` that can be read from, after at most so many seconds.
+    """Return those of `files` that can be read from, after at most `seconds` seconds.
 
     Unlike `select.select` it takes descriptors of any number.
     """
@@ -223,7 +223,7 @@ def readable(files: Iterable[Any], seconds: float) -> list[Any]:
         return [key.fileobj for key, _ in selector.select(seconds)]
 
 
-def go_on(ray: int) -> None:
+def resume_ray(ray: int) -> None:
     """Continue those of Ray's own processes that were stopped: all others wait for them.
 
     The workers are left alone: the driver reports a worker that is stopped.

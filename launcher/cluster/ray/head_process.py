@@ -1,4 +1,4 @@
-"""Starts and ends the head process (`head`) of a node of a private Ray."""
+"""Start and end the head process (`head`) of a node of a private Ray."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 
 from launcher.base.files import open_own
-from launcher.cluster.ray.room import store_bytes
-from launcher.cluster.ray.scratch import Scratch, end_users
+from launcher.cluster.ray.scratch import Scratch, end_users, store_bytes
 
 _END_SECONDS = 30
 
@@ -61,10 +60,10 @@ def continue_head(head: subprocess.Popen[str]) -> None:
 
 
 def end(head: subprocess.Popen[str], folder: Path) -> None:
-    """Tell the head to end everything, and wait until it has.
+    """Have the head end everything, and wait until it has.
 
-    If the head itself was killed, what it had started is ended from here; the scratch folder in
-    their environment identifies these processes.
+    If the head itself was killed, the processes that it had started are ended from here; the
+    scratch folder in their environment identifies them.
     """
     for pipe in (head.stdin, head.stdout):
         assert pipe is not None

@@ -1,4 +1,4 @@
-"""The parameter server: a process of its own that adds up what the workers give it, in rank order.
+"""Parameter server: a process that sums the parts of the workers in rank order.
 
 Its actor is a `worker_actor.Server`, in which calls wait for one another without a thread
 each, so a server that waits takes no processor. The module imports neither JAX nor other modules of
@@ -20,7 +20,7 @@ _WRITTEN_ONCE = 1 << 20  # bytes from which one object for all workers is quicke
 
 
 class ExchangeServer:
-    """Makes the whole of each exchange that it owns, once all workers have given their parts.
+    """Combine the parts of each exchange that this server owns, once all workers have sent theirs.
 
     Args:
         count: the number of workers.
@@ -71,7 +71,7 @@ class Sum:
     """
 
     def __init__(self) -> None:
-        self._early: dict[int, np.ndarray] = {}  # of ranks whose turn has not come
+        self._early: dict[int, np.ndarray] = {}  # parts of ranks whose turn has not come
         self._next = 0
         self._dtype: Any = None
         self._total: np.ndarray | None = None
@@ -122,7 +122,7 @@ class Join:
 
 @dataclass
 class _Exchange:
-    """An exchange of which parts are missing: what its workers wait for, and what has come."""
+    """An incomplete exchange: the result that its workers wait for, and the parts so far."""
 
     whole: asyncio.Future[Any]
     parts: Sum | Join

@@ -1,7 +1,7 @@
-"""Pickling of a script's functions and classes, so that they work on a worker as in the script.
+"""Pickle a script's functions and classes, so that they work on a worker as in the script.
 
-What a script defines travels by value, as cloudpickle does it; all else by name. Four things that
-cloudpickle leaves out are added here:
+Definitions of a script travel by value, as cloudpickle does it; all others by name. Four things
+that cloudpickle leaves out are added here:
 
 - A class that is registered as a pytree is registered on the worker, too, with the same functions.
 - Such a class comes to life without the hooks of its bases, which would register it (and all there
@@ -106,7 +106,7 @@ def _class_that_the_script_registers(cls: type) -> Any:
 
 
 def _declared(cls: type) -> dict[str, Any]:
-    """Return what a metaclass reads in a class's namespace when it makes a dataclass of it.
+    """Return the names that a metaclass reads in a class's namespace when it makes a dataclass.
 
     Defaults and converters are left out: they may refer to the class itself, and the attributes
     that are made of them come with it.
@@ -148,7 +148,7 @@ def _make_class(make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
 
 
 def _fill_class(cls: type, parts: tuple[Any, ...]) -> type:
-    """Give a class what it holds, and register it unless it is registered by now."""
+    """Fill a class with its attributes, and register it unless it is registered by now."""
     fill, state, registration = parts
     fill(cls, state)
     _register(cls, registration)

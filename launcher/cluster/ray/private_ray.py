@@ -1,8 +1,8 @@
-"""A private Ray, on this machine or over the nodes of a Slurm job, from its start to its clean-up.
+"""Start, use and clean up a private Ray, on this machine or on the nodes of a Slurm job.
 
-`start` does not wait: Ray comes up in the background, and `PrivateRay.spawn` waits for it. Between
-the two, `PrivateRay.begin` starts the workers in the background as well. However the driver ends,
-nothing is left behind; see `head`.
+The constructor does not wait: Ray comes up in the background, and `spawn` waits for it. Between the
+two, `begin` starts the workers in the background as well. However the driver ends, nothing is left
+behind; see `head`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,19 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from launcher.base.output import Advance
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.ray import ray_compat, scratch, worker_actor
-from launcher.cluster.ray.environment import (
-    ray_environment,
-    replaced_environment,
-    worker_environment,
-)
+from launcher.cluster.ray.environment import ray_environment, replaced_environment
 from launcher.cluster.ray.head import readable
 from launcher.cluster.ray.head_process import continue_head, end, start_head
-from launcher.cluster.ray.start_process import start_server, start_worker
-from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
-from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, not_started
+from launcher.cluster.ray.session import Place, RaySession
+from launcher.cluster.ray.waiting import BackgroundCall, StartLimit
+from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.slurm.rendezvous import Rendezvous
 
 _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
@@ -41,59 +35,48 @@ _SHUTDOWN_SECONDS = 15.0
 _DEFAULT_LIMIT = StartLimit()
 
 
-def start(
-    pool: DevicePool,
-    log_dir: Path | None,
-    rendezvous: Rendezvous | None = None,
-    limit: StartLimit = _DEFAULT_LIMIT,
-) -> PrivateRay:
-    """Start a private Ray for the hosts of `pool`, without waiting for it.
+class PrivateRay(RaySession):
+    """A private Ray and its workers; its constructor starts it without waiting for it.
+
+    There is one at a time in a process. Those of other processes on the machine are independent.
 
     Args:
         pool: the devices of the run.
-        log_dir: an existing folder for the output of Ray (`ray.log`) and of the workers
-            (`worker_<host>.log`). None makes a private one, which is deleted when this Ray is
-            closed or this process ends, however that ends.
-        rendezvous: where the tasks of the job's other nodes wait; None for this machine alone.
-        limit: how long `PrivateRay.spawn` may take, and what happens during the wait.
+        log_dir: an existing folder for the output of Ray (`ray.log`) and of the processes. None
+            makes a private one, which is deleted when this Ray is closed or this process ends,
+            however that ends.
+        rendezvous: the meeting point of the tasks of the job's other nodes; None for this machine
+            alone.
+        limit: how long the start may take, and what happens during the wait.
 
     Raises:
         ClusterError: there is no folder for Ray's sockets, or Ray was imported before.
         OSError: `log_dir` cannot be written.
     """
-    return PrivateRay(pool, log_dir and Path(log_dir).resolve(), rendezvous, limit)
 
-
-class PrivateRay:
-    """A private Ray and its workers: a context manager, to be used from the main thread.
-
-    There is one at a time in a process. Those of other processes on the machine are independent.
-    """
+    _log_dir: Path
 
     def __init__(
         self,
         pool: DevicePool,
         log_dir: Path | None,
-        rendezvous: Rendezvous | None,
-        limit: StartLimit,
+        rendezvous: Rendezvous | None = None,
+        limit: StartLimit = _DEFAULT_LIMIT,
     ) -> None:
-        self._pool = pool
-        self._limit, self._waiting = limit, Waiting(limit)
+        super().__init__(limit, log_dir and Path(log_dir).resolve())
+        self.pool = pool
         self._rendezvous = rendezvous if pool.hosts > 1 else None  # else no other task is expected
-        self._addresses = [LOOPBACK] * pool.hosts
+        self._known = [LOOPBACK] * pool.hosts
         self._connecting: BackgroundCall | None = None
         self._connected, self._at = False, ""
         self._leaving: BackgroundCall | None = None
-        self._begun: list[WorkerHandle] = []
-        self._undo = ExitStack()
         with ExitStack() as on_error:
             on_error.callback(self.close)
             self._own_logs = log_dir is None
             if log_dir is None:  # not Ray's own folder, which is deleted when Ray ends
                 logs = scratch.create()
                 self._undo.callback(logs.remove)
-                log_dir = logs.path
-            self._log_dir = log_dir
+                self._log_dir = logs.path
             folder = scratch.create()
             self._undo.callback(folder.remove)
             token = folder.token(secret())
@@ -106,121 +89,52 @@ class PrivateRay:
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
             on_error.pop_all()
 
-    def spawn(
-        self, worker_class: type, *arguments: Any, advance: Advance | None = None
-    ) -> list[WorkerHandle]:
-        """Start one process a host and build `worker_class(*arguments)` in each.
-
-        It waits for Ray and the processes. What a constructor raises is raised by the results of
-        the calls that follow. The class and the arguments are pickled; a process gets the driver's
-        environment, working folder and module search path as they are now.
-
-        Args:
-            worker_class: what is built.
-            *arguments: its arguments.
-            advance: is told how many nodes, and then processes, are up.
-
-        Raises:
-            ClusterError: Ray or a process did not come up, or not in time.
-        """
-        self._waiting.advance = advance
-        if not self._begun:
-            self.begin(worker_class, *arguments)
-        handles, self._begun = self._begun, []
-        left = [handle.name for handle in handles]
-
-        def up(seconds: float) -> bool:
-            missing = not_started(handles, seconds)
-            left[:] = [name for name in left if missing.get(name) == ""]
-            self._waiting.counts(len(handles) - len(left), len(handles), "processes")
-            return not left
-
-        if not self._waiting.until(up, f"the processes of {', '.join(left)} (see {self._log})"):
-            raise RayEndedError(self._late(f"Ray did not start the processes of {', '.join(left)}"))
-        return handles
-
-    def serve(self, count: int, workers: int) -> list[WorkerHandle]:
-        """Start `count` parameter servers for so many workers; server k is on host k modulo hosts.
-
-        It waits for none of them: they come up while the workers trace and compile.
-
-        Raises:
-            ClusterError: Ray did not come up.
-        """
-        self._connect()
-        handles: list[WorkerHandle] = []
-        self._undo.callback(kill, handles)
-        for number in range(count):
-            host, log = number % self._pool.hosts, self._log_dir / f"server_{number}.log"
-            where = host, self._addresses[host]
-            handles.append(start_server(number, workers, *self._place(host), log, where))
-        return handles
-
-    def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
-        """Wait for Ray and have it start the processes, without waiting for these.
-
-        The next `spawn` of the same class and arguments waits for them. They take calls from now
-        on. It raises the same errors as `spawn`.
-        """
-        self._connect()
-        try:
-            handles = self._spawn(worker_class, arguments)
-        except self._ray.exceptions.RayError as error:
-            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
-        self._undo.callback(kill, handles)
-        self._begun = handles
-        return handles
-
-    def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
-        handles = []
-        for host in range(self._pool.hosts):
-            log, options, environ = self._log_dir / f"worker_{host}.log", *self._place(host)
-            where = host, self._addresses[host]
-            handles.append(start_worker((worker_class, arguments), options, environ, log, where))
-        return handles
-
-    def _place(self, host: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return Ray's options and the environment of a process on a host."""
-        many = self._rendezvous is not None
-        there = {f"host_{host}": _SHARE_OF_HOST} if many else {}
-        environ = worker_environment(os.environ, self._pool, host, self._addresses)
-        return {"num_cpus": 0, "resources": there}, environ
-
     def check(self) -> None:
-        """Check that Ray is up, and continue its head if that was stopped.
-
-        Raises:
-            RayEndedError: Ray has ended, so none of its workers answers any more.
-        """
+        """See `RaySession.check`; continues Ray's head if that was stopped."""
         if self._head.poll() is not None:
             text = "Ray ended: one of its own processes was killed or failed."
             raise RayEndedError(f"{text}\n{self._log_tail()}")
         continue_head(self._head)
 
     def close(self) -> None:
-        """End every process and delete all files of this Ray; it may be called again.
-
-        An interrupt that comes during that is raised when it is done.
-        """
+        """End every process and delete all files of this Ray; see `RaySession.close`."""
         try:
-            BackgroundCall(self._undo.close).finish()
+            super().close()
         finally:
             if self._connecting is not None:
                 ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
                 ray_compat.read_settings_again()  # for a Ray of the user's that comes after it
         atexit.unregister(self.close)
 
-    def __enter__(self) -> PrivateRay:
-        return self
+    def _worker_places(self) -> list[Place]:
+        self._connect()
+        return [self._place(host) for host in range(self.pool.hosts)]
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _server_place(self, host: int) -> Place:
+        self._connect()
+        return self._place(host)
+
+    def _place(self, host: int) -> Place:
+        there = {} if self._rendezvous is None else {f"host_{host}": _SHARE_OF_HOST}
+        return Place(host, self._known[host], {"num_cpus": 0, "resources": there})
+
+    def _addresses(self) -> Sequence[str]:
+        return self._known
+
+    def _awaited(self, names: Sequence[str]) -> str:
+        return f"the processes of {', '.join(names)} (see {self._log})"
+
+    def _check_started(self, missing: Mapping[str, str], in_time: bool) -> None:
+        if not in_time:  # otherwise Ray's reason, if there is one, is raised by the first call
+            raise RayEndedError(
+                self._late(f"Ray did not start the processes of {', '.join(missing)}")
+            )
 
     def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
         log, rendezvous = self._log_dir / "ray.log", self._rendezvous
         if rendezvous is None:
             options = [f"--own-logs={self._log_dir}"] if self._own_logs else []
-            return start_head(folder, self._environ, log, self._pool.hosts, options)
+            return start_head(folder, self._environ, log, self.pool.hosts, options)
         waiting = rendezvous.listener.fileno()
         options = [f"--ip={rendezvous.address}", "--host=0"]
         options += [f"--rendezvous={waiting}", f"--logs={self._log_dir}"]
@@ -261,7 +175,7 @@ class PrivateRay:
         address = output.readline().strip() if up else ""
         if not up:
             raise RayEndedError(self._late("Ray did not come up"))
-        if not address or self._head.poll() is not None:  # connecting would go on for ever
+        if not address or self._head.poll() is not None:  # connecting would never end
             raise RayEndedError(f"Ray did not come up.\n{self._log_tail()}")
         return address
 
@@ -298,9 +212,9 @@ class PrivateRay:
         def ready(seconds: float) -> bool:
             for node in ray_compat.nodes():
                 for index in [k for k in nodes if f"host_{k}" in node.resources]:
-                    self._addresses[index] = node.address
+                    self._known[index] = node.address
                     del nodes[index]
-            self._waiting.counts(len(self._addresses) - len(nodes), len(self._addresses), "nodes")
+            self._waiting.counts(len(self._known) - len(nodes), len(self._known), "nodes")
             if nodes:
                 time.sleep(seconds)
             return not nodes
@@ -309,7 +223,7 @@ class PrivateRay:
         if not self._waiting.until(ready, what, rendezvous.timeout):
             raise ClusterError(
                 f"Waited {rendezvous.timeout:g} s for {', '.join(nodes.values())}: "
-                f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "
+                f"{len(nodes)} of {len(self._known)} nodes did not join Ray. The job's "
                 f"output and {self._log_dir}/ray_<node>.log say more; raise "
                 "cluster.slurm.start_timeout if nodes are slow to start."
             )

@@ -1,4 +1,4 @@
-"""Everything private or undocumented that the launcher takes from Ray, as seen in Ray 2.60.
+"""All private or undocumented parts of Ray that the launcher uses, as of Ray 2.60.
 
 Each name is given with the reason for its use. Ray's public names are used where they are needed,
 but only within `launcher.cluster.ray`. Two programs of this folder run before the package can be

@@ -1,4 +1,4 @@
-"""Private temporary folders of the launcher's processes, and clean-up after killed ones.
+"""Make private temporary folders for the launcher's processes, and clean up after killed ones.
 
 No other user can look into such a folder or change anything below it. Ray, which opens its folders
 to everybody on the machine, gets one inside. Ray puts UNIX sockets there, whose paths the kernel
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
 import stat
 import tempfile
@@ -24,7 +25,7 @@ import psutil
 
 from launcher.base.files import exposed
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.ray import ray_compat, room
+from launcher.cluster.ray import ray_compat
 from launcher.cluster.ray.head import RAY_FOLDER, TOKEN_VARIABLE
 
 _PREFIX = "launcher-"
@@ -33,6 +34,11 @@ _KILL_SECONDS = 10
 _SOCKET_LIMIT = 107
 _LONGEST_SOCKET = f"/launcher-xxxxxxxx/{RAY_FOLDER}/{ray_compat.LONGEST_SOCKET}"
 _STARTING_SECONDS = 60  # a younger folder may not have been locked yet
+STORE_BYTES = 256 * 2**20  # of Ray's object store, at least: for batches and results
+_MOST_STORE_BYTES = 16 * 2**30  # for the gradients that parameter servers sum
+_SHARED = Path("/dev/shm")
+_LEAST_FILES, _WANTED_FILES = 256, 65536  # of the busiest of Ray's own processes
+_LEAST_INODES, _LEAST_BYTES = 500, 32 * 2**20  # for Ray's session files and logs
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,9 @@ def create() -> Scratch:
             from other users; or this machine lacks the resources that Ray needs.
     """
     base = choose_base((_temporary(), "/tmp"))
-    room.check_files()
-    room.check_shared_memory()
-    room.check_disk(base)
+    check_files()
+    check_shared_memory()
+    check_disk(base)
     sweep(base)
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     lock = os.open(path / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -138,3 +144,69 @@ def sweep(base: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+# -- Resources without which Ray fails minutes later, with a message about something else ----------
+
+
+def check_files() -> None:
+    """Raise this process's limit of open files up to its hard limit; child processes inherit it.
+
+    Raises:
+        ClusterError: the limit is too low for Ray.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if most < _LEAST_FILES:
+        raise ClusterError(
+            f"A process may open only {most} files here, and Ray needs {_LEAST_FILES}: raise the "
+            "limit (ulimit -n, or LimitNOFILE= of a service)."
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def check_shared_memory(folder: Path = _SHARED) -> None:
+    """Check that processes can share as much memory as Ray needs.
+
+    Raises:
+        ClusterError: they cannot.
+    """
+    if not folder.is_dir():  # Ray uses another folder
+        return
+    if not os.access(folder, os.W_OK):
+        raise ClusterError(
+            f"{folder} cannot be written, and Ray's processes share memory there: mount it "
+            f"writable (docker run --shm-size={STORE_BYTES >> 20}m)."
+        )
+
+
+def store_bytes(folder: Path = _SHARED) -> int:
+    """Return the size of Ray's object store: up to half of the memory that can be shared.
+
+    Memory is taken when it is written, and what is freed is written again, so a large store costs
+    nothing where little lies in it.
+    """
+    if not folder.is_dir():
+        return STORE_BYTES
+    disk = os.statvfs(folder)
+    return max(STORE_BYTES, min(disk.f_bavail * disk.f_frsize // 2, _MOST_STORE_BYTES))
+
+
+def check_disk(folder: Path, least_inodes: int = _LEAST_INODES) -> None:
+    """Check that the disk of `folder` has room for Ray's files.
+
+    Raises:
+        ClusterError: it is full.
+    """
+    disk = os.statvfs(folder)
+    if disk.f_files and disk.f_favail < least_inodes:
+        raise ClusterError(
+            f"{folder} has room for only {disk.f_favail} more files (df -i {folder}), and Ray "
+            f"needs {least_inodes}: delete some, or set TMPDIR to a short folder of another disk."
+        )
+    if disk.f_bavail * disk.f_frsize < _LEAST_BYTES:
+        raise ClusterError(
+            f"{folder} is full (df {folder}), and Ray needs {_LEAST_BYTES >> 20} MiB there: make "
+            "room, or set TMPDIR to a short folder of another disk."
+        )

@@ -1,4 +1,4 @@
-"""A worker's side of the parameter servers: parts go there, wholes come back, in any thread."""
+"""Client of the parameter servers in a worker: send parts, receive results, in any thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ServerError(RuntimeError):
-    """An error raised when a parameter server is gone or refuses what it got."""
+    """An error raised when a parameter server is gone or refuses a part."""
 
 
 class ServerClient:
@@ -24,7 +24,7 @@ class ServerClient:
         rank: this worker's number.
         count: the number of workers.
         servers: Ray's handle and the name of each server.
-        seconds: how long the whole of an exchange may take.
+        seconds: how long an exchange may take.
 
     Attributes:
         rank: this worker's number.
@@ -68,7 +68,7 @@ class ServerClient:
 
         Raises:
             ServerError: the server is gone.
-            TimeoutError: it took too long; the driver finds out whose fault that is.
+            TimeoutError: it took too long; the driver finds the process to blame.
         """
         import ray
 

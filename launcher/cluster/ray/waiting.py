@@ -1,4 +1,4 @@
-"""Waits for processes to come up: their limit, the lines logged meanwhile, and what ends them."""
+"""Wait for processes to come up, within a limit, with a line logged now and then."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class StartLimit:
-    """The time that a start may take without progress, and what else ends its waits.
+    """The time that a start may take without progress, and a check that may end its waits.
 
     Attributes:
-        seconds: the time: until Ray is up, until it answers, until one more process is up.
+        seconds: the time until Ray is up, until it answers, until one more process is up.
         setting: the name by which the user knows `seconds`.
-        check: called again and again during a wait; what it raises ends the wait.
+        check: called repeatedly during a wait; an exception that it raises ends the wait.
     """
 
     seconds: float = 120.0
@@ -38,7 +38,7 @@ class Waiting:
     """The waits of one start.
 
     Attributes:
-        advance: is told how many processes or nodes are up, of how many.
+        advance: called with the number of processes or nodes that are up, and their total.
     """
 
     def __init__(self, limit: StartLimit, advance: Advance | None = None) -> None:
@@ -46,7 +46,7 @@ class Waiting:
         self._up, self._calls, self._spoken = 0, 0, _SILENCE
 
     def counts(self, up: int, total: int, unit: str) -> None:
-        """Take how many are up of those that the present wait is for; more of them is progress."""
+        """Note how many processes are up; more of them is progress."""
         if up > self._up:
             self._up, self._calls, self._spoken = up, 0, _SILENCE
         if self.advance is not None:
@@ -62,7 +62,7 @@ class Waiting:
 
         Args:
             ready: waits up to as many seconds as it is given.
-            what: what is waited for, in words.
+            what: the goal of the wait, in words.
             seconds: its limit, if it is not the start's.
         """
         start = self._limit
@@ -94,7 +94,7 @@ class BackgroundCall:
             self._run()
 
     def ended(self, seconds: float) -> bool:
-        """Wait up to so many seconds for the call; return whether it is over."""
+        """Wait up to `seconds` seconds for the call; return whether it is over."""
         return self._over.wait(seconds)
 
     def finish(self) -> None:
@@ -110,7 +110,7 @@ class BackgroundCall:
             raise interrupt
 
     def result(self) -> None:
-        """Raise what the call raised."""
+        """Raise the exception of the call, if any."""
         if self._error is not None:
             raise self._error
 

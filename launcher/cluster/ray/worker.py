@@ -1,4 +1,4 @@
-"""Handles to workers, for the driver: calls that return at once, and results to wait for later."""
+"""Call workers from the driver: calls return at once, results are awaited later."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Future:
 
     Attributes:
         worker: the worker.
-        method: what it was asked to do.
+        method: the method called.
         reference: Ray's reference to `worker_actor.Outcome`; a further call may take it, and then
-            gets what it refers to.
+            gets the value.
     """
 
     def __init__(self, reference: Any, worker: WorkerHandle, method: str) -> None:
@@ -84,9 +84,9 @@ def gather(
 
     Args:
         futures: the calls.
-        watch: called every `WATCH_SECONDS` with the workers that have not answered; what it raises
-            ends the wait.
-        servers: what the workers depend on: the end of one may be why a call failed.
+        watch: called every `WATCH_SECONDS` with the workers that have not answered; an exception
+            that it raises ends the wait.
+        servers: the parameter servers: the end of one may be why a call failed.
     """
     waiting = list(futures)
     while waiting:
@@ -125,10 +125,10 @@ def ready(futures: Sequence[Future], *, timeout: float) -> list[Future]:
 
 
 def not_started(workers: Sequence[WorkerHandle], timeout: float) -> dict[str, str]:
-    """Return the workers whose processes Ray has not started, by name, and what Ray says of each.
+    """Return the workers whose processes Ray has not started, by name, with Ray's reason.
 
-    That is "" while Ray still tries. It returns as soon as nothing is left to wait for, at the
-    latest after `timeout` seconds.
+    The reason is "" while Ray still tries. It returns as soon as nothing is left to wait for, at
+    the latest after `timeout` seconds.
     """
     import ray
 
@@ -191,6 +191,41 @@ def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError
     return error
 
 
+def ended_server(servers: Sequence[WorkerHandle]) -> WorkerError | None:
+    """Return the death of one of `servers`; None if all live. It waits for nothing."""
+    import ray
+
+    lives = {server.life: server for server in servers}
+    for life in _over(list(lives), 0):
+        try:
+            ray.get(life)
+        except ray.exceptions.RayError as error:
+            return lives[life].death(str(error))
+    return None
+
+
+def silent_servers(servers: Sequence[WorkerHandle], seconds: float) -> list[WorkerHandle]:
+    """Return those of `servers` that hang: they answer no new call within `seconds`.
+
+    One that has ended is not among them.
+    """
+    calls = {server.ping(): server for server in servers}
+    over = _over(list(calls), seconds)
+    return [server for call, server in calls.items() if call not in over]
+
+
+def _over(calls: list[Any], seconds: float) -> list[Any]:
+    """Return the calls that are over after `seconds` seconds; all, if Ray itself has ended."""
+    import ray
+
+    if not calls:
+        return []
+    try:
+        return ray.wait(calls, num_returns=len(calls), timeout=seconds)[0]
+    except ray.exceptions.RayError:
+        return calls
+
+
 class WorkerHandle:
     """The driver's handle to one worker process, or to that of a parameter server.
 
@@ -250,8 +285,8 @@ class WorkerHandle:
         """Return `function(pid, log)`, called in a process of its own on the worker's node.
 
         Args:
-            function: a function of an importable module, of which it uses no names but its own and
-                those of installed libraries.
+            function: a function of an importable module, which uses no names but its own and those
+                of installed libraries.
             seconds: the time that the call may take.
 
         Raises:
@@ -276,7 +311,7 @@ class WorkerHandle:
 
     @property
     def whereabouts(self) -> str:
-        """The worker's name with its process and machine, as far as they are known."""
+        """The worker's name with its process and machine, if known."""
         process = self._process
         return f"{self.name} (process {process.pid} on this machine)" if process else self.name
 

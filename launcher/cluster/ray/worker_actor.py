@@ -1,4 +1,4 @@
-"""The Ray actors that run in a worker process and hold the user's object.
+"""Ray actors that run in a worker process and hold the user's object.
 
 They travel to the worker by value and are the first code there, before anything of this package or
 JAX is imported, so that both see the environment and the module search path that they set. Until
@@ -54,11 +54,11 @@ class Worker:
         os.environ.update(environ)
         os.chdir(folder)
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
-        from launcher.base.follow import follow
         from launcher.base.log import take_over
+        from launcher.base.parent_death import end_with_parent
 
         take_over(logging.StreamHandler())  # standard error is the worker's log
-        follow()  # ends with Ray's process, also while it is stopped
+        end_with_parent()  # ends with Ray's process, also while it is stopped
         self._object: Any = None
         self._construct_failure: Any = None  # the answer to every call, if there is one
 
@@ -96,10 +96,10 @@ class Worker:
 
 
 class Server(Worker):
-    """A process whose object has coroutines for methods: calls of it go on side by side.
+    """A process whose object has coroutines for methods, so that calls run concurrently.
 
-    It starts no process of its own. Calls that come before the object is built wait for it: they
-    are of others than the one who has it built.
+    It starts no process of its own. Calls that arrive before the object is built wait for it: the
+    callers are the workers, and the driver has it built.
     """
 
     def __init__(self, *arguments: Any) -> None:

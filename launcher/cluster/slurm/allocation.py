@@ -1,4 +1,4 @@
-"""The allocation of a Slurm job, as Slurm and our batch script describe it to a task.
+"""Read the allocation of a Slurm job from the environment of one of its tasks.
 
 A task identifies itself by its environment. Host names do not identify it, since several nodes of a
 small cluster may share one.
@@ -55,7 +55,7 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of which this process is a task, or None outside of one.
+    """Return the allocation that this process belongs to, or None outside of one.
 
     A shell in an interactive job is outside: only our batch script starts tasks.
     """

@@ -1,4 +1,4 @@
-"""The attempts of a job's run: the record of each, and the decision to try again.
+"""Record the attempts of a job's run, and decide whether to try again.
 
 A run that was preempted, or that crashed in a way that may not happen again, continues in its
 folder as a new attempt with logs of its own, `logs/attempt_<n>/`.

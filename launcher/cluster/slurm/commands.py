@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands that tolerate an unavailable controller.
+"""Call Slurm's commands, and tolerate an unavailable controller.
 
 A controller that is down or busy is asked again, with longer and longer pauses; a job is never
 considered lost because of it.
@@ -95,7 +95,7 @@ def sbatch(script: Path, sleep: Callable[[float], None] = time.sleep) -> str:
 
     Args:
         script: the batch script.
-        sleep: called between two attempts; what it raises ends them.
+        sleep: called between two attempts; an exception that it raises ends them.
 
     Raises:
         ConfigError: Slurm refuses the job.
@@ -106,7 +106,7 @@ def sbatch(script: Path, sleep: Callable[[float], None] = time.sleep) -> str:
     except SlurmRefusal as refusal:
         raise ConfigError(
             f"Slurm refuses the job: {refusal}",
-            "cluster.slurm holds what it asks for; cluster.slurm.dry_run=true shows the script.",
+            "cluster.slurm holds the request; cluster.slurm.dry_run=true shows the script.",
             ["cluster.slurm"],
         ) from None
     return output.split(";")[0].strip()  # <id>;<cluster>

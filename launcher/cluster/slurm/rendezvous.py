@@ -1,4 +1,4 @@
-"""The rendezvous of a job's tasks: a file in the run folder, and a socket.
+"""Let the tasks of a job meet, by a file in the run folder and a socket.
 
 The first task, the driver, listens from its start on. The file contains the address and the secret
 that opens Ray, so only its user may read it, and one of another user's is not believed. Every other

@@ -1,4 +1,4 @@
-"""The batch script of a run; `render`, a pure function, makes it from the settings.
+"""Render the batch script of a run from its settings.
 
 The script asks for the nodes, starts one task on each, and requeues the job when the run asks for
 it. `slurm/train.sbatch` is the same script, to be edited and submitted by hand.

@@ -11,7 +11,6 @@ import yaml
 from launcher.base.files import aside, write_whole
 from launcher.base.output import complain
 from launcher.config.compose import to_written
-from launcher.config.machines import SlurmCluster
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import LOCK, LostFolderError, RunFolder
 from launcher.plan import Plan
@@ -22,9 +21,8 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     tree = to_written(replace(config, run=replace(config.run, id=home.id)))
     tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
     # Atomic, because another task of a Slurm job may be reading them.
-    cluster = config.cluster
-    private = isinstance(cluster, SlurmCluster) and bool(cluster.slurm.env)  # may be secrets
-    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
+    text = yaml.safe_dump(tree, sort_keys=False)
+    write_whole(home.path / "config.yaml", text, config.cluster.holds_secrets)
     write_plan_alone(home, plan)
 
 

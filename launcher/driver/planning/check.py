@@ -13,13 +13,9 @@ from pathlib import Path
 
 from launcher.base.log import lines_to
 from launcher.base.measurements import cache_file, read_cached
-from launcher.cluster.devices import DevicePool, find_devices
-from launcher.cluster.ray.demand import check_demand, demand_of
-from launcher.cluster.ray.reach import choose_pool, gpus_of, reach
-from launcher.cluster.ray.waiting import StartLimit
-from launcher.cluster.slurm.allocation import find_allocation
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.kinds import kind_of
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Described, RayCluster, SlurmCluster
 from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
 from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
@@ -133,11 +129,7 @@ def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
         ClusterError: the Ray of `cluster=ray` cannot be reached, or has not these devices.
     """
     cluster = config.cluster
-    pool: DevicePool | None
-    if isinstance(cluster, RayCluster) and not plan_only:
-        pool = _ray_pool(cluster)
-    else:
-        pool = None if plan_only and isinstance(cluster, Described) else find_devices(cluster)
+    pool = kind_of(cluster).pool(planning=plan_only)
     if pool:
         if pool.note:
             _log.info(pool.note)
@@ -156,17 +148,6 @@ def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
     return pool
 
 
-def _ray_pool(cluster: RayCluster) -> DevicePool:
-    """Return the devices of a Ray's nodes, which are asked for them."""
-    nodes = reach(cluster.address, StartLimit(cluster.start_timeout))
-    devices = None if cluster.gpus is None else cluster.gpus // cluster.hosts
-    pool = choose_pool(nodes, cluster.hosts, devices)
-    check_demand(demand_of(cluster).bundle(gpus_of(pool)), pool, nodes)
-    spread = f", {pool.hosts} workers" if pool.hosts > 1 else ""
-    note = f"on the Ray at {cluster.address}: {pool.num_devices} times {pool.device_name}{spread}"
-    return replace(pool, note=note)
-
-
 def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> Iterator[str]:
     custom = [
         o for o in (config.model, config.dataset) if isinstance(o, CustomModel | CustomDataset)
@@ -179,12 +160,7 @@ def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> I
         yield f"whether a parameter fits {' and '.join(patterns)}"
     if goes_on:
         yield "the arrays of the checkpoint"
-    if isinstance(config.cluster, Described):
-        yield f"the devices, as cluster={config.cluster.title} is not here"
-    if isinstance(config.cluster, SlurmCluster) and find_allocation(environ) is None:
-        yield "the resources of Slurm"
-    if isinstance(config.cluster, RayCluster):
-        yield "the Ray at cluster.address and its devices"
+    yield from kind_of(config.cluster).unchecked(environ)
     if isinstance(config.parallel, Replay):
         yield "whether the plan fits the model's program"
     else:
@@ -206,8 +182,8 @@ def measures_first(config: Config) -> bool:
 
     The devices are this machine's, and the plan rests on what they can do.
     """
-    is_here = not isinstance(config.cluster, Described | RayCluster | SlurmCluster)
     parallel = config.parallel
+    is_here = kind_of(config.cluster).is_here
     return is_here and isinstance(parallel, Planned) and parallel.cost != "model"
 
 

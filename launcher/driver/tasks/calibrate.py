@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from launcher.cluster.devices import find_devices
-from launcher.cluster.measure_links import measure_links
-from launcher.cluster.measure_servers import measure_servers
+from launcher.cluster.kinds import find_devices, pool_shape
+from launcher.cluster.measure import measure_links, measure_servers
 from launcher.config.schema import Config
-from launcher.driver.planning.cluster_from_config import pool_shape
 from launcher.driver.tasks.task import Task
 from launcher.plan import ClusterShape
 from launcher.plan.profile.calibration import (

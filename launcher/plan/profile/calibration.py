@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.base import follow, measurements
+from launcher.base import measurements, parent_death
 from launcher.base.log import warn_once
 from launcher.hardware.cluster_shape import ClusterShape, is_nominal
 from launcher.hardware.gpu_memory import gpu_memory_variables
@@ -278,7 +278,12 @@ def measure(shape: ClusterShape, quick: bool = False) -> tuple[Calibration, Path
         path.write_text(json.dumps(request))
         try:
             done = subprocess.run(
-                [sys.executable, str(follow.__file__), str(measure_devices.__file__), str(path)],
+                [
+                    sys.executable,
+                    str(parent_death.__file__),
+                    str(measure_devices.__file__),
+                    str(path),
+                ],
                 capture_output=True,
                 text=True,
                 timeout=time_out,

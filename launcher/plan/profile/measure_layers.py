@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.base import follow, measurements
+from launcher.base import measurements, parent_death
 from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.plan.profile import measure_programs
@@ -188,7 +188,7 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
         done = subprocess.run(
-            [sys.executable, str(follow.__file__), str(measure_programs.__file__), str(path)],
+            [sys.executable, str(parent_death.__file__), str(measure_programs.__file__), str(path)],
             capture_output=True,
             text=True,
             timeout=time_out,

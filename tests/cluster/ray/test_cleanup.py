@@ -17,7 +17,7 @@ import pytest
 import launcher
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, RayEndedError
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.config.machines import Emulated
 
@@ -31,14 +31,14 @@ from pathlib import Path
 
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.config.machines import Emulated
 
 caught = []
 if "handle" in sys.argv:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: caught.append(signal.Signals(number).name))
-with start(emulated_pool(Emulated(gpus=1)), Path(sys.argv[1])) as session:
+with PrivateRay(emulated_pool(Emulated(gpus=1)), Path(sys.argv[1])) as session:
     (worker,) = session.spawn(Probe)
     print("up", worker.submit("add", 1).result(), flush=True)
     for line in sys.stdin:
@@ -98,7 +98,7 @@ def test_a_closed_session_leaves_nothing_and_another_can_follow(probe, tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
     environ = dict(os.environ)
     for start_value in (1, 2):
-        with start(ONE_DEVICE, tmp_path) as session:
+        with PrivateRay(ONE_DEVICE, tmp_path) as session:
             (worker,) = session.spawn(probe, start_value)
             assert worker.submit("add", 0).result() == start_value
             processes, folder = below(os.getpid())
@@ -150,7 +150,7 @@ def test_an_interrupt_at_the_terminal_reaches_the_driver_alone(run_driver):
 @pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_and_a_neighbour_goes_on(run_driver, probe, tmp_path):
     """What is stopped ends with it, too; of the neighbour's, all but the worker go on."""
-    with start(ONE_DEVICE, tmp_path) as session:
+    with PrivateRay(ONE_DEVICE, tmp_path) as session:
         driver = run_driver()
         processes, folder = below(driver.pid)
         (worker,) = session.spawn(probe, 5)
@@ -195,12 +195,12 @@ from pathlib import Path
 import ray_hook
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.config.machines import Emulated
 
 caught = []
 signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-with start(emulated_pool(Emulated(gpus=1)), Path(sys.argv[1])) as session:
+with PrivateRay(emulated_pool(Emulated(gpus=1)), Path(sys.argv[1])) as session:
     ray_hook.signals_while_it_connects()
     (worker,) = session.spawn(Probe)
     time.sleep(4)  # by then the alarm that Ray sets would have aborted this process
@@ -269,7 +269,7 @@ def test_processes_follow_even_a_killed_head(run_driver):
 def test_a_ray_that_does_not_come_up_is_an_error_that_quotes_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "ray.py").write_text("raise ImportError('this ray is out of order')")
-    with start(ONE_DEVICE, tmp_path) as session:
+    with PrivateRay(ONE_DEVICE, tmp_path) as session:
         for wait in (session.begin, session.spawn):  # which says it again
             with pytest.raises(ClusterError, match=r"(?s)Ray did not come up.*is out of order"):
                 wait(object)
@@ -293,7 +293,7 @@ def silent_ray(tmp_path, monkeypatch):
 def test_a_start_says_what_it_waits_for_and_ends_in_time(silent_ray, tmp_path, caplog):
     silent_ray()
     caplog.set_level("INFO", "launcher")
-    with start(ONE_DEVICE, tmp_path, limit=StartLimit(11)) as session:
+    with PrivateRay(ONE_DEVICE, tmp_path, limit=StartLimit(11)) as session:
         told = r"^Ray did not come up within 11 s \(cluster.start_timeout\)\."
         with pytest.raises(RayEndedError, match=told):
             session.spawn(object)
@@ -309,7 +309,7 @@ def test_whoever_looks_in_ends_a_start(silent_ray, tmp_path):
     def stop():
         raise KeyboardInterrupt
 
-    with start(ONE_DEVICE, tmp_path, limit=StartLimit(check=stop)) as session:
+    with PrivateRay(ONE_DEVICE, tmp_path, limit=StartLimit(check=stop)) as session:
         with pytest.raises(KeyboardInterrupt):
             session.spawn(object)
         (head,) = psutil.Process().children()
@@ -322,13 +322,13 @@ from pathlib import Path
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.config.machines import Emulated
 
 pool = emulated_pool(Emulated(gpus=1))
 try:
-    with start(pool, Path(sys.argv[1]), limit=StartLimit(2)) as session:
+    with PrivateRay(pool, Path(sys.argv[1]), limit=StartLimit(2)) as session:
         session.spawn(object)
 except ClusterError as error:
     sys.exit(str(error).splitlines()[0])
@@ -359,8 +359,8 @@ def test_a_program_that_ends_without_a_word_ends_its_session_before_ray_disconne
     program = (
         "import pathlib, sys\n"
         "from launcher.cluster.devices import DevicePool\n"
-        "from launcher.cluster.ray.private_ray import start\n"
-        "session = start(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
+        "from launcher.cluster.ray.private_ray import PrivateRay\n"
+        "session = PrivateRay(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     run = subprocess.run(
@@ -384,8 +384,8 @@ def test_a_ray_that_cannot_be_set_up_any_more_is_refused_and_leaves_nothing(
     program = (
         "import ray, pathlib, sys\n"
         "from launcher.cluster.devices import DevicePool\n"
-        "from launcher.cluster.ray.private_ray import start\n"
-        "start(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
+        "from launcher.cluster.ray.private_ray import PrivateRay\n"
+        "PrivateRay(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     run = subprocess.run(

@@ -9,8 +9,8 @@ from launcher.cluster import progress
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import HungError
 from launcher.cluster.progress import WAITS
-from launcher.cluster.ray.private_ray import start
-from launcher.cluster.ray.server_health import silent
+from launcher.cluster.ray.private_ray import PrivateRay
+from launcher.cluster.ray.worker import silent_servers
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Emulated
 
@@ -27,11 +27,11 @@ def test_workers_that_stand_while_they_connect_are_named(method, tmp_path, monke
     from held import Held
 
     monkeypatch.setattr(progress, "STILL_SECONDS", 4.0)
-    with start(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
+    with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
         workers = session.spawn(Held, method)
         group = WorkerGroup(workers, session.check, 600.0, "cluster.step_timeout")
         said = re.escape(f" for 4 s, while {WAITS[method].words}\nworker_0: ")
         servers = session.serve(1, 2) if method == "meet" else []
-        assert not silent(servers, 60.0)  # whose processes are up
+        assert not silent_servers(servers, 60.0)  # whose processes are up
         with pytest.raises(HungError, match=f"(?s)no answer from worker_0.*{said}.*held.py"):
             group.use_servers(servers) if servers else group.join()

@@ -15,8 +15,8 @@ import pytest
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.ray.parameter_server import ExchangeServer
-from launcher.cluster.ray.private_ray import start
-from launcher.cluster.ray.server_health import silent
+from launcher.cluster.ray.private_ray import PrivateRay
+from launcher.cluster.ray.worker import silent_servers
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Emulated
 
@@ -71,7 +71,7 @@ def test_parts_that_do_not_fit_are_an_error_of_all_workers():
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
-    with start(emulated_pool(Emulated(gpus=2, hosts=2)), logs) as session:
+    with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), logs) as session:
         yield session
 
 
@@ -83,7 +83,7 @@ def group(session, monkeypatch):
     workers, servers = session.spawn(Adder), session.serve(3, 2)
     group = WorkerGroup(workers, session.check, 3.0, "cluster.step_timeout")
     group.use_servers(servers)
-    assert not silent(servers, 60.0)  # whose processes are up
+    assert not silent_servers(servers, 60.0)  # whose processes are up
     group.servers = servers
     return group
 
@@ -91,7 +91,7 @@ def group(session, monkeypatch):
 @pytest.mark.slow
 def test_workers_get_the_sums_and_a_server_that_waits_takes_no_processor(group):
     for size in (5, 2**19):  # in the message, and in the store of objects
-        wholes, sizes = group.gather(group.submit("exchange", size))[0]
+        wholes, sizes = group.gather(group.call("exchange", size))[0]
         assert wholes == [1001.0, 1e4, np.float32(100100.0)]
         assert sizes == [size, 2 * size, size]
     names = [server.name for server in group.servers]
@@ -123,7 +123,7 @@ def test_what_hangs_is_named_a_server_or_the_worker_that_it_waits_for(group):
     stopped = group.handles[1].process()
     stopped.send_signal(signal.SIGSTOP)
     with pytest.raises(HungError) as raised:
-        group.gather(group.submit("exchange", 5))
+        group.gather(group.call("exchange", 5))
     lines = str(raised.value).splitlines()
     assert lines[0] == "no answer from worker_0, worker_1 for 3 s (cluster.step_timeout)"
     assert any(line.startswith("worker_1: its process was stopped") for line in lines)
@@ -133,7 +133,7 @@ def test_what_hangs_is_named_a_server_or_the_worker_that_it_waits_for(group):
     stopped = group.servers[2].process()
     stopped.send_signal(signal.SIGSTOP)
     with pytest.raises(HungError) as raised:
-        group.gather(group.submit("exchange", 5))
+        group.gather(group.call("exchange", 5))
     lines = str(raised.value).splitlines()
     named = "parameter server 2 on host 0"
     assert lines[0] == f"no answer from {named} for 3 s (cluster.step_timeout)"
@@ -143,7 +143,7 @@ def test_what_hangs_is_named_a_server_or_the_worker_that_it_waits_for(group):
 @pytest.mark.slow
 def test_nothing_is_left_of_servers(session):
     servers = session.serve(2, 2)
-    assert not silent(servers, 60.0)
+    assert not silent_servers(servers, 60.0)
     deadline = time.monotonic() + 60.0  # where a process is may be told after its first answer
     while None in (processes := [server.process() for server in servers]):
         assert time.monotonic() < deadline

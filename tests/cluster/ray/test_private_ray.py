@@ -13,7 +13,7 @@ import pytest
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import WorkerError
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import gather
 from launcher.config.machines import Emulated
 
@@ -26,7 +26,7 @@ def logs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def session(logs):
     """Two hosts with two devices each."""
-    with start(emulated_pool(Emulated(gpus=4, hosts=2)), logs) as session:
+    with PrivateRay(emulated_pool(Emulated(gpus=4, hosts=2)), logs) as session:
         yield session
 
 
@@ -176,7 +176,7 @@ def test_a_worker_on_another_machine_is_examined_there(session, probe, tmp_path)
         time.sleep(0.01)
     first, *lines = diagnose(worker).splitlines()
     assert first.startswith("its process waits")
-    assert first.endswith(f"; where it stands (all of its threads: {worker.log}):")
+    assert first.endswith(f"; its stacks (all threads: {worker.log}):")
     assert any(line.endswith(" in wait") for line in lines)
 
 
@@ -187,7 +187,7 @@ def test_a_machine_that_does_not_answer_is_no_mystery(session, probe, monkeypatc
     worker._process, worker.elsewhere = None, True
     monkeypatch.setattr("launcher.cluster.diagnose._NODE_SECONDS", 0.0)
     assert diagnose(worker) == (
-        "its process is on another machine, of which nothing is known: "
+        "its process is on another machine, whose state is unknown: "
         "its node did not answer within 0 s"
     )
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from listening import documented, ports
 
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.process_group import init_process_group
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.private_ray import PrivateRay
+from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Emulated
 
 NOBODY = 65534
@@ -183,9 +183,9 @@ def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypat
     os.mkfifo(tmp_path / "ray.log")  # in what is no log nobody waits, or writes
     os.mkfifo(tmp_path / "worker_0.log")
     (tmp_path / "worker_1.log").symlink_to(tmp_path / "met.py")
-    with start(TWO_HOSTS, tmp_path) as session:
+    with PrivateRay(TWO_HOSTS, tmp_path) as session:
         handles = session.spawn(met.Met)
-        init_process_group(handles)
+        WorkerGroup(handles, session.check, 600.0, "cluster.step_timeout").join()
         one, other = (handle.submit("key").result() for handle in handles)
         assert one == other > 2**32  # nobody finds it by counting
         processes = psutil.Process().children(recursive=True)
@@ -210,7 +210,7 @@ def test_a_stranger_gets_into_no_start(starts, shared, tmp_path, probe):
     stranger = Stranger(shared, tmp_path / "told")
     try:
         for number in range(starts):
-            with start(TWO_HOSTS, tmp_path) as session:
+            with PrivateRay(TWO_HOSTS, tmp_path) as session:
                 while "raylet" not in map(name_of, psutil.Process().children(recursive=True)):
                     assert stranger.told() == []  # before the driver would follow it
                 worker, _ = session.spawn(probe, number)

@@ -17,7 +17,7 @@ from listening import ports
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.ray.private_ray import secret, start
+from launcher.cluster.ray.private_ray import PrivateRay, secret
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.rendezvous import open_rendezvous, reopened
 from launcher.config.machines import Emulated, Slurm
@@ -49,10 +49,10 @@ def met():
 
 def tell_ports(workers, second: int) -> None:
     """Print where the processes of each node listen, once the workers know one another."""
-    from launcher.cluster.process_group import init_process_group
+    from launcher.cluster.worker_group import WorkerGroup
 
     workers[1].address = "127.0.0.2"  # they meet as those of two machines do
-    init_process_group(workers)
+    WorkerGroup(workers, lambda: None, 600.0, "cluster.step_timeout").join()
     for node in (psutil.Process(), psutil.Process(second)):
         print(json.dumps([*ports([node, *node.children(recursive=True)]).items()]))
 
@@ -87,7 +87,7 @@ def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
         assert file.stat().st_mode & 0o777 == 0o600
         address = rendezvous.listener.getsockname()
         strangers = strangers_at(address) if scenario == "again" else []
-        with start(POOL, folder, rendezvous) as session:
+        with PrivateRay(POOL, folder, rendezvous) as session:
             assert ports_named() <= {"0"}
             if scenario == "absent":
                 try:
@@ -125,7 +125,7 @@ def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
         if scenario == "again":
             assert strangers[0].recv(1) == b""
             assert strangers[1].recv(1) == b""  # too many say nothing
-            with start(POOL, folder, reopened(rendezvous)) as session:
+            with PrivateRay(POOL, folder, reopened(rendezvous)) as session:
                 workers = session.spawn(Probe)
                 told = [worker.submit("devices").result() for worker in workers]
                 there = {p.pid for p in psutil.Process(second).children(recursive=True)}

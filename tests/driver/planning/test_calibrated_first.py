@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from launcher.base import measurements
+from launcher.cluster.kinds import pool_shape
 from launcher.config.compose import load
 from launcher.driver.planning import cluster_from_config, prepare
 from launcher.driver.planning.check import find_pool, measures_first
-from launcher.driver.planning.cluster_from_config import pool_shape, shape_of
+from launcher.driver.planning.cluster_from_config import shape_of
 from launcher.plan.profile.calibration import Calibration
 from launcher.report.console import make_console
 

@@ -9,9 +9,9 @@ import pytest
 
 from launcher.base.log import lines_to
 from launcher.cluster.devices import DevicePool
+from launcher.cluster.kinds import pool_shape
 from launcher.config.compose import load
 from launcher.config.machines import Emulated
-from launcher.driver.planning.cluster_from_config import pool_shape
 from launcher.driver.tasks.calibrate import Calibrate
 from launcher.hardware.gpu_memory import memory_share
 from launcher.plan.profile import calibration

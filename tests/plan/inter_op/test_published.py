@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from planner_published import POINTS, cluster_of, published, restricted, traced
 from planner_speed import KNOWN
 
+from launcher.cluster.kinds import kind_of
 from launcher.config.compose import load
-from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
@@ -35,7 +35,7 @@ def plans(gpus):
 def planned(settings):
     """The plan that settings ask for, for a cluster that they describe."""
     config = load(settings)
-    cluster = described_shape(config.cluster)
+    cluster = kind_of(config.cluster).shape(None)
     program = build_program(config, cluster.device_kind)
     return plan_of(config.parallel, program.train, cluster)
 

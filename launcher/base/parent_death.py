@@ -1,8 +1,8 @@
-"""Ends a process with its parent: the kernel kills it, even if it is stopped or busy.
+"""End a process with its parent: the kernel kills it, even if it is stopped or busy.
 
-Such a process imports this module, or this program runs another one:
+A process imports this module, or runs another program through this one:
 
-    python follow.py PROGRAM.py ARGUMENT ...
+    python parent_death.py PROGRAM.py ARGUMENT ...
 
 Standard library only.
 """
@@ -17,7 +17,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def follow() -> None:
+def end_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends.
 
     On other systems than Linux it does nothing.
@@ -27,6 +27,6 @@ def follow() -> None:
 
 
 if __name__ == "__main__":
-    follow()
+    end_with_parent()
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

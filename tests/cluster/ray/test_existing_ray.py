@@ -12,13 +12,17 @@ import psutil
 import pytest
 
 import launcher
-from launcher.cluster.devices import emulated_pool
+from launcher.cluster.devices import DevicePool, emulated_pool
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.ray.attached_ray import AttachedRay
-from launcher.cluster.ray.demand import Demand
-from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.existing_ray import (
+    ExistingRay,
+    ResourceRequest,
+    check_feasible,
+    choose_pool,
+    find_nodes,
+)
+from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.ray_compat import Node
-from launcher.cluster.ray.reach import choose_pool, reach
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.config.machines import Emulated
 
@@ -31,7 +35,7 @@ def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
         ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         ctrl_c.start()
         with pytest.raises(KeyboardInterrupt):
-            AttachedRay(f"127.0.0.1:{silent.getsockname()[1]}", None, None, StartLimit(600.0))
+            ExistingRay(f"127.0.0.1:{silent.getsockname()[1]}", None, None, StartLimit(600.0))
         ctrl_c.join()
 
 
@@ -39,14 +43,14 @@ def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
 def others(tmp_path_factory, probe):
     """A Ray with a worker of somebody else, to which this process is connected."""
     pool = emulated_pool(Emulated(gpus=1, hosts=1))
-    with start(pool, tmp_path_factory.mktemp("logs")) as session:
+    with PrivateRay(pool, tmp_path_factory.mktemp("logs")) as session:
         (worker,) = session.spawn(probe)
         assert worker.submit("add", 1).result() == 1
         yield worker
 
 
 def test_workers_come_and_go_beside_others(others, probe):
-    ray = AttachedRay("auto", 2, 3, LONG)
+    ray = ExistingRay("auto", 2, 3, LONG)
     workers = ray.spawn(probe, 5)
     places = [worker.submit("place").result() for worker in workers]
     mine = others.submit("place").result()
@@ -66,23 +70,23 @@ def test_workers_come_and_go_beside_others(others, probe):
 def test_workers_that_a_ray_does_not_start_are_named(others, probe, why):
     import ray as rays_own
 
-    demand = Demand(num_cpus=1 if why == "no room" else 0)
-    ray = AttachedRay("auto", 1, 1, StartLimit(3.0, SETTING), demand)
+    request = ResourceRequest(num_cpus=1 if why == "no room" else 0)
+    ray = ExistingRay("auto", 1, 1, StartLimit(3.0, SETTING), request)
     raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
     # And whoever would have them go on: the head above Ray's own command.
     silent = [each for raylet in raylets for each in (raylet.parent().parent(), raylet)]
-    told = rf"did not start worker_0 within 3 s \({re.escape(SETTING)}\): it still tries"
+    message = rf"did not start worker_0 within 3 s \({re.escape(SETTING)}\): it still tries"
     if why == "no room":
         holder = rays_own.util.placement_group([{"CPU": 1}])
         assert holder.wait(60)
-        told = (
+        message = (
             rf"did not have CPU: 1 free for each of 1 workers within 3 s \({re.escape(SETTING)}\): "
             "free now are CPU: 0 in all"
         )
     else:
         for each in silent:
             each.suspend()
-    with pytest.raises(ClusterError, match=f"Ray at auto {told}"):
+    with pytest.raises(ClusterError, match=f"Ray at auto {message}"):
         ray.spawn(probe)
     if why == "no room":
         rays_own.util.remove_placement_group(holder)
@@ -93,14 +97,14 @@ def test_workers_that_a_ray_does_not_start_are_named(others, probe, why):
     assert others.submit("add", 0).result() >= 1
 
 
-def test_where_nothing_listens_that_is_said_at_once():
+def test_an_address_where_nothing_listens_is_refused_at_once():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-    told = f"no Ray can be reached at {address}: Connection refused; `ray status`"
-    with pytest.raises(ClusterError, match=re.escape(told)):
-        reach(address, LONG)
+    message = f"no Ray can be reached at {address}: Connection refused; `ray status`"
+    with pytest.raises(ClusterError, match=re.escape(message)):
+        find_nodes(address, LONG)
     with pytest.raises(ClusterError, match="That is a Ray Client"):
-        reach("ray://127.0.0.1:10001", LONG)
+        find_nodes("ray://127.0.0.1:10001", LONG)
 
 
 @pytest.mark.slow
@@ -112,20 +116,20 @@ def test_a_wrong_secret_is_named(others, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # look for it on the loopback
     with pytest.raises(ClusterError, match=rf"no Ray .* at {address}: .*AuthToken"):
-        reach(address, LONG)
+        find_nodes(address, LONG)
 
 
-def test_what_never_answers_is_given_up(monkeypatch):
+def test_a_ray_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        told = rf"no Ray answers at {address}: waited 2 s \(launcher\.init\(start_timeout="
-        with pytest.raises(ClusterError, match=told):
-            reach(address, StartLimit(2.0, SETTING))
+        message = rf"no Ray answers at {address}: waited 2 s \(launcher\.init\(start_timeout="
+        with pytest.raises(ClusterError, match=message):
+            find_nodes(address, StartLimit(2.0, SETTING))
 
 
 @pytest.mark.slow
-def test_steps_run_on_a_ray_that_is_there(others):
+def test_steps_run_on_an_existing_ray(others):
     def step(state, batch):
         value, grad = launcher.value_and_grad(lambda w, x: ((x @ w) ** 2).mean())(state, batch)
         return state - grad, value
@@ -168,3 +172,70 @@ def test_the_devices_are_what_is_asked_for_of_what_is_there(nodes, asked, found)
 def test_more_gpus_than_there_are(asked):
     with pytest.raises(ClusterError, match="2 nodes with 8, 4 GPUs"):
         choose_pool([node(8), node(4)], *asked)
+
+
+TWO = (
+    Node("a", "10.0.0.1", {"CPU": 4.0, "my_node": 1.0, "node:10.0.0.1": 1.0, "memory": 9e9}),
+    Node("b", "10.0.0.2", {"CPU": 4.0, "node:10.0.0.2": 1.0}),
+)
+GPUS = tuple(Node(n, f"10.0.0.{i}", {"CPU": 8.0, "GPU": 8.0}) for i, n in enumerate("cd", 3))
+
+
+def check(asked, hosts, nodes=TWO, kind="cpu", each=2):
+    bundle = asked.bundle(each if kind == "gpu" else 0)
+    check_feasible(bundle, DevicePool(kind, hosts, each, "", ""), nodes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "nodes", "kind"),
+    [
+        (ResourceRequest(), 100, TWO, "cpu"),
+        (ResourceRequest(4, {}), 2, TWO, "cpu"),
+        (ResourceRequest(1, {"my_node": 0.1}), 4, TWO, "cpu"),
+        (
+            ResourceRequest(0, {"my_node": 0.1}),
+            10,
+            TWO,
+            "cpu",
+        ),  # ten times 0.1 is 1
+        (ResourceRequest(8, {}), 2, GPUS, "gpu"),
+    ],
+)
+def test_a_feasible_request_is_accepted(asked, hosts, nodes, kind):
+    check(asked, hosts, nodes, kind)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "nodes", "kind", "message"),
+    [
+        (
+            ResourceRequest(0, {"no_such": 1}),
+            *(1, TWO, "cpu"),
+            "1 worker demands no_such: 1, which this Ray can never give: 10.0.0.1 has no_such: 0 "
+            "(and my_node); 10.0.0.2 has no_such: 0",
+        ),
+        (
+            ResourceRequest(3, {"my_node": 1}),
+            *(2, TWO, "cpu"),
+            "each of 2 workers demands my_node: 1, which this Ray can never give: 10.0.0.1 has "
+            "my_node: 1; 10.0.0.2 has my_node: 0",
+        ),
+        (
+            ResourceRequest(9, {}),
+            *(2, GPUS, "gpu"),
+            "each of 2 workers demands CPU: 9 on a node of its own, which this Ray can never give: "
+            "10.0.0.3 has CPU: 8; 10.0.0.4 has CPU: 8",
+        ),
+        # Each is there, but not on one node.
+        (
+            ResourceRequest(5, {"a": 1}),
+            *(1, (Node("x", "x", {"CPU": 9.0}), Node("y", "y", {"a": 1.0})), "cpu"),
+            "1 worker demands CPU: 5, a: 1, which this Ray can never give: x has CPU: 9, a: 0; y "
+            "has CPU: 0, a: 1",
+        ),
+    ],
+)
+def test_an_infeasible_request_names_what_is_missing(asked, hosts, nodes, kind, message):
+    with pytest.raises(ClusterError) as error:
+        check(asked, hosts, nodes, kind)
+    assert str(error.value) == message

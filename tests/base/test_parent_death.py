@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from launcher.base import follow
+from launcher.base import parent_death
 
 PROGRAM = "import sys, time; print(sys.argv[1], flush=True); time.sleep(600)"
 STARTS_A_PROGRAM = """
@@ -17,11 +17,10 @@ sys.stdin.read()
 """
 STARTS_A_RUN = """
 import sys
-from launcher.submit.processes import PointProcess, SignalRelay
+from launcher.submit.local_sweep import SignalRelay
 run = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 with SignalRelay() as relay:
-    one = PointProcess([sys.executable, "-c", run])
-    relay.run([one], [{}], lambda n: None, lambda n, code: None)
+    relay.start([sys.executable, "-c", run], {}).wait()
 """
 
 
@@ -30,7 +29,7 @@ def test_a_stopped_process_ends_with_the_one_that_started_it(parent, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     process = subprocess.Popen(
-        [sys.executable, "-c", parent, follow.__file__, str(program), "given"],
+        [sys.executable, "-c", parent, parent_death.__file__, str(program), "given"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

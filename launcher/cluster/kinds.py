@@ -1,0 +1,349 @@
+"""Kinds of clusters, one class each: devices, shape, start of Ray, submission of jobs.
+
+To add a kind, subclass `ClusterKind`, decorate it with `register`, and add `conf/cluster/NAME.yaml`
+with `kind: NAME`. The settings that the kind takes are a dataclass of `config.machines`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from launcher.cluster.devices import (
+    EMULATED,
+    STAND_INS,
+    DevicePool,
+    count,
+    emulated_pool,
+    find_gpus,
+    local_pool,
+    node_gpus,
+)
+from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.slurm.allocation import find_allocation
+from launcher.cluster.slurm.commands import check_installed, check_partition, sbatch
+from launcher.config.errors import ConfigError
+from launcher.config.machines import (
+    CLUSTERS,
+    Cluster,
+    Described,
+    Emulated,
+    Hosts,
+    Local,
+    RayCluster,
+    SlurmCluster,
+)
+from launcher.hardware.gpu_memory import memory_share, usable_bytes
+
+if TYPE_CHECKING:
+    from launcher.cluster.ray.session import RaySession
+    from launcher.cluster.slurm.rendezvous import Rendezvous
+    from launcher.hardware.cluster_shape import ClusterShape
+
+C = TypeVar("C", bound=Cluster)
+
+
+class ClusterKind(Generic[C]):
+    """One kind of cluster.
+
+    Args:
+        cluster: the settings.
+
+    Attributes:
+        name: the value of `cluster.kind` that selects it.
+        settings: the dataclass of its settings.
+        is_here: whether its devices are those of this machine, so that they can be measured.
+        is_emulated: whether any number of runs may use its devices at once.
+        is_batch: whether a run is submitted as a job instead of started here.
+        starts_early: whether Ray may start before there is a plan.
+    """
+
+    name: ClassVar[str]
+    settings: ClassVar[type[Cluster]] = Hosts
+    is_here: ClassVar[bool] = False
+    is_emulated: ClassVar[bool] = False
+    is_batch: ClassVar[bool] = False
+    starts_early: ClassVar[bool] = True
+
+    def __init__(self, cluster: C) -> None:
+        self.cluster = cluster
+
+    def pool(self, *, planning: bool = False) -> DevicePool | None:
+        """Return the devices of a run.
+
+        Args:
+            planning: whether the run is only checked or planned. Then no other machine is asked,
+                and None is returned if the devices need not exist.
+
+        Raises:
+            ConfigError: the devices that the settings ask for do not exist.
+            ClusterError: an existing Ray cannot be reached, or lacks the resources.
+        """
+        raise NotImplementedError
+
+    def shape(self, pool: DevicePool | None) -> ClusterShape:
+        """Return the shape to plan for, at nominal rates; `pool` is from the method `pool`."""
+        assert pool is not None
+        return pool_shape(pool)
+
+    def start(
+        self,
+        pool: DevicePool,
+        logs: Path | None,
+        limit: StartLimit,
+        rendezvous: Rendezvous | None = None,
+    ) -> RaySession:
+        """Start Ray for the hosts of `pool`, without waiting for workers: by default a private one.
+
+        Args:
+            pool: the devices.
+            logs: the folder for the output of Ray and the workers; see `PrivateRay`.
+            limit: how long each part of the start may take.
+            rendezvous: the meeting point of a job's other tasks.
+
+        Raises:
+            ClusterError: Ray cannot be started or reached.
+        """
+        from launcher.cluster.ray.private_ray import PrivateRay
+
+        return PrivateRay(pool, logs, rendezvous, limit)
+
+    def check_submission(self) -> None:
+        """Check on this machine that a job can be submitted; raise ConfigError if not."""
+
+    def submit(self, script: Path, sleep: Callable[[float], Any] = time.sleep) -> str:
+        """Submit a batch script and return the job's id; for kinds with `is_batch`.
+
+        Args:
+            script: the script.
+            sleep: called between attempts; an exception that it raises ends them.
+
+        Raises:
+            ConfigError: the job is refused.
+            ClusterError: nobody answers.
+        """
+        raise NotImplementedError
+
+    def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """Yield the parts of the cluster that `task=check` cannot check in `environ`."""
+        del environ
+        yield from ()
+
+
+KINDS: dict[str, type[ClusterKind[Any]]] = {}
+K = TypeVar("K", bound=type[ClusterKind[Any]])
+
+
+def register(kind: K) -> K:
+    """Make a kind available as `cluster.kind=<name>`; a class decorator."""
+    KINDS[kind.name] = kind
+    CLUSTERS.setdefault(kind.name, kind.settings)
+    return kind
+
+
+def kind_of(cluster: Cluster) -> ClusterKind[Any]:
+    """Return the kind of a cluster, with its settings."""
+    return KINDS[cluster.kind](cluster)
+
+
+def find_devices(cluster: Cluster) -> DevicePool:
+    """Return the devices of a cluster without asking another machine.
+
+    Raises:
+        ConfigError: the devices that the settings ask for do not exist.
+    """
+    kind = kind_of(cluster)
+    pool = kind.pool(planning=True) or kind.pool()
+    assert pool is not None
+    return pool
+
+
+def pool_shape(pool: DevicePool) -> ClusterShape:
+    """Return the shape of existing devices, at nominal rates."""
+    from launcher.hardware.cluster_shape import local_shape  # `task=check` needs none
+
+    return local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
+
+
+@register
+class LocalKind(ClusterKind[Local]):
+    """This machine's GPUs, or emulated CPU devices if it has none."""
+
+    name, settings, is_here = "local", Local, True
+
+    def pool(self, *, planning: bool = False) -> DevicePool:
+        """See `local_pool`."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return local_pool(self.cluster, find_gpus(os.environ), visible)
+
+
+@register
+class EmulatedKind(ClusterKind[Emulated]):
+    """Emulated CPU devices of this machine."""
+
+    name, settings, is_here, is_emulated = "emulated", Emulated, True, True
+
+    def pool(self, *, planning: bool = False) -> DevicePool:
+        """See `emulated_pool`."""
+        return emulated_pool(self.cluster)
+
+
+@register
+class SlurmKind(ClusterKind[SlurmCluster]):
+    """The nodes of a Slurm job."""
+
+    name, settings, is_batch = "slurm", SlurmCluster, True
+
+    def pool(self, *, planning: bool = False) -> DevicePool:
+        """Return the devices of the job's nodes, the same number on each.
+
+        Outside of a job, the model of the GPUs is unknown.
+
+        Raises:
+            ConfigError: this node of the job has fewer GPUs than the settings ask for.
+        """
+        cluster = self.cluster
+        if cluster.slurm.emulated:
+            return emulated_pool(cluster)
+        assert cluster.gpus is not None
+        per_host, name = cluster.gpus // cluster.hosts, ""
+        if find_allocation(os.environ) is not None:
+            name = ", ".join(dict.fromkeys(node_gpus(find_gpus(os.environ), per_host)))
+        note = f"{count(cluster.gpus, 'GPU')} on {count(cluster.hosts, 'Slurm node')}"
+        return DevicePool(
+            kind="gpu",
+            hosts=cluster.hosts,
+            devices_per_host=per_host,
+            device_name=name or "GPU",
+            note=f"{note}: {name}" if name else note,
+        )
+
+    def check_submission(self) -> None:
+        """Check that Slurm's commands are installed and that it has the partition."""
+        check_installed()
+        check_partition(self.cluster.slurm)
+
+    def submit(self, script: Path, sleep: Callable[[float], Any] = time.sleep) -> str:
+        """See `sbatch`."""
+        return sbatch(script, sleep=sleep)
+
+    def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """See `ClusterKind.unchecked`."""
+        if find_allocation(environ) is None:
+            yield "the resources of Slurm"
+
+
+@register
+class ExistingRayKind(ClusterKind[RayCluster]):
+    """The nodes of an existing Ray cluster."""
+
+    name, settings, starts_early = "ray", RayCluster, False
+
+    def pool(self, *, planning: bool = False) -> DevicePool:
+        """Return the devices of the Ray's nodes; when planning, assume that they equal those here.
+
+        Raises:
+            ClusterError: the Ray cannot be reached, or lacks the resources.
+        """
+        if not planning:
+            return self._nodes_pool()
+        cluster, gpus = self.cluster, find_gpus(os.environ)
+        names = () if gpus.problem else gpus.names
+        per_host = (cluster.gpus or 0) // cluster.hosts or len(names) or STAND_INS
+        name = ", ".join(dict.fromkeys(names)) or EMULATED
+        return DevicePool(
+            kind="gpu" if names else "cpu",
+            hosts=cluster.hosts,
+            devices_per_host=per_host,
+            device_name=name,
+            note="cluster=ray is not asked for its devices: assumed to equal those here, "
+            f"{per_host * cluster.hosts} times {name}",
+        )
+
+    def _nodes_pool(self) -> DevicePool:
+        from launcher.cluster.ray import existing_ray
+
+        cluster = self.cluster
+        nodes = existing_ray.find_nodes(cluster.address, StartLimit(cluster.start_timeout))
+        devices = None if cluster.gpus is None else cluster.gpus // cluster.hosts
+        request = existing_ray.ResourceRequest(cluster.num_cpus, cluster.resources)
+        pool, _ = existing_ray.feasible_pool(nodes, cluster.hosts, devices, request)
+        spread = f", {pool.hosts} workers" if pool.hosts > 1 else ""
+        found = f"{pool.num_devices} times {pool.device_name}{spread}"
+        return replace(pool, note=f"on the Ray at {cluster.address}: {found}")
+
+    def start(
+        self,
+        pool: DevicePool,
+        logs: Path | None,
+        limit: StartLimit,
+        rendezvous: Rendezvous | None = None,
+    ) -> RaySession:
+        """Connect to the Ray; see `ExistingRay`."""
+        from launcher.cluster.ray import existing_ray
+
+        cluster = self.cluster
+        request = existing_ray.ResourceRequest(cluster.num_cpus, cluster.resources)
+        asked = cluster.address, pool.hosts, pool.devices_per_host
+        return existing_ray.ExistingRay(*asked, limit, request, logs and logs.absolute())
+
+    def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """See `ClusterKind.unchecked`."""
+        del environ
+        yield "the Ray at cluster.address and its devices"
+
+
+@register
+class DescribedKind(ClusterKind[Described]):
+    """Machines that only the settings describe, to plan for."""
+
+    name, settings = "described", Described
+
+    def pool(self, *, planning: bool = False) -> None:
+        """Return None when planning.
+
+        Raises:
+            ConfigError: the run needs devices.
+        """
+        if not planning:
+            raise ConfigError(
+                f"cluster={self.cluster.title} describes machines to plan for; they are not here",
+                "Use task=plan, or train with cluster=local or cluster=emulated.",
+                ("cluster.kind",),
+            )
+
+    def shape(self, pool: DevicePool | None = None) -> ClusterShape:
+        """Return the shape of `cluster.device` and `cluster.links`."""
+        from launcher.hardware.cluster_shape import ClusterShape
+
+        cluster, device, links = self.cluster, self.cluster.device, self.cluster.links
+        assert cluster.gpus is not None  # as the settings' check ensures, here and below
+        assert device.peak_tflops is not None
+        assert device.memory_gib is not None
+        assert device.memory_gb_per_second is not None
+        assert links.intra_host_gb_per_second is not None
+        peak = device.peak_tflops * 1e12
+        single = (device.peak_tflops_fp32 or device.peak_tflops / 2) * 1e12
+        return ClusterShape(
+            name=cluster.title,
+            hosts=cluster.hosts,
+            devices_per_host=cluster.gpus // cluster.hosts,
+            device_kind=str(device.name),
+            peak_flops=peak,
+            flops=device.sustained * peak,
+            flops_fp32=device.sustained * single,
+            memory_bandwidth=device.memory_gb_per_second * 1e9,
+            memory_bytes=usable_bytes(device.memory_gib),
+            intra_host=links.intra_host_gb_per_second * 1e9,
+            inter_host=(links.inter_host_gb_per_second or links.intra_host_gb_per_second) * 1e9,
+            latency=links.latency_us * 1e-6,
+        )
+
+    def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """See `ClusterKind.unchecked`."""
+        del environ
+        yield f"the devices, as cluster={self.cluster.title} is not here"

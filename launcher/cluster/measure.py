@@ -1,0 +1,157 @@
+"""Measure all-reduces over the hosts, by collectives and through a parameter server.
+
+The workers are connected as a run's are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.process_group import Peer
+from launcher.cluster.ray.private_ray import PrivateRay
+from launcher.cluster.ray.server_client import ServerClient
+from launcher.cluster.worker_group import WorkerGroup
+
+_SECONDS = 60.0  # for all rounds
+_ROUNDS = 12
+_SIZES = {"cpu": (1 << 12, 1 << 24), "gpu": (1 << 16, 1 << 28)}  # bytes
+_SMALL, _LARGE = 1 << 8, 1 << 22  # float32 numbers of a part: 1 KiB and 16 MiB
+_EXCHANGES = 30
+
+
+class ExchangeRates(NamedTuple):
+    """Rates of Ray's object store and of a server's sums, with all workers busy.
+
+    Attributes:
+        latency: seconds of an exchange of a small array, from put to get.
+        put: bytes/s that a worker packs and writes to the store.
+        add: bytes/s of parts that a server adds; it counts all of them, and the writing of the sum.
+        get: bytes/s that a worker copies out of the store.
+    """
+
+    latency: float
+    put: float
+    add: float
+    get: float
+
+
+def measure_links(pool: DevicePool) -> dict[str, float]:
+    """Return the seconds of an all-reduce over all devices of a pool's hosts, by its bytes.
+
+    They are those of the fastest round, so that other work on the machine counts little; a round
+    lasts as long as the worker that began it first waits.
+
+    Raises:
+        ClusterError: Ray or a process did not come up, or does not answer.
+        WorkerError: a process died.
+    """
+    with PrivateRay(pool, None) as session:
+        group = WorkerGroup(session.spawn(LinkMeter), session.check, _SECONDS, "task=calibrate")
+        group.join()
+        found = group.gather(group.call("measure", _SIZES[pool.kind]), starting=True)
+    return {
+        str(size): min(max(of_round) for of_round in zip(*(of[k] for of in found), strict=True))
+        for k, size in enumerate(_SIZES[pool.kind])
+    }
+
+
+class LinkMeter(Peer):
+    """A worker that times all-reduces with the others."""
+
+    def measure(self, sizes: tuple[int, ...]) -> list[list[float]]:
+        """Return the seconds of each round's sum, for each size; the first, which compiles, is not.
+
+        All workers call it together.
+
+        Args:
+            sizes: bytes of an array on each device.
+        """
+        mesh = Mesh(np.array(jax.devices()), ("device",))
+        each = PartitionSpec("device")
+        summed = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=each, out_specs=each
+            )
+        )
+        found = []
+        for size in sizes:
+            shape = len(jax.devices()), size // 4
+            x = jax.jit(lambda of=shape: jnp.ones(of), out_shardings=NamedSharding(mesh, each))()
+            jax.block_until_ready(summed(x))
+            durations = []
+            for _ in range(_ROUNDS):
+                began = time.perf_counter()
+                jax.block_until_ready(summed(x))
+                durations.append(time.perf_counter() - began)
+            found.append(durations)
+        return found
+
+
+def measure_servers(pool: DevicePool) -> ExchangeRates:
+    """Return the rates that the workers of a pool find, in the median.
+
+    Raises:
+        ClusterError: Ray or a process did not come up, or does not answer.
+        WorkerError: a process died.
+    """
+    with PrivateRay(pool, None) as session:
+        workers, servers = session.spawn(ExchangeMeter), session.serve(1, pool.hosts)
+        group = WorkerGroup(workers, session.check, _SECONDS, "task=calibrate")
+        group.use_servers(servers)
+        found: list[ExchangeRates] = group.gather(group.call("measure"), starting=True)
+    return ExchangeRates(*map(statistics.median, zip(*found, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """The fields of an `ExchangeSpec` that a client reads: one server, a sum."""
+
+    name: str = "measurement"
+    kind: str = "sum"
+    server: int = 0
+
+
+class ExchangeMeter:
+    """A worker that times exchanges of zeros with one server."""
+
+    def meet(
+        self, count: int, index: int, servers: Sequence[tuple[Any, str]], seconds: float
+    ) -> None:
+        """See `Peer.meet`."""
+        self._client = ServerClient(index, count, servers, seconds)
+        self._client.open([_Spec()])  # type: ignore[list-item]
+
+    def measure(self) -> ExchangeRates:
+        """Return the rates of the fastest rounds, so that other work on the machine counts little.
+
+        All workers call it together.
+        """
+        small = [self._round(_SMALL) for _ in range(_EXCHANGES)]
+        large = [self._round(_LARGE) for _ in range(_EXCHANGES)]
+        latency = min(put + wait for put, wait, _ in small)
+        put, wait, get = (min(times) for times in zip(*large, strict=True))
+        size = 4.0 * _LARGE
+        adding = max(wait - latency, latency)
+        return ExchangeRates(latency, size / put, size * self._client.count / adding, size / get)
+
+    def _round(self, size: int) -> tuple[float, float, float]:
+        """Exchange `size` numbers; return the seconds to put, wait and read."""
+        gradients, call = [np.zeros(size // 2, np.float32)] * 2, self._client.reserve()
+        began = time.perf_counter()
+        part = np.concatenate(gradients)
+        self._client.put(call, 0, part)
+        given = time.perf_counter()
+        whole = self._client.get(call, 0)
+        there = time.perf_counter()
+        np.copyto(part, whole)
+        return given - began, there - given, time.perf_counter() - there

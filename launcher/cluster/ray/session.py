@@ -1,0 +1,194 @@
+"""Start worker and parameter server processes on one Ray, private or existing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from launcher.base.files import open_own
+from launcher.base.output import Advance
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.errors import RayEndedError
+from launcher.cluster.ray import ray_compat, worker_actor
+from launcher.cluster.ray.environment import worker_environment
+from launcher.cluster.ray.parameter_server import ExchangeServer
+from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
+from launcher.cluster.ray.worker import WorkerHandle, kill, not_started
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host to start a process on.
+
+    Attributes:
+        host: the host's index in the pool.
+        address: the host's address.
+        options: Ray's options of the actor, which bring it there.
+    """
+
+    host: int
+    address: str
+    options: Mapping[str, Any]
+
+
+class RaySession(ABC):
+    """Worker processes on one Ray: a context manager, to be used from the main thread.
+
+    Args:
+        limit: how long each part of the start may take, and what else ends its waits.
+        log_dir: the folder for the output of the processes (`worker_<host>.log`,
+            `server_<number>.log`); None leaves it to Ray's own logs.
+        kill_after: the seconds that Ray may take to end the workers by itself.
+
+    Attributes:
+        pool: the devices: one worker a host.
+    """
+
+    pool: DevicePool
+
+    def __init__(self, limit: StartLimit, log_dir: Path | None, kill_after: float = 0.0) -> None:
+        self._limit, self._log_dir, self._kill_after = limit, log_dir, kill_after
+        self._waiting = Waiting(limit)
+        self._begun: list[WorkerHandle] = []
+        self._undo = ExitStack()
+        self._ray: Any = None
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check that Ray is up.
+
+        Raises:
+            RayEndedError: Ray has ended, so none of its workers answers any more.
+        """
+
+    @abstractmethod
+    def _worker_places(self) -> list[Place]:
+        """Connect to Ray; return the place of each worker, in the order of the hosts."""
+
+    @abstractmethod
+    def _server_place(self, host: int) -> Place:
+        """Connect to Ray; return the place of a parameter server on a host of the pool."""
+
+    @abstractmethod
+    def _addresses(self) -> Sequence[str]:
+        """Return the addresses of all hosts, which are exempt from proxies."""
+
+    @abstractmethod
+    def _check_started(self, missing: Mapping[str, str], in_time: bool) -> None:
+        """Raise for workers that did not start, by name, each with Ray's reason if it gave up."""
+
+    @abstractmethod
+    def _awaited(self, names: Sequence[str]) -> str:
+        """Return a description of the wait for the processes of workers."""
+
+    def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+        """Wait for Ray and have it start the processes, without waiting for these.
+
+        The next `spawn` of the same class and arguments waits for them. They take calls from now
+        on. Raises the errors of `spawn`.
+        """
+        places, handles = self._worker_places(), list[WorkerHandle]()
+        self._undo.callback(kill, handles, self._kill_after)
+        try:
+            for place in places:
+                handles.append(self._start(place, (worker_class, arguments)))
+        except self._ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
+        self._begun = handles
+        return handles
+
+    def spawn(
+        self, worker_class: type, *arguments: Any, advance: Advance | None = None
+    ) -> list[WorkerHandle]:
+        """Start one process a host and build `worker_class(*arguments)` in each.
+
+        Waits for Ray and the processes. An exception of a constructor is raised by the results of
+        the calls that follow. The class and the arguments are pickled; a process gets the driver's
+        environment, working folder and module search path as they are now.
+
+        Args:
+            worker_class: the class to build.
+            *arguments: its arguments.
+            advance: called with the number of nodes, and then of processes, that are up.
+
+        Raises:
+            ClusterError: Ray or a process did not come up, or not in time.
+        """
+        self._waiting.advance = advance
+        handles, self._begun = self._begun or self.begin(worker_class, *arguments), []
+        missing = dict.fromkeys([handle.name for handle in handles], "")
+
+        def started(seconds: float) -> bool:
+            missing.clear()
+            missing.update(not_started(handles, seconds))
+            self._waiting.counts(len(handles) - len(missing), len(handles), "processes")
+            return not missing or any(missing.values())
+
+        self._check_started(missing, self._waiting.until(started, self._awaited([*missing])))
+        return handles
+
+    def serve(self, count: int, workers: int) -> list[WorkerHandle]:
+        """Start `count` parameter servers for `workers` workers; server k is on host k mod hosts.
+
+        Waits for none of them: they come up while the workers trace and compile.
+
+        Raises:
+            ClusterError: Ray did not come up.
+        """
+        handles: list[WorkerHandle] = []
+        self._undo.callback(kill, handles, self._kill_after)
+        for number in range(count):
+            place = self._server_place(number % self.pool.hosts)
+            handles.append(self._start(place, (ExchangeServer, (workers,)), number))
+        return handles
+
+    def close(self) -> None:
+        """End every process of this session; may be called again.
+
+        An interrupt that arrives meanwhile is raised at the end.
+        """
+        BackgroundCall(self._undo.close).finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(
+        self, place: Place, made_by: tuple[type, Sequence[Any]], server: int | None = None
+    ) -> WorkerHandle:
+        """Have Ray start a process and build its object, without waiting for either.
+
+        Args:
+            place: the host.
+            made_by: the object's class and arguments.
+            server: the number of a parameter server; None for a worker.
+
+        Raises:
+            OSError: the log cannot be written.
+        """
+        import ray
+
+        # The actor's code runs before anything of this package can be imported.
+        ray_compat.register_by_value(worker_actor)
+        name = f"worker_{place.host}" if server is None else f"server_{server}"
+        log = self._log_dir and self._log_dir / f"{name}.log"
+        if log is not None:
+            os.close(open_own(log, os.O_WRONLY))
+        actor_class: Callable[..., Any] = (
+            worker_actor.Worker if server is None else worker_actor.Server
+        )
+        made: Any = ray.remote(**place.options)(actor_class)
+        environ = worker_environment(os.environ, self.pool, place.host, self._addresses())
+        search_path = [os.path.abspath(entry) for entry in sys.path]
+        actor = made.remote(environ, search_path, os.getcwd(), log and str(log))
+        handle = WorkerHandle(actor, place.host, log or Path(os.devnull), place.address, server)
+        actor.construct.remote(ray_compat.dumps(made_by))
+        return handle
