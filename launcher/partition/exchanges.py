@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.partition.buckets import Bucket
+from launcher.partition.gradient_sync import Bucket
 from launcher.partition.partitioned import PartitionedStep
 from launcher.trace.ir.jaxpr import Var, nbytes
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from launcher.partition.assignment import Assignment
-from launcher.partition.buckets import Bucket, in_buckets, is_summed_in_every
 from launcher.partition.errors import PlanError
+from launcher.partition.gradient_sync import Bucket, GradientSync, in_buckets, is_summed_in_every
 from launcher.partition.joint_graph import Known, Name, input_spec
 from launcher.partition.sharding.layout import Layout, layouts, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
@@ -29,7 +29,6 @@ from launcher.trace.ir.jaxpr import is_var
 _MOST_NAMED = 4  # parameters in an error
 
 Choose = Callable[[Loss, StageGraph], Mapping[str, Spec]]
-Buckets = tuple[Bucket, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +91,22 @@ class PartitionedStep:
             of = as_one(of, kinds)
         return of, inside
 
-    def buckets(self, stage: int, order: Sequence[int]) -> tuple[Buckets, Buckets]:
-        """Return the buckets of gradients that every microbatch sums, and those summed once a step.
+    def gradient_sync(self, stage: int, orders: Iterable[Sequence[int]]) -> GradientSync:
+        """Return how the gradients of a stage are summed; no bucket without replicas.
 
         Args:
             stage: the stage.
-            order: the operands whose gradients one of its task programs makes, in that order.
+            orders: the `gradient_order` of each of its task programs, or of one of them.
         """
-        if self.slicing.replicas == 1:
-            return (), ()
+        every: list[Bucket] = []
+        once: list[Bucket] = []
         layout, by = self.layout(stage), self.assignment.reduction
-        every = [i for i in order if is_summed_in_every(layout, i)]
-        once = [i for i in order if i not in every]
-        return in_buckets(every, self.loss, layout, by), in_buckets(once, self.loss, layout, by)
+        for order in orders if self.slicing.replicas > 1 else ():
+            in_every = [i for i in order if is_summed_in_every(layout, i)]
+            every += in_buckets(in_every, self.loss, layout, by)
+            in_one = [i for i in order if i not in in_every]
+            once += in_buckets(in_one, self.loss, layout, by)
+        return GradientSync(tuple(every), tuple(once), self.slicing)
 
     def likeness(self, stage: int) -> object:
         """Return a key that is equal for stages with the same task programs, sharded alike."""

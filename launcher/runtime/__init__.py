@@ -3,7 +3,7 @@
 Imports `plan`, by its door, and below.
 """
 
-from launcher.runtime.execute.executable import Executable, Ways, transformed_error
+from launcher.runtime.execute.executable import Executable, StepServices, transformed_error
 from launcher.runtime.execute.replicas import (
     ReplicaError,
     check_equal,
@@ -15,8 +15,8 @@ from launcher.runtime.execute.replicas import (
 )
 from launcher.runtime.observe.digests import Copies, Digester
 from launcher.runtime.observe.stage_times import StageTimes
+from launcher.runtime.programs.compilation_cache import keep_compiled, why_not_kept
 from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
-from launcher.runtime.programs.kept import keep_compiled, why_not_kept
 from launcher.runtime.transport.exchange import ExchangeSpec, Servers
 from launcher.runtime.transport.permute import PermuteTransport
 from launcher.runtime.transport.transfer import move, wait_for
@@ -39,8 +39,8 @@ __all__ = [
     "Servers",
     "StageTimes",
     "StepCompilation",
+    "StepServices",
     "Transport",
-    "Ways",
     "check_equal",
     "compile_step",
     "fail_together",

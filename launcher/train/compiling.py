@@ -11,7 +11,7 @@ import jax
 
 from launcher.base.spans import SpanRecorder
 from launcher.plan import Plan, make_forward_plan
-from launcher.runtime import Executable, StepCompilation, Ways, wait_for_more
+from launcher.runtime import Executable, StepCompilation, StepServices, wait_for_more
 from launcher.train.program import Program
 
 
@@ -21,20 +21,20 @@ class Compiling:
     Args:
         program: the run's program.
         plan: the plan of the train step; evaluation follows it.
-        ways: what instructions go by.
+        services: what instructions go by.
 
     Raises:
         PlanError: the program differs from the one that was planned.
     """
 
-    def __init__(self, program: Program, plan: Plan, ways: Ways) -> None:
+    def __init__(self, program: Program, plan: Plan, services: StepServices) -> None:
         self._started, devices = time.perf_counter(), jax.devices()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler")
-        self._train = StepCompilation(program.train, plan, devices, ways, self._pool)
+        self._train = StepCompilation(program.train, plan, devices, services, self._pool)
         self._evaluate = None
         if program.evaluate:
             forward = make_forward_plan(program.evaluate, like=plan)
-            silent = ways._replace(spans=SpanRecorder())  # a recorded step holds no evaluation
+            silent = services._replace(spans=SpanRecorder())  # a recorded step holds no evaluation
             self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
 
     @property

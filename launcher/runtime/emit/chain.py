@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.partition.buckets import Bucket
+from launcher.partition.gradient_sync import Bucket
 from launcher.partition.sharding.named_dims import Spec, axes
 from launcher.plan import Plan
 from launcher.runtime.emit.emitted import Emitted

@@ -126,7 +126,7 @@ class _Emitter:
             if not self.cut.step.batch[i]
         ]
         programs = self.tasks.programs.values()
-        once = [bucket for of in programs for made in of.values() for bucket in made.once]
+        once = [bucket for of in programs for made in of.values() for bucket in made.sync.once]
         first, then = exchange_instructions(self.cut, slots, once, plan.exchanges)
         self.give()
         self.exchange(first)

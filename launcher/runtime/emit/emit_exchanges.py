@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.partition.buckets import Bucket
 from launcher.partition.errors import PlanError
 from launcher.partition.exchanges import Exchanged, exchanges
+from launcher.partition.gradient_sync import Bucket
 from launcher.partition.partitioned import PartitionedStep
 from launcher.plan import ServerExchange
 from launcher.runtime.emit.instructions import Exchange

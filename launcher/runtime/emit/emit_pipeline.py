@@ -193,12 +193,7 @@ class PipelineEmitter:
     def reduce(self, graph: StageGraph, programs: Sequence[StageProgram], turn: int) -> None:
         """Emit the sum over the replicas of the gradients that no task program sums."""
         listing = self.listing
-        unsummed = [
-            [n.of for n in made.outputs if n.kind == "per_replica"]
-            for made in programs
-            if made.last is None
-        ]
-        buckets = [b for order in unsummed for b in self.cut.buckets(graph.index, order)[1]]
+        buckets = [b for made in programs for b in made.sync.after_pass]
         if not buckets:
             return
         name = f"{self.pieces.names[graph.index]}.reduce"

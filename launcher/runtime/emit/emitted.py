@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.partition.buckets import Bucket
+from launcher.partition.gradient_sync import Bucket
 from launcher.partition.slicing import Slicing
 from launcher.runtime.emit.instructions import Instruction, Slot
 

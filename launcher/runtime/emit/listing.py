@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from launcher.partition.buckets import Bucket
+from launcher.partition.gradient_sync import Bucket
 from launcher.runtime.emit.instructions import Run, Send, Work
 from launcher.runtime.emit.slots import Slots
 from launcher.trace.ir.jaxpr import Var

@@ -19,7 +19,7 @@ from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Free, Instruction, Run, Send
 from launcher.runtime.emit.order import digest, digests, prove
 from launcher.runtime.execute.throttle import Throttle
-from launcher.runtime.programs.placement import Placement
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.transport.exchange import Servers
 from launcher.runtime.transport.exchanging import Exchanging, exchange_pool
 from launcher.runtime.transport.transfer import (
@@ -78,7 +78,7 @@ class Table:
 
 def build_table(
     emitted: Emitted,
-    placement: Placement,
+    placement: DeviceMeshes,
     compiled: Mapping[str, Any],
     donated: tuple[bool, ...],
     transport: Transport | None,
@@ -132,7 +132,7 @@ def build_table(
 
 def _entries(
     emitted: Emitted,
-    placement: Placement,
+    placement: DeviceMeshes,
     compiled: Mapping[str, Any],
     outlives: Set[int | None],
     transport: Transport | None,
@@ -174,7 +174,7 @@ def _entries(
     return tuple(entries), shipments
 
 
-def _prove(entries: Sequence[Entry], emitted: Emitted, placement: Placement) -> None:
+def _prove(entries: Sequence[Entry], emitted: Emitted, placement: DeviceMeshes) -> None:
     """Prove, from the entries as they were built, that this process does not deadlock."""
     done = [x for x, *_ in entries if not isinstance(x, Free)]
     here = {mesh for mesh in range(len(placement.meshes)) if placement.runs_here(mesh)}
@@ -183,7 +183,7 @@ def _prove(entries: Sequence[Entry], emitted: Emitted, placement: Placement) -> 
     prove(emitted.instructions, done, here, emitted.slots, given)
 
 
-def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
+def _fixed(emitted: Emitted, placement: DeviceMeshes) -> dict[int, jax.Array]:
     found = {}
     for i, (slot, literal, mesh) in enumerate(emitted.results):
         if slot is None:
@@ -197,7 +197,9 @@ def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
     return found
 
 
-def _shared(emitted: Emitted, placement: Placement, donated: tuple[bool, ...]) -> tuple[int, ...]:
+def _shared(
+    emitted: Emitted, placement: DeviceMeshes, donated: tuple[bool, ...]
+) -> tuple[int, ...]:
     """Return the results whose array the table, the caller or another result holds too.
 
     The caller may donate any result to the next call.

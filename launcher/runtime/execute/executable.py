@@ -25,8 +25,8 @@ from launcher.runtime.execute.dispatch_table import Entry, build_table
 from launcher.runtime.observe.recording import StepRecording
 from launcher.runtime.observe.stage_times import StageTimes, time_stages
 from launcher.runtime.programs.compat import is_nan_error, moves_are_guarded
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.programs.peak_memory import peak_bytes
-from launcher.runtime.programs.placement import Placement
 from launcher.runtime.programs.state import create_state
 from launcher.runtime.transport.exchange import Servers
 from launcher.runtime.transport.transfer import is_here, place_array
@@ -35,7 +35,7 @@ from launcher.trace.interface import Interface
 from launcher.trace.step import TracedStep
 
 
-class Ways(NamedTuple):
+class StepServices(NamedTuple):
     """What a step's instructions go by, beside its programs."""
 
     transport: Transport | None
@@ -52,7 +52,7 @@ class Executable:
         emitted: its programs and instructions.
         placement: the devices of its meshes.
         programs: the compiled programs, by name.
-        ways: what moves arrays between processes, the parameter servers, and what is recorded.
+        services: what moves arrays between processes, the parameter servers, and what is recorded.
 
     Attributes:
         plan: the plan that it runs.
@@ -70,19 +70,19 @@ class Executable:
         step: TracedStep,
         plan: Plan,
         emitted: Emitted,
-        placement: Placement,
+        placement: DeviceMeshes,
         programs: dict[str, Any],
-        ways: Ways,
+        services: StepServices,
     ) -> None:
         self.plan, self.compile_seconds = plan, 0.0
         self._interface = whole = step.whole
         self._caller = Caller(whole, step.stacks)
-        self._transport, self._servers, self.spans = ways
+        self._transport, self._servers, self.spans = services
         self._slicing, self._rank = emitted.slicing, emitted.rank
         self._placement, self._compiled = placement, programs
         peaks = peak_bytes(emitted, placement, programs)
         self.peak_bytes = None if peaks is None else max(peaks)
-        self._table = build_table(emitted, placement, programs, whole.donated, *ways)
+        self._table = build_table(emitted, placement, programs, whole.donated, *services)
         where = {i: placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
         stacked = self._caller.by_leaf(flat, StackedSharding)

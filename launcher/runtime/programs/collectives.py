@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from launcher.partition.buckets import Bucket, are_packed, scatter_dim
+from launcher.partition.gradient_sync import Bucket, are_packed, scatter_dim
 from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.partition.sharding.named_dims import Spec, axes
 

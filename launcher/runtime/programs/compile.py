@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from launcher.partition.buckets import are_packed
+from launcher.partition.gradient_sync import are_packed
 from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Run, Send
 from launcher.runtime.programs.compat import (
@@ -22,7 +22,7 @@ from launcher.runtime.programs.compat import (
     overlap_options,
     with_barriers_kept,
 )
-from launcher.runtime.programs.placement import Placement
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 
 
 class Compilation:
@@ -38,7 +38,7 @@ class Compilation:
     """
 
     def __init__(
-        self, emitted: Emitted, placement: Placement, pool: concurrent.futures.Executor
+        self, emitted: Emitted, placement: DeviceMeshes, pool: concurrent.futures.Executor
     ) -> None:
         self._pool = pool
         first: dict[str, Run] = {}
@@ -85,7 +85,7 @@ class Compilation:
         return {name: by_name[name] for name in self._names}
 
 
-def _same(name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]) -> Any:
+def _same(name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]) -> Any:
     """Return a key that is equal for programs that differ in their devices alone.
 
     One of them has to be lowered.
@@ -102,7 +102,7 @@ def _same(name: str, run: Run, emitted: Emitted, placement: Placement, offered: 
 
 
 def _shardings(
-    run: Run, placement: Placement
+    run: Run, placement: DeviceMeshes
 ) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     """Return the shardings of a program's arguments and of its results."""
     return tuple(map(placement.sharding, run.inputs)), tuple(map(placement.sharding, run.outputs))
@@ -175,7 +175,7 @@ def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> 
 
 
 def _lower(
-    name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]
+    name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]
 ) -> _Program:
     arguments, results = _shardings(run, placement)
     fun = emitted.programs[name]

@@ -9,12 +9,12 @@ import jax
 
 from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Free, Run
-from launcher.runtime.programs.placement import Placement
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.trace.ir.jaxpr import nbytes
 
 
 def peak_bytes(
-    emitted: Emitted, placement: Placement, compiled: Mapping[str, Any]
+    emitted: Emitted, placement: DeviceMeshes, compiled: Mapping[str, Any]
 ) -> list[int] | None:
     """Return the most bytes that a device of each mesh holds during a step.
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from launcher.partition.buckets import Bucket
+from launcher.partition.gradient_sync import Bucket
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph
@@ -79,8 +79,10 @@ def _as_of(
         name=named(program.name),
         inputs=tuple(map(rename, program.inputs)),
         outputs=tuple(map(rename, program.outputs)),
+        sync=dataclasses.replace(
+            program.sync, every=buckets(program.sync.every), once=buckets(program.sync.once)
+        ),
         buckets=buckets(program.buckets),
-        once=buckets(program.once),
         last=program.last and _as_of(program.last, rename, named),
     )
 

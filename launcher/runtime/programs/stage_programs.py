@@ -16,7 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.partition.buckets import Bucket, gradient_order, is_summed_in_every
+from launcher.partition.gradient_sync import (
+    Bucket,
+    GradientSync,
+    gradient_order,
+    is_summed_in_every,
+    is_summed_in_place,
+)
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.sharding.layout import DATA, Layout
@@ -48,10 +54,10 @@ class StageProgram:
         inputs: the names of what it reads.
         outputs: the names of what it makes.
         residuals: the specs of the residuals that it makes, by their variables.
-        buckets: the gradients that it sums over the replicas.
-        once: the gradients that are summed once a step, by the last microbatch or after it.
-        last: the program of the last microbatch, if that is another one: it also sums the
-            gradients that are summed once a step, under its backward pass.
+        sync: how the gradients that it makes are summed over the replicas.
+        buckets: those of its buckets that this program sums.
+        last: the program of the last microbatch, if that is another one: it also sums the buckets
+            of `sync.once`, under its backward pass.
     """
 
     name: str
@@ -59,8 +65,8 @@ class StageProgram:
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     residuals: Mapping[Var, Spec]
-    buckets: tuple[Bucket, ...] = ()
-    once: tuple[Bucket, ...] = ()
+    sync: GradientSync
+    buckets: tuple[Bucket, ...]
     last: StageProgram | None = None
 
     @property
@@ -92,10 +98,10 @@ def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, St
     for kind, one_slice in of.programs.items():
         word = kind.value if found or not together else f"forward_{kind.value}"
         closed = emitted_locally(one_slice.closed, inside, cut.slicing.own_replicas)
-        buckets = cut.buckets(stage, gradient_order(one_slice))
+        sync = cut.gradient_sync(stage, [gradient_order(one_slice)])
         one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
-        found[kind] = maker.programs(f"{name}.{word}", one_slice, left, *buckets)
+        found[kind] = maker.programs(f"{name}.{word}", one_slice, left, sync)
     return found
 
 
@@ -113,12 +119,7 @@ class _Maker:
     leaving: Set[int]
 
     def programs(
-        self,
-        name: str,
-        one_slice: TaskProgram,
-        residuals: Mapping[Var, Spec],
-        every: Sequence[Bucket],
-        once: Sequence[Bucket],
+        self, name: str, one_slice: TaskProgram, residuals: Mapping[Var, Spec], sync: GradientSync
     ) -> StageProgram:
         """Return the program over all replicas' slices of a microbatch.
 
@@ -126,16 +127,13 @@ class _Maker:
             name: its name.
             one_slice: what each replica computes.
             residuals: see `StageProgram`.
-            every: the buckets that every microbatch sums.
-            once: the buckets that are summed once a step.
+            sync: see `StageProgram`.
         """
-        here = once if self.slicing.own_replicas > 1 else ()
-        now = [*every, *here] if self.slicing.micro_batches == 1 else every
-        made = self.program(name, one_slice, residuals, now)
-        made = dataclasses.replace(made, once=tuple(once))
-        if self.slicing.micro_batches == 1 or len(here) < 2:  # one waits for the whole program
+        several = self.slicing.micro_batches > 1
+        made = self.program(name, one_slice, residuals, sync, last=not several)
+        if not several or sync.in_pass(last=True) == made.buckets:
             return made
-        last = self.program(f"{name}.last", one_slice, residuals, [*every, *here])
+        last = self.program(f"{name}.last", one_slice, residuals, sync, last=True)
         return dataclasses.replace(made, last=last)
 
     def program(
@@ -143,17 +141,20 @@ class _Maker:
         name: str,
         one_slice: TaskProgram,
         residuals: Mapping[Var, Spec],
-        now: Sequence[Bucket],
+        sync: GradientSync,
+        last: bool,
     ) -> StageProgram:
-        """Return the program of a microbatch that sums the buckets `now`.
+        """Return the program of a microbatch, of the last one or any other.
 
         Accumulators hold the gradient of each replica until it is summed, and then the sum in its
         place; those of gradients that every microbatch sums hold sums.
         """
+        now = sync.in_pass(last)
         made = one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         held = [self.accumulator(n) for n in kept]
-        moves = {i for b in now for i in b.operands if not self.stays(b, i)}
+        summed = {i for b in now for i in b.operands}
+        moves = {i for i in summed if not is_summed_in_place(self.layout, i, self.leaving)}
         left = [n if n.kind == "grad" and n.of in moves else self.accumulator(n) for n in made]
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
         outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
@@ -192,7 +193,7 @@ class _Maker:
             by_name = dict(zip(left, map(values.get, made), strict=True))
             return tuple(by_name[n] for n in outputs)
 
-        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, tuple(now))
+        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, sync, now)
 
     def accumulator(self, name: Name) -> Name:
         """Return the name of an output where the microbatches before are added up.
@@ -208,14 +209,6 @@ class _Maker:
         """Return whether an accumulator is read and added to, rather than made afresh."""
         word = self.loss.reduce[name.of] if name.kind == "result" else "sum"
         return self.slicing.micro_batches > 1 and word in ("mean", "sum")
-
-    def stays(self, bucket: Bucket, i: int) -> bool:
-        """Return whether a gradient's sum takes the place of each replica's gradient.
-
-        What is to leave the mesh or the step, or is cut along the replicas then, does not.
-        """
-        is_whole = bucket.collective == "all-reduce" and not self.layout.is_scattered(i)
-        return is_whole and i not in self.leaving
 
     def gathered(self, name: Name, value: Any) -> Any:
         """Gather a parameter that is kept sharded along `data`."""

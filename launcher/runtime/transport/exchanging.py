@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from launcher.base.spans import SpanRecorder
 from launcher.runtime.emit.instructions import Exchange
-from launcher.runtime.programs.placement import Placement
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.transport.exchange import ExchangeSpec, Servers
 from launcher.runtime.transport.transfer import plain_aval
 
@@ -45,7 +45,7 @@ class Exchanging:
     def __init__(
         self,
         x: Exchange,
-        placement: Placement,
+        placement: DeviceMeshes,
         servers: Servers,
         pool: ThreadPoolExecutor,
         spans: SpanRecorder,
