@@ -13,7 +13,6 @@ of 62 bits.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -27,12 +26,10 @@ import jax
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.server_client import ServerClient
 from launcher.cluster.ray.worker import Future, WorkerHandle, gather
-from launcher.runtime import PermuteTransport, PullTransport, Transport, keep_compiled
+from launcher.runtime import Transport, keep_compiled, make_transport
 from launcher.runtime.programs.compat import bind_collectives
 
 _KEY_BITS = 62  # of a key's 64, so that there is room to count
-
-_log = logging.getLogger(__name__)
 
 
 class Peer:
@@ -103,31 +100,25 @@ class Peer:
             count: the number of processes.
             index: the index of this process among them.
             address: the address of this process's host.
-            transport: "pull", "collective", or "auto": pull between CPUs, collectives between GPUs.
+            transport: the name of the transport, as of `make_transport`.
 
         Returns:
-            The address from which the others can pull arrays, or None if collectives move them.
+            The address from which the others get arrays; None if the transport needs none.
         """
         bind_collectives(address)
         jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
-        if transport == "auto":
-            transport = "pull" if jax.local_devices()[0].platform == "cpu" else "collective"
-        _log.info(f"arrays go between processes by cluster.transport={transport}")
-        if transport == "collective":
-            self._transport = PermuteTransport()
-            return None
-        self._transport = PullTransport(address)
+        self._transport = make_transport(transport, address)
         return self._transport.address
 
     def connect(self, addresses: list[str | None], first_key: int = 0) -> None:
-        """Connect to every worker that arrays are pulled from, once all have joined.
+        """Connect to every worker, once all have joined.
 
         Args:
             addresses: what `join` returned in each process, in their order.
             first_key: what all transfer keys are counted from, the same in all processes.
         """
-        if isinstance(self._transport, PullTransport):
-            self._transport.connect([a for a in addresses if a is not None], first_key)
+        if self._transport is not None:
+            self._transport.connect(addresses, first_key)
         if self._folder is not None:
             self._folder.remove()
             self._folder = None

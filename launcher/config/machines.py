@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from launcher.base.transports import TRANSPORTS
 from launcher.config.errors import ConfigError
 from launcher.config.fields import Switch, choice, number
 
@@ -261,7 +262,7 @@ class Hosts(Machines):
         transport: the transport of arrays between worker processes.
     """
 
-    transport: str = choice("auto", "auto", "pull", "collective")
+    transport: str = choice("auto", "auto", *TRANSPORTS)
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""

@@ -19,12 +19,13 @@ from launcher.runtime.programs.compilation_cache import keep_compiled, why_not_k
 from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
 from launcher.runtime.transport.exchange import ExchangeSpec, Servers
 from launcher.runtime.transport.permute import PermuteTransport
+from launcher.runtime.transport.pull import PullTransport
 from launcher.runtime.transport.transfer import move, wait_for
 from launcher.runtime.transport.transport import (
     ProcessMismatchError,
-    PullTransport,
     Transport,
     fail_together,
+    make_transport,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "compile_step",
     "fail_together",
     "keep_compiled",
+    "make_transport",
     "move",
     "named_values",
     "odd_replicas",

@@ -63,13 +63,13 @@ def test_one_alone_needs_no_way(handles):
     assert handles[0].worker._transport is None
 
 
-PROCESS_GROUP_ONLY = {"transport", "transfer", "permute", "compat", "compile_step"}  # in runtime
 KNOWN = {
-    *(f"runtime/{name}.py" for name in PROCESS_GROUP_ONLY),
+    *(f"runtime/transport/{name}.py" for name in ("pull", "permute", "transfer")),
+    *(f"runtime/programs/{name}.py" for name in ("compat", "compile_step")),
     "cluster/process_group.py",  # `Peer._rank`, where there are no servers
     "api/own_copies.py",  # which devices are this process's, as its own JAX says
     # Under servers the first worker alone writes, as the only process that it knows.
-    *("train/worker.py", "train/trees.py", "train/checkpoint/orbax_compat.py"),
+    *("train/worker.py", "checkpoint/trees.py", "checkpoint/orbax_compat.py"),
 }
 
 

@@ -78,8 +78,8 @@ def is_nan_error(error: Exception) -> bool:
     return type(error).__name__ == "InternalFloatingPointError"
 
 
-def told_by_all(name: str, own: str) -> list[str]:
-    """Wait until every process has called this, and return the texts of all.
+def all_gather_text(name: str, own: str) -> list[str]:
+    """All-gather one string per process.
 
     Each `name` can be used once.
 

@@ -28,10 +28,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from launcher.runtime.execute.throttle import Throttle
 from launcher.runtime.transport.transport import (
     NOTHING,
-    CheckedBarrier,
     Parcel,
     Parts,
     Shipment,
+    Transport,
 )
 
 _AXIS = "device"
@@ -76,11 +76,11 @@ def rounds_of(
     return rounds
 
 
-class PermuteTransport(CheckedBarrier):
+class PermuteTransport(Transport):
     """A transport by collectives between devices; see the module."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        super().__init__(host)
         # All are kept, of which those of microbatches and layers are the same few: what one process
         # forgets, others must not remember as open.
         self._program = functools.cache(_Program)
@@ -121,10 +121,6 @@ class PermuteTransport(CheckedBarrier):
         for devices in sorted(groups.keys() - self._opened, key=lambda g: [d.id for d in g]):
             self._opened.add(devices)
             jax.block_until_ready(groups[devices].first(self._zero))
-
-    def reserve(self, count: int) -> int:
-        """See `Transport`. Nothing here has a key."""
-        return 0
 
     def _zero(self, device: jax.Device, of: Round) -> jax.Array:
         """Return zeros of a round's kind, one array that all its users share."""
