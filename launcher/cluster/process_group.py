@@ -23,11 +23,11 @@ from urllib.parse import quote
 
 import jax
 
+from launcher.base.jax_compat import bind_collectives
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.server_client import ServerClient
 from launcher.cluster.ray.worker import Future, WorkerHandle, gather
 from launcher.runtime import Transport, keep_compiled, make_transport
-from launcher.runtime.programs.compat import bind_collectives
 
 _KEY_BITS = 62  # of a key's 64, so that there is room to count
 

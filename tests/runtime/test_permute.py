@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from launcher.base import jax_compat as compat
 from launcher.runtime import PermuteTransport, fail_together
-from launcher.runtime.programs import compat
 from launcher.runtime.transport import transport
 from launcher.runtime.transport.permute import rounds_of
 from launcher.runtime.transport.transport import Parcel, ProcessMismatchError

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from launcher.arrays.stacked_array import StackedArray, rows_in, stacked_in
-from launcher.runtime.programs.compat import accept_as_array
+from launcher.base.jax_compat import accept_as_array
 from launcher.trace.interface import Interface
 from launcher.trace.scans.open_scans import Stacks
 

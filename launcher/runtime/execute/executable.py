@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from launcher.arrays.stacked_array import StackedArray, StackedSharding
+from launcher.base.jax_compat import is_nan_error, moves_are_guarded
 from launcher.base.spans import Span, SpanRecorder
 from launcher.plan import Plan
 from launcher.runtime.emit.batch_rows import rows_here
@@ -24,7 +25,6 @@ from launcher.runtime.execute.caller import Caller, with_copies
 from launcher.runtime.execute.dispatch_table import Entry, build_table
 from launcher.runtime.observe.recording import StepRecording
 from launcher.runtime.observe.stage_times import StageTimes, time_stages
-from launcher.runtime.programs.compat import is_nan_error, moves_are_guarded
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.programs.peak_memory import peak_bytes
 from launcher.runtime.programs.state import create_state

@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from launcher.base.cache_folder import cache_folder, file_name, processor
 from launcher.base.files import exposed, make_private
-from launcher.runtime.programs.compat import on_unreadable
+from launcher.base.jax_compat import on_unreadable
 
 MOST_BYTES = 2 << 30  # the programs that were used least recently go first
 _LOCK = ".lockfile"  # JAX's own names

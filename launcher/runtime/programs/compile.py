@@ -13,15 +13,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from launcher.partition.gradient_sync import are_packed
-from launcher.runtime.emit.emitted import Emitted
-from launcher.runtime.emit.instructions import Run, Send
-from launcher.runtime.programs.compat import (
+from launcher.base.jax_compat import (
     compiled,
     loaded_for,
     overlap_options,
     with_barriers_kept,
 )
+from launcher.partition.gradient_sync import are_packed
+from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.instructions import Run, Send
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 
 
@@ -164,7 +164,7 @@ def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> 
         program: the program.
         first: the program of its kind that was compiled.
         made: the executable of `first`.
-        kept: the bytes that `compat.compiled` returned with `made`.
+        kept: the bytes that `jax_compat.compiled` returned with `made`.
     """
     if program.placed == first.placed:
         return made

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from launcher.base.jax_compat import batched_copy
 from launcher.partition.sharding.reshard import Box, route
-from launcher.runtime.programs.compat import batched_copy
 from launcher.runtime.programs.tiles import cutter, joiner
 from launcher.runtime.transport.transport import Parcel, Transport, fail_together
 

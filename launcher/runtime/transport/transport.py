@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import jax
 
+from launcher.base.jax_compat import all_gather_text
 from launcher.base.transports import TRANSPORTS
 from launcher.plan import PlanError
-from launcher.runtime.programs.compat import all_gather_text
 
 _log = logging.getLogger(__name__)
 
