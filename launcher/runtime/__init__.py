@@ -3,6 +3,7 @@
 Imports `plan`, by its door, and below.
 """
 
+from launcher.runtime.emit.instructions import ExchangeSpec
 from launcher.runtime.execute.executable import Executable, StepServices, transformed_error
 from launcher.runtime.execute.replicas import (
     ReplicaError,
@@ -17,9 +18,9 @@ from launcher.runtime.observe.digests import Copies, Digester
 from launcher.runtime.observe.stage_times import StageTimes
 from launcher.runtime.programs.compilation_cache import keep_compiled, why_not_kept
 from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
-from launcher.runtime.transport.exchange import ExchangeSpec, Servers
 from launcher.runtime.transport.permute import PermuteTransport
 from launcher.runtime.transport.pull import PullTransport
+from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transfer import move, wait_for
 from launcher.runtime.transport.transport import (
     ProcessMismatchError,

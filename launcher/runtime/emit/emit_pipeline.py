@@ -14,10 +14,9 @@ from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.pieces import Pieces
 from launcher.partition.stages import StageGraph
 from launcher.runtime.emit.instructions import Run
-from launcher.runtime.emit.listing import Listing
+from launcher.runtime.emit.listing import Listing, Program
 from launcher.runtime.programs.collectives import sum_buckets
-from launcher.runtime.programs.shared_programs import SharedPrograms
-from launcher.runtime.programs.stage_programs import StageProgram
+from launcher.runtime.programs.stage_programs import SharedPrograms, StageProgram
 from launcher.schedule import Kind, Task
 from launcher.trace.ir.jaxpr import Var
 
@@ -113,18 +112,16 @@ class PipelineEmitter:
         listing, programs = self.listing, self.programs[graph.index]
         name, key = self.pieces.names[graph.index], self.shared.key(graph.index)
         for made in (each for one in programs.values() for each in (one, one.last) if each):
-            listing.programs[made.name] = made.fun
-            listing.alike[made.name] = key, made.name.removeprefix(name)
+            alike = key, made.name.removeprefix(name)
+            listing.programs[made.name] = Program(made.fun, alike, made.buckets)
             listing.slots.residuals.update(made.residuals)
-            if made.buckets:
-                listing.summing[made.name] = made.buckets
         names = [name for made in programs.values() for name in made.accumulators]
         if names:
             slots = tuple(listing.slots.of_stage(name, graph, 0) for name in names)
             avals = [listing.slots.slots[slot].aval for slot in slots]
             zeros = f"{name}.zeros"
-            listing.programs[zeros] = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
-            listing.alike[zeros] = key, "zeros"
+            made_of = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)  # noqa: E731
+            listing.programs[zeros] = Program(made_of, (key, "zeros"))
             listing.run(turn, graph.mesh, zeros, (), slots)
 
     def tasks(self) -> None:
@@ -204,9 +201,8 @@ class PipelineEmitter:
             found = sum_buckets(layout, buckets, dict(zip(late, parts, strict=True)))
             return tuple(found[i] for i in late)
 
-        listing.programs[name] = summed
-        listing.alike[name] = self.shared.key(graph.index), "reduce"
-        listing.summing[name] = tuple(buckets)
+        alike = self.shared.key(graph.index), "reduce"
+        listing.programs[name] = Program(summed, alike, tuple(buckets))
         inputs = [listing.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
         outputs = [listing.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         listing.run(turn, graph.mesh, name, inputs, outputs)

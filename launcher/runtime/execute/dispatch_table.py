@@ -5,7 +5,7 @@ It is this process's instruction list, with everything looked up that can be kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +15,12 @@ from jax.sharding import NamedSharding
 
 from launcher.base.spans import SpanRecorder
 from launcher.plan import PlanError
-from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Free, Instruction, Run, Send
+from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.emit.order import digest, digests, prove
 from launcher.runtime.execute.throttle import Throttle
 from launcher.runtime.programs.device_meshes import DeviceMeshes
-from launcher.runtime.transport.exchange import Servers
-from launcher.runtime.transport.exchanging import Exchanging, exchange_pool
+from launcher.runtime.transport.servers import Exchanging, Servers, exchange_pool
 from launcher.runtime.transport.transfer import (
     RemoteTransfer,
     absent,
@@ -213,3 +212,36 @@ def _shared(
         if slot is not None:
             held.add(slot)
     return tuple(shared)
+
+
+def rows_here(
+    copies: Iterable[tuple[int, int, NamedSharding, int | None]],
+    avals: Sequence[Any],
+    stacked: Callable[[Any, int], Any],
+) -> np.ndarray | None:
+    """Return the numbers of the rows that lie on devices of this process, in ascending order.
+
+    Args:
+        copies: `(argument leaf, slot, sharding, stacked along axis | None)` of the batch's leaves.
+        avals: the shapes of the step's argument leaves, on the whole batch.
+        stacked: returns what this process holds of a leaf, stacked along an axis.
+
+    Returns:
+        int64 [rows], maybe none; or None where rows cannot be told apart, so that all are needed.
+    """
+    found = [np.empty(0, np.int64)]
+    for leaf, _, sharding, axis in copies:
+        shape = avals[leaf].shape
+        if not sharding.addressable_devices:
+            continue
+        if axis or not shape or 0 in shape:
+            return None
+        # Each element is the number of its row; it takes no memory.
+        numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+        numbers = np.broadcast_to(numbers, shape)
+        if axis is not None:
+            numbers = stacked(numbers, axis)
+        first: tuple[Any, ...] = (..., *[0] * (len(shape) - 1))
+        boxes = sharding.addressable_devices_indices_map(numbers.shape).values()
+        found += [numbers[box][first].ravel() for box in boxes]
+    return np.unique(np.concatenate(found))

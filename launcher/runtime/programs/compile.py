@@ -20,8 +20,8 @@ from launcher.base.jax_compat import (
     with_barriers_kept,
 )
 from launcher.partition.gradient_sync import are_packed
-from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Run, Send
+from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 
 
@@ -90,7 +90,7 @@ def _same(name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offere
 
     One of them has to be lowered.
     """
-    if (key := emitted.alike.get(name)) is None:
+    if (key := emitted.programs[name].alike) is None:
         return name
     slots = [emitted.slots[slot] for slot in (*run.inputs, *run.outputs)]
     types = tuple((slot.aval.shape, slot.aval.dtype, slot.spec) for slot in slots)
@@ -178,10 +178,10 @@ def _lower(
     name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]
 ) -> _Program:
     arguments, results = _shardings(run, placement)
-    fun = emitted.programs[name]
+    made = emitted.programs[name]
 
     def program(*flat: Any) -> tuple[Any, ...]:
-        return tuple(fun(*flat))
+        return tuple(made.fun(*flat))
 
     program.__name__ = name  # by which profilers show it
     jitted = jax.jit(
@@ -198,10 +198,9 @@ def _lower(
     lowered = jitted.lower(*abstract)
     platform = (*arguments, *results)[0].mesh.devices.flat[0].platform
     options = {}
-    if name in emitted.summing:
-        buckets = emitted.summing[name]
-        largest = max(bucket.nbytes for bucket in buckets)
-        options = overlap_options(platform, largest, are_packed(buckets))
+    if made.buckets:
+        largest = max(bucket.nbytes for bucket in made.buckets)
+        options = overlap_options(platform, largest, are_packed(made.buckets))
     if "optimization_barrier" in lowered.as_text():
         options = with_barriers_kept(platform, options)
     return _Program(name, lowered, arguments, results, options)

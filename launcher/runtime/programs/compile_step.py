@@ -13,11 +13,11 @@ import jax
 from launcher.base.spans import SpanRecorder
 from launcher.plan import Plan, PlanError
 from launcher.runtime.emit.emit import emit
-from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.execute.executable import Executable, StepServices
 from launcher.runtime.programs.compile import Compilation
 from launcher.runtime.programs.device_meshes import place_on_devices
-from launcher.runtime.transport.exchange import Servers
+from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transport import Transport
 from launcher.trace.step import TracedStep
 

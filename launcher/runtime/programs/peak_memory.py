@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Free, Run
+from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.trace.ir.jaxpr import nbytes
 
