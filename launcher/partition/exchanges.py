@@ -1,4 +1,4 @@
-"""Exchanges: what the workers of a step sum or gather through parameter servers, and where. Pure.
+"""List what the workers of a step sum or gather through parameter servers. Pure.
 
 A worker runs its share of the replicas as data parallelism does, and sums their gradients first.
 What is left to exchange are the buckets of gradients, the results of the loss, a row for each

@@ -1,4 +1,4 @@
-"""A train step cut as an `Assignment` says: what every submesh computes, holds and exchanges.
+"""Cut a train step as an `Assignment` says: what every submesh computes, holds and exchanges.
 
 `launcher.plan` prices it; `launcher.runtime` emits and compiles it.
 """

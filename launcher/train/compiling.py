@@ -21,7 +21,7 @@ class Compiling:
     Args:
         program: the run's program.
         plan: the plan of the train step; evaluation follows it.
-        services: what instructions go by.
+        services: what instructions use.
 
     Raises:
         PlanError: the program differs from the one that was planned.
@@ -34,7 +34,9 @@ class Compiling:
         self._evaluate = None
         if program.evaluate:
             forward = make_forward_plan(program.evaluate, like=plan)
-            silent = services._replace(spans=SpanRecorder())  # a recorded step holds no evaluation
+            silent = StepServices(
+                services.transport, services.servers, SpanRecorder()
+            )  # a recorded step holds no evaluation
             self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
 
     @property

@@ -1,8 +1,8 @@
-"""One list of instructions for a step with several losses: those of its parts, one after the other.
+"""Chain the instruction lists of a step with several losses.
 
-What a part hands on to a later one stays in its slot. Where the later one wants it elsewhere, or
-cut otherwise, it is sent or resharded. So are, at the end, results that are to lie where the
-arguments lie whose places they take. Pure.
+A value that one part hands to a later one stays in its slot. It is sent or resharded if the later
+part needs it on another mesh or with another spec, and so is a result that replaces an argument.
+Pure.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Chain:
         here: the worker's meshes.
         turns: the number of turns so far.
         read: the slots of arguments that are read so far.
-        at: the slot of each value that one part hands on to another.
+        at: the slots of values that one part hands to another.
         given: the slots of batch leaves and constants that a part has been given.
     """
 
@@ -210,7 +210,7 @@ def _renamed(
 ) -> Instruction:
     """Return an instruction of a part with the numbers and names of the whole step."""
     if isinstance(x, Run):
-        task = x.task and x.task._replace(stage=x.task.stage + first_stage)
+        task = x.task and x.task.on_stage(x.task.stage + first_stage)
         return dataclasses.replace(
             x,
             mesh=mesh_of[x.mesh],

@@ -1,8 +1,7 @@
-"""Lowering of a placed step to instructions: what runs, in which order, on which slots. Pure.
+"""Lower a partitioned step to instruction lists. Pure.
 
 The order is that of the simulated timeline, so that a single thread can issue it and every mesh
-gets its work early enough. Of several workers each has the list of what takes place on its own
-devices.
+gets its work early enough. Each worker has the list of what runs on its own devices.
 """
 
 from __future__ import annotations
@@ -247,9 +246,9 @@ def _exchange_instructions(
         PlanError: they are not those of the step.
     """
     found = exchanges(cut, once)
-    told = [(x.when, x.kind, x.dtype, x.nbytes) for x in found]
+    own = [(x.when, x.kind, x.dtype, x.nbytes) for x in found]
     servers = cut.assignment.reduction.servers
-    if told != [(x.when, x.kind, x.dtype, x.bytes) for x in planned] or not all(
+    if own != [(x.when, x.kind, x.dtype, x.bytes) for x in planned] or not all(
         0 <= x.server < servers for x in planned
     ):
         raise PlanError(

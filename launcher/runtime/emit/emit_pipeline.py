@@ -1,4 +1,4 @@
-"""The instructions of a step's pipeline: of the tasks of all microbatches. Pure."""
+"""Emit the instructions of a step's pipeline: the tasks of all microbatches. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PipelineEmitter:
 
     @functools.cached_property
     def neighbours(self) -> list[set[int]]:
-        """Of each stage, the meshes to which its tasks may send something."""
+        """The meshes to which the tasks of each stage may send arrays."""
         found = []
         for graph in self.cut.stages:
             readers = {self.cut.stages[to].mesh for group in graph.consumers for to in group}
@@ -147,7 +147,7 @@ class PipelineEmitter:
             outputs = [slots.of_stage(name, graph, m) for name in made.outputs]
             number = slots.number(m, graph.mesh)
             donated = tuple(1 + k for k in made.in_place)
-            of_stage = task._replace(stage=self.pieces.stage_of[task.stage])
+            of_stage = task.on_stage(self.pieces.stage_of[task.stage])
             self.listing.listed.append(
                 Run(
                     graph.mesh,

@@ -1,4 +1,4 @@
-"""The static instruction list that a worker follows each step, with the lifetimes of arrays. Pure.
+"""Instructions that a worker follows each step, with the lifetimes of arrays. Pure.
 
 Instructions address *slots*: numbered places that hold one array each. What a slot holds (shape,
 mesh, spec) is known before the first step.

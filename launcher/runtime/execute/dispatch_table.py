@@ -1,6 +1,6 @@
-"""The dispatch table that a call follows.
+"""Build the dispatch table that a call follows.
 
-It is this process's instruction list, with everything looked up that can be known before the call.
+It is this process's instruction list with everything bound that is known before the call.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def build_table(
     entries, shipments = _entries(emitted, placement, compiled, outlives, transport, servers, spans)
     _prove(entries, emitted, placement)
     if transport is not None:
-        told, owners = {n: x.description for n, x in shipments.items()}, placement.owners
-        together = digests(emitted.instructions, owners, emitted.slots, told)
+        owners = placement.owners
+        described = {n: x.description for n, x in shipments.items()}
+        together = digests(emitted.instructions, owners, emitted.slots, described)
         order = digest(emitted.turns, owners)
         transport.open(list(shipments.values()), order, together)
     slots: list[Any] = [None] * len(emitted.slots)
@@ -227,7 +228,7 @@ def rows_here(
         stacked: returns what this process holds of a leaf, stacked along an axis.
 
     Returns:
-        int64 [rows], maybe none; or None where rows cannot be told apart, so that all are needed.
+        int64 [rows], maybe none; or None if any row may be needed.
     """
     found = [np.empty(0, np.int64)]
     for leaf, _, sharding, axis in copies:

@@ -1,4 +1,4 @@
-"""A compiled step: programs for every stage, and the loop that follows the instruction list.
+"""Run a compiled step: the loop that follows the dispatch table.
 
 Everything is compiled before the first call. A call flattens its arguments, runs a table of
 pre-bound instructions without waiting for any of them, and returns the arrays of the results, each
@@ -35,7 +35,13 @@ from launcher.trace.step import TracedStep
 
 
 class StepServices(NamedTuple):
-    """What a step's instructions go by, beside its programs."""
+    """What a step's instructions use beside its programs.
+
+    Attributes:
+        transport: moves arrays between processes.
+        servers: the parameter servers.
+        spans: records what runs beside the devices.
+    """
 
     transport: Transport | None
     servers: Servers | None
@@ -51,13 +57,13 @@ class Executable:
         emitted: its programs and instructions.
         placement: the devices of its meshes.
         programs: the compiled programs, by name.
-        services: what moves arrays between processes, the parameter servers, and what is recorded.
+        services: what its instructions use.
 
     Attributes:
         plan: the plan that it runs.
         compile_seconds: how long compilation took.
-        peak_bytes: the most that a step puts on any device here, as its programs tell; None if they
-            do not.
+        peak_bytes: the most that a step puts on any device here, as its programs report; None if
+            they do not.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch, and a
             `StackedSharding` for one whose rows are apart.
         used: the argument leaves that a call reads or returns, in any process, but for the batch.

@@ -1,4 +1,4 @@
-"""A step in which every task is waited for, so that each is timed alone."""
+"""Time each task of a step alone, by waiting for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk for the next start, in JAX's own persistent compilation cache.
+"""Keep compiled programs on disk for the next start, in JAX's persistent compilation cache.
 
 `keep_compiled` turns it on in a worker process, before anything is compiled there; the driver asks
 `why_not_kept`. What is read back is code that will run, so the folder must be this user's alone.

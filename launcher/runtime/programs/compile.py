@@ -1,4 +1,4 @@
-"""Compilation of a step's programs: in parallel, from shapes alone, and equal ones once."""
+"""Compile a step's programs: in parallel, from shapes alone, and equal ones once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from launcher.runtime.programs.device_meshes import DeviceMeshes
 
 
 class Compilation:
-    """The programs that this process runs, on their way: all are lowered, and compiled by a pool.
+    """The programs of this process: all are lowered, and a pool compiles them.
 
     Args:
         emitted: the step's programs and instructions.

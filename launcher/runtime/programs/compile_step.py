@@ -1,4 +1,4 @@
-"""From a traced step and a plan to a compiled step, at once or in the background."""
+"""Compile a traced step for a plan, at once or in the background."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StepCompilation:
         step: the traced step, on the whole batch.
         plan: the plan to run it by.
         devices: the devices, as for `compile_step`, which says what may be wrong with these.
-        services: what its instructions go by.
+        services: what its instructions use.
         pool: compiles the programs.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""DeviceMeshes of a step's slots: the plan's meshes on real devices."""
+"""Place a step's slots on devices: the plan's meshes and the shardings of slots."""
 
 from __future__ import annotations
 

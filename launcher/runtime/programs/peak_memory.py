@@ -1,4 +1,4 @@
-"""The memory of a compiled step, counted: what the planner's estimate is an estimate of."""
+"""Count the peak memory of a compiled step, which the planner estimates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of one stage, one for each kind of task that its schedule has.
+"""Build the programs of a stage, one for each kind of task that its schedule has.
 
 A task program over one slice of the batch becomes a program over a microbatch: it takes its slice
 of each operand and adds its results and gradients to accumulators. Replicas are a

@@ -1,4 +1,4 @@
-"""Programs that cut pieces from the tiles of an array, and join pieces into tiles (`reshard`).
+"""Compile programs that cut pieces from the tiles of an array, and join pieces into tiles.
 
 They are compiled before the first step. A process that compiles in the middle of a step holds up
 those that have begun to exchange arrays with it by collectives, and on GPUs may wait for their

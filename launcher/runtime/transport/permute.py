@@ -1,4 +1,4 @@
-"""Transfers between processes from device to device, by the runtime's collectives.
+"""Transfer arrays between processes from device to device, by collectives.
 
 An exchange is one compiled program, a `jax.lax.ppermute` for each of its rounds, over the devices
 of both sides. Only their processes take part: by NCCL on GPUs, by Gloo on CPUs. An array that
@@ -69,7 +69,8 @@ def rounds_of(
         new = Round(parcel.shape, parcel.dtype, ((at[parcel.src], at[parcel.dst]),))
         for i, (found, numbers) in enumerate(rounds):
             if found.takes(new):
-                rounds[i] = found._replace(pairs=found.pairs + new.pairs), [*numbers, n]
+                both = Round(found.shape, found.dtype, found.pairs + new.pairs)
+                rounds[i] = both, [*numbers, n]
                 break
         else:
             rounds.append((new, [n]))

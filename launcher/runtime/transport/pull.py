@@ -1,4 +1,4 @@
-"""Transfers between processes by JAX's transfer server, for CPU buffers.
+"""Transfer CPU buffers between processes, by JAX's transfer server.
 
 Arrays are offered under a key on one side and pulled by that key on the other, in any order, in
 both directions at once, and only the two processes concerned take part. A pull of 1 MB takes about

@@ -1,4 +1,4 @@
-"""One transfer of the instruction list, bound to this process.
+"""Bind one transfer of the instruction list to this process.
 
 Inside one process a transfer is a copy from devices to devices. Between processes it is a list of
 pieces (`reshard`): this process offers those that it has and assembles those that it needs.
@@ -47,7 +47,7 @@ def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
 def wait_for(arrays: Sequence[jax.Array]) -> None:
     """Wait until arrays are computed, but for those that a later step uses up meanwhile.
 
-    Of one of several devices the shards go one by one, and JAX 0.11 answers for the first.
+    An array of several devices is deleted shard by shard, and JAX 0.11 answers for the first.
     """
     left = [array for array in arrays if not array.is_deleted()]
     try:
