@@ -211,7 +211,7 @@ def test_a_jax_without_the_private_store_asks_the_devices(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.delattr("jax._src.distributed.global_state")
-    monkeypatch.setattr(compat.multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
     assert compat.all_gather_text("one", "own") == ["own", "the other"]
 
 
