@@ -37,7 +37,7 @@ from launcher.trace.ir.jaxpr import (
 )
 from launcher.trace.ir.structure_text import structure_text
 
-# The functions of segments by their programs, kept for as long as a step is planned.
+# The functions of segments by their computation, kept for as long as a step is planned.
 Known: TypeAlias = dict[object, Callable[..., Any]]
 
 
@@ -98,7 +98,7 @@ def trace_joint(
         loss: the loss that it is a part of.
         grads: the operands whose gradients are wanted.
         varying: the operands that differ from slice to slice.
-        remat: what the pullback recomputes, as `remat_name` spells it.
+        remat: what the pullback recomputes, a word of `remat_name`.
         open_checkpoints: whether a `jax.checkpoint` may be cut, too.
         known: of what is traced with the same memo, equal layers are differentiated once: faster,
             but an equation may have the source line and the scopes of another layer's. None: each
@@ -239,7 +239,7 @@ def _gradients_in(graph: StageGraph, loss: Loss) -> dict[Name, Atom]:
 
 
 def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
-    """Return the gradient of a head: the loss's seed, or the sum from the stages that read it."""
+    """Return the sum of the gradients that later stages send back, or the seed of the loss."""
     if head.kind == "result":
         return values[Name("seed", None)]
     first, *others = (
@@ -253,8 +253,8 @@ def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
 def opened(closed: Jaxpr) -> Jaxpr:
     """Replace every `jax.checkpoint` by its body.
 
-    A barrier, like that of `jax.checkpoint`, keeps the compiler from merging the recomputation
-    with the computation.
+    A barrier, like that of `jax.checkpoint`, keeps the compiler from computing only once what is to
+    be recomputed.
     """
     while any(is_checkpoint(eqn) for eqn in closed.eqns):
         equations = [_as_call(eqn) if is_checkpoint(eqn) else eqn for eqn in closed.eqns]

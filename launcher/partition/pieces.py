@@ -4,7 +4,8 @@ The iterations of a scan are the same program with other parameters, and so woul
 them. As one program a stage would have as many copies of it as layers, and the first and the last
 stage, which do more, would compile theirs again. So a stage is cut at the ends of the iterations
 into *pieces*, a program for each kind of task each: what comes before them, a few at a time, and
-what comes after. One of all equal pieces, in any stage, is traced, lowered and compiled. Pure.
+what comes after. Equal pieces, in any stage, are traced, lowered and compiled once.
+Pure.
 """
 
 from __future__ import annotations

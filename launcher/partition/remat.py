@@ -1,4 +1,4 @@
-"""Rematerialisation: what a backward pass recomputes, one layer or several at a time.
+"""Rematerialisation in the backward pass, one or several layers at a time.
 
 `none` keeps all that is needed, `full` nothing but the layers' inputs, `selective` the results of
 products with weights, but not what attention computes inside (Korthikanti et al. 2022, arXiv
@@ -66,12 +66,12 @@ class RematSegment:
 
 
 def segments(layers: Layers, remat: str, by_layer: bool = False) -> list[RematSegment]:
-    """Cut a stage's forward pass into segments that are recomputed together, and the rest.
+    """Cut a stage's forward pass into what is recomputed together, and what is not.
 
     Args:
         layers: the equations of each of its layers.
         remat: the word.
-        by_layer: whether the rest is cut where layers end, too.
+        by_layer: whether what is not recomputed is cut where layers end, too.
     """
     name = parse_remat(remat)
     found: list[RematSegment] = []
@@ -91,7 +91,7 @@ def segments(layers: Layers, remat: str, by_layer: bool = False) -> list[RematSe
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """The part of a stage's forward pass that its backward pass recomputes.
+    """Recomputation in a stage's backward pass.
 
     Attributes:
         equations: the equations of its forward pass that run again, at least in part.
@@ -141,7 +141,7 @@ def keeps(policy: Policy, eqn: Equation) -> bool:
 def _is_own_checkpoint(eqn: Equation) -> bool:
     """Return whether an equation of the loss is, or holds, a `jax.checkpoint` that the user wrote.
 
-    Functions with custom derivatives recompute what these say.
+    Functions with derivatives of their own recompute what these say.
     """
     if is_checkpoint(eqn):
         return True
