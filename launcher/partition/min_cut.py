@@ -1,7 +1,7 @@
 """Choose residuals by min-cut to save the fewest bytes.
 
 What is cheap to compute (element by element, or the same elements in another order) need not be
-kept where its operands are: the backward pass recomputes it, fused into its readers. Which
+kept where its operands are: the backward pass computes it again, fused into what reads it. Which
 values to keep is then a minimum cut of the forward pass, between what cannot be recomputed and
 what is read later, each value weighing its bytes (the rule of PyTorch's min-cut partitioner,
 https://dev-discuss.pytorch.org/t/467). Of equal cuts it is the latest, which computes least. Pure.
