@@ -15,7 +15,7 @@ from launcher.runtime.execute.replicas import (
     with_values,
 )
 from launcher.runtime.observe.digests import Copies, Digester
-from launcher.runtime.observe.stage_times import StageTimes
+from launcher.runtime.observe.recording import StageTimes
 from launcher.runtime.programs.compilation_cache import keep_compiled, why_not_kept
 from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
 from launcher.runtime.transport.permute import PermuteTransport

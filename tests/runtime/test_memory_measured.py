@@ -20,8 +20,8 @@ from launcher.plan.methods import (
 )
 from launcher.recipes import build_model
 from launcher.runtime.emit.emit import emit
+from launcher.runtime.execute.dispatch_table import peak_bytes
 from launcher.runtime.programs.device_meshes import place_on_devices
-from launcher.runtime.programs.peak_memory import peak_bytes
 from launcher.trace import trace_step
 
 LAYERS, BATCH = 4, 32

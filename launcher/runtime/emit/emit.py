@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.partition.errors import PlanError
-from launcher.partition.exchanges import Exchanged, exchanges
 from launcher.partition.gradient_sync import Bucket
-from launcher.partition.partitioned import PartitionedStep, partition
+from launcher.partition.partitioned import Exchanged, PartitionedStep, exchanges, partition
 from launcher.partition.pieces import Pieces, in_pieces
 from launcher.partition.update_pieces import split_segment
 from launcher.partition.update_placement import Segment

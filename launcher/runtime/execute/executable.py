@@ -21,11 +21,9 @@ from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Instruction, Run
 from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.execute.caller import Caller, with_copies
-from launcher.runtime.execute.dispatch_table import Entry, build_table, rows_here
-from launcher.runtime.observe.recording import StepRecording
-from launcher.runtime.observe.stage_times import StageTimes, time_stages
+from launcher.runtime.execute.dispatch_table import Entry, build_table, peak_bytes, rows_here
+from launcher.runtime.observe.recording import StageTimes, StepRecording, time_stages
 from launcher.runtime.programs.device_meshes import DeviceMeshes
-from launcher.runtime.programs.peak_memory import peak_bytes
 from launcher.runtime.programs.state import create_state
 from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transfer import is_here, place_array
