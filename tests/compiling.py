@@ -3,11 +3,11 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from launcher.runtime.emit.emitted import Emitted
+from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.programs.compile import Compilation
-from launcher.runtime.programs.placement import Placement
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 
 
-def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
+def compile_programs(emitted: Emitted, placement: DeviceMeshes) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as pool:
         return Compilation(emitted, placement, pool).result()

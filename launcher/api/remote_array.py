@@ -15,8 +15,8 @@ import numpy as np
 from launcher.api.calls import Shards
 from launcher.api.own_copies import is_key
 from launcher.arrays.array_like import ArrayLike
+from launcher.base.jax_compat import accept_as_array
 from launcher.cluster.ray import pickling
-from launcher.runtime.programs.compat import accept_as_array
 
 
 class ConsumedError(RuntimeError):

@@ -128,7 +128,7 @@ def write(path: Path, tree: dict[str, Any]) -> bool:
     A full disk costs the cache, not the run, and is warned of.
     """
     try:
-        make_private(path.parent)  # compiled programs are kept beside it: `runtime.kept`
+        make_private(path.parent)  # compiled programs are kept beside it: `compilation_cache`
         write_whole(path, json.dumps({"versions": versions(), **tree}, indent=1) + "\n")
     except OSError as error:
         _log.warning(f"{path} cannot be written ({error.strerror}): the measurement is not kept")

@@ -13,7 +13,6 @@ number of 62 bits.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -23,12 +22,10 @@ from urllib.parse import quote
 
 import jax
 
+from launcher.base.jax_compat import bind_collectives
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.server_client import ServerClient
-from launcher.runtime import PermuteTransport, PullTransport, Transport, keep_compiled
-from launcher.runtime.programs.compat import bind_collectives
-
-_log = logging.getLogger(__name__)
+from launcher.runtime import Transport, keep_compiled, make_transport
 
 
 class Peer:
@@ -99,31 +96,25 @@ class Peer:
             count: the number of processes.
             index: the index of this process among them.
             address: the address of this process's host.
-            transport: "pull", "collective", or "auto": pull between CPUs, collectives between GPUs.
+            transport: the name of the transport, as of `make_transport`.
 
         Returns:
-            The address from which the others can pull arrays, or None if collectives move them.
+            The address from which the others get arrays; None if the transport needs none.
         """
         bind_collectives(address)
         jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
-        if transport == "auto":
-            transport = "pull" if jax.local_devices()[0].platform == "cpu" else "collective"
-        _log.info(f"arrays go between processes by cluster.transport={transport}")
-        if transport == "collective":
-            self._transport = PermuteTransport()
-            return None
-        self._transport = PullTransport(address)
+        self._transport = make_transport(transport, address)
         return self._transport.address
 
     def connect(self, addresses: list[str | None], first_key: int = 0) -> None:
-        """Connect to every worker that arrays are pulled from, once all have joined.
+        """Connect to every worker, once all have joined.
 
         Args:
             addresses: what `join` returned in each process, in their order.
             first_key: what all transfer keys are counted from, the same in all processes.
         """
-        if isinstance(self._transport, PullTransport):
-            self._transport.connect([a for a in addresses if a is not None], first_key)
+        if self._transport is not None:
+            self._transport.connect(addresses, first_key)
         if self._folder is not None:
             self._folder.remove()
             self._folder = None

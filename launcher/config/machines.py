@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from launcher.base.transports import TRANSPORTS
 from launcher.config.errors import ConfigError
 from launcher.config.fields import Switch, choice, number
 
@@ -265,7 +266,7 @@ class Hosts(Machines):
         transport: the transport of arrays between worker processes.
     """
 
-    transport: str = choice("auto", "auto", "pull", "collective")
+    transport: str = choice("auto", "auto", *TRANSPORTS)
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""

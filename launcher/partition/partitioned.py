@@ -1,4 +1,4 @@
-"""A train step cut as an `Assignment` says: what every submesh computes, holds and exchanges.
+"""Cut a train step as an `Assignment` says: what every submesh computes, holds and exchanges.
 
 `launcher.plan` prices it; `launcher.runtime` emits and compiles it.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from launcher.partition.assignment import Assignment
-from launcher.partition.buckets import Bucket, in_buckets, is_summed_in_every
 from launcher.partition.errors import PlanError
+from launcher.partition.gradient_sync import Bucket, GradientSync, in_buckets, is_summed_in_every
 from launcher.partition.joint_graph import Known, Name, input_spec
 from launcher.partition.sharding.layout import Layout, layouts, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
@@ -24,12 +24,11 @@ from launcher.partition.update import UpdateProgram, place_update
 from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
 from launcher.trace import Loss, TracedStep
-from launcher.trace.ir.jaxpr import is_var
+from launcher.trace.ir.jaxpr import Var, is_var, nbytes
 
 _MOST_NAMED = 4  # parameters in an error
 
 Choose = Callable[[Loss, StageGraph], Mapping[str, Spec]]
-Buckets = tuple[Bucket, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +91,22 @@ class PartitionedStep:
             of = as_one(of, kinds)
         return of, inside
 
-    def buckets(self, stage: int, order: Sequence[int]) -> tuple[Buckets, Buckets]:
-        """Return the buckets of gradients that every microbatch sums, and those summed once a step.
+    def gradient_sync(self, stage: int, orders: Iterable[Sequence[int]]) -> GradientSync:
+        """Return how the gradients of a stage are summed; no bucket without replicas.
 
         Args:
             stage: the stage.
-            order: the operands whose gradients one of its task programs makes, in that order.
+            orders: the `gradient_order` of each of its task programs, or of one of them.
         """
-        if self.slicing.replicas == 1:
-            return (), ()
+        every: list[Bucket] = []
+        once: list[Bucket] = []
         layout, by = self.layout(stage), self.assignment.reduction
-        every = [i for i in order if is_summed_in_every(layout, i)]
-        once = [i for i in order if i not in every]
-        return in_buckets(every, self.loss, layout, by), in_buckets(once, self.loss, layout, by)
+        for order in orders if self.slicing.replicas > 1 else ():
+            in_every = [i for i in order if is_summed_in_every(layout, i)]
+            every += in_buckets(in_every, self.loss, layout, by)
+            in_one = [i for i in order if i not in in_every]
+            once += in_buckets(in_one, self.loss, layout, by)
+        return GradientSync(tuple(every), tuple(once), self.slicing)
 
     def likeness(self, stage: int) -> object:
         """Return a key that is equal for stages with the same task programs, sharded alike."""
@@ -193,3 +195,72 @@ def partition(
         pinned = {v: mesh for mesh, layout in enumerate(laid) for v in layout.explicit}
     update = place_update(step, loss, graphs, assignment.slicing, pinned)
     return PartitionedStep(step, assignment, loss, graphs, laid, update, tasks)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Values that cross together.
+
+    Attributes:
+        when: "before": the batch's leaves, before the step; "update": what its loss makes.
+        kind: "sum" or "gather".
+        values: of every value its part, of all replicas where they are gathered, or batch leaf.
+        dtype: the type in which they cross.
+        nbytes: bytes of one worker's part.
+    """
+
+    when: str
+    kind: str
+    values: tuple[Var, ...]
+    dtype: str
+    nbytes: int
+
+
+def exchanges(cut: PartitionedStep, once: Sequence[Bucket]) -> tuple[Exchanged, ...]:
+    """Return what workers exchange through parameter servers in a step, in order.
+
+    A worker runs its share of the replicas as data parallelism does, and sums their gradients
+    first. There remain the buckets of gradients, the results of the loss, a row for each replica,
+    and the batch leaves that the rest of the step reads whole. One worker exchanges nothing.
+
+    Args:
+        cut: the partitioned step, of one stage.
+        once: the buckets of gradients that are summed once a step.
+    """
+    workers, update = cut.slicing.workers, cut.update
+    if workers == 1:
+        return ()
+    leaves = [v for v, _ in update.given if v not in cut.step.constants]
+    results = [v for parts in update.result_parts.values() for v in parts]
+    grads = {i: v for (i, _), (v,) in update.grad_parts.items()}
+    sums = [
+        Exchanged("update", "sum", tuple(grads[i] for i in b.operands), b.dtype, b.nbytes)
+        for b in once
+    ]
+    return (
+        *_gathered("before", [v for v in leaves if v.aval.shape], workers),
+        *sums,
+        *_gathered("update", results, workers),
+    )
+
+
+def _gathered(when: str, values: Sequence[Var], workers: int) -> list[Exchanged]:
+    """Return values that cross in one message, as bytes, whatever their types."""
+    size = sum(nbytes(v.aval) for v in values) // workers
+    return [Exchanged(when, "gather", tuple(values), "uint8", size)] if values else []
+
+
+def shared_out(sizes: Sequence[int], servers: int) -> tuple[int, ...]:
+    """Return the server of each exchange: the largest first, each to the one with least so far.
+
+    No server has more than the mean and the largest exchange.
+
+    Args:
+        sizes: the bytes of each exchange.
+        servers: the number of servers.
+    """
+    loads, found = [0] * servers, [0] * len(sizes)
+    for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+        found[k] = min(range(servers), key=lambda server: loads[server])
+        loads[found[k]] += sizes[k]
+    return tuple(found)

@@ -1,10 +1,10 @@
-"""Stages of a model with scanned layers, cut into pieces that are equal, and compile once.
+"""Cut the stages of a model with scanned layers into equal pieces that compile once.
 
 The iterations of a scan are the same program with other parameters, and so would be any number of
 them. As one program a stage would have as many copies of it as layers, and the first and the last
 stage, which do more, would compile theirs again. So a stage is cut at the ends of the iterations
 into *pieces*, a program for each kind of task each: what comes before them, a few at a time, and
-what comes after. Of all pieces that are equal, in any stage, one is traced, lowered and compiled.
+what comes after. Equal pieces, in any stage, are traced, lowered and compiled once.
 Pure.
 """
 
@@ -162,7 +162,7 @@ def _grouped(loss: Loss, of_stages: list[list[int]]) -> tuple[list[list[int]], l
 def _size(lengths: Sequence[int]) -> int:
     """Return how many equal layers a piece has, given the lengths of the runs of such layers.
 
-    What is left of a run are pieces of one layer: four layers are compiled at most.
+    The rest of a run are pieces of one layer: four layers are compiled at most.
     """
     fits = [n for n in range(2, MOST_LAYERS + 1) if all(size % n == 0 for size in lengths)]
     return max(fits, default=MOST_LAYERS - 1)
@@ -205,5 +205,5 @@ def _of_pieces(tasks: Sequence[Task], stage_of: Sequence[int]) -> list[Task]:
     found = []
     for task in tasks:
         of = pieces[task.stage]
-        found += [task._replace(stage=p) for p in (of if task.kind is Kind.FORWARD else of[::-1])]
+        found += [task.on_stage(p) for p in (of if task.kind is Kind.FORWARD else of[::-1])]
     return found

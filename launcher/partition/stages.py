@@ -1,4 +1,4 @@
-"""From layers to stages: which layers go together, and what each stage computes and exchanges.
+"""Group layers into stages, and derive what each stage computes and exchanges.
 
 Pure functions from a traced loss to `StageGraph`s; the planner reads sizes and costs off them,
 the runtime compiles them.

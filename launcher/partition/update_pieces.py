@@ -1,4 +1,4 @@
-"""The update of a stage's pieces, a program for each piece.
+"""Cut the update of a stage into a program for each piece.
 
 Equations that large values connect belong together; single numbers (a learning rate, the norm of
 all gradients) pass from one program to another. The updates of equal pieces are then equal programs
@@ -44,7 +44,7 @@ def split_segment(segment: Segment, piece_of: Mapping[Var, int]) -> list[Segment
 
 
 def _groups(equations: tuple[Equation, ...], piece_of: Mapping[Var, int]) -> list[_Group]:
-    """Return the piece of each equation: that of the large values which it is connected with."""
+    """Return every equation's piece: that of the large values which it is connected with."""
     root: dict[Var, Var] = {}
 
     def find(v: Var) -> Var:

@@ -1,4 +1,4 @@
-"""Proves that an assignment, which a person may have edited, can be carried out."""
+"""Prove that an assignment, which a person may have edited, can be carried out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def validate(assignment: Assignment, step: TracedStep) -> Tasks:
     _check_remat(assignment)
     _check_workers(assignment, step)
     step.loss(assignment.slicing.num_slices)
-    return assignment.tasks()  # last: of as many microbatches as it is told
+    return assignment.tasks()  # last: for the given number of microbatches
 
 
 def _check_order(assignment: Assignment, num_layers: int) -> None:
@@ -72,7 +72,7 @@ def _check_stage(
 
 
 def _check_remat(assignment: Assignment) -> None:
-    """Check the words for rematerialisation, and that stages have the layers that these ask for."""
+    """Check the remat strings, and that stages have the layers that these name."""
     for stage, name in enumerate(assignment.remat):
         try:
             parse_remat(name)
@@ -98,10 +98,10 @@ def _check_workers(assignment: Assignment, step: TracedStep) -> None:
         return
     shapes = [submesh.logical_mesh for submesh in assignment.submeshes]
     if len(shapes) > 1 or shapes[0][1] > 1 or shapes[0][0] % workers:
-        told = " and ".join(f"{data} × {model}" for data, model in shapes)
+        meshes = " and ".join(f"{data} × {model}" for data, model in shapes)
         raise PlanError(
             f"parameter servers sum over {workers} workers with equal shares of one stage's data "
-            f"axis; the logical mesh is {told}"
+            f"axis; the logical mesh is {meshes}"
         )
     named = zip(leaf_names(step), step.batch, strict=True)
     state = {name for name, is_batch in named if not is_batch} if step.traces else set()

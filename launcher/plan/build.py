@@ -10,13 +10,19 @@ import jax
 
 from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment
-from launcher.partition.buckets import gradient_order, is_summed_in_every
+from launcher.partition.gradient_sync import (
+    Bucket,
+    GradientSync,
+    gradient_order,
+    is_summed_in_every,
+)
 from launcher.partition.joint_graph import Known
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import Recomputed, own_layers, recomputed
-from launcher.partition.sharding.layout import outer_dims
+from launcher.partition.sharding.layout import DATA, ROWS, Layout, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Spec
 from launcher.partition.stages import StageGraph
+from launcher.plan.cost.collectives import Collective
 from launcher.plan.cost.mesh_memory import mesh_memory
 from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.plan.cost.stage_seconds import (
@@ -26,14 +32,13 @@ from launcher.plan.cost.stage_seconds import (
     stage_update_seconds,
 )
 from launcher.plan.cost.update_memory import UpdateMemory
-from launcher.plan.gradient_sums import GradientSums, gradient_sums, sum_collectives
 from launcher.plan.intra_op.stage_shardings import StageShardings
 from launcher.plan.notes import plan_notes
 from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.server_exchanges import exchange_seconds, server_exchanges
-from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer
+from launcher.plan.stage_plan import ServerExchange, StagePlan, SummedTogether, Transfer
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
 from launcher.trace.ir.cost import matmul_flops
@@ -160,7 +165,7 @@ class PlanBuilder:
         """The named dimensions outside of the loss."""
         return outer_dims(self._step)
 
-    def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSums]:
+    def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSync]:
         """Return the memory of a stage's task programs, and the sums of its gradients."""
         layout, operands = cut.layouts[cut.stages[stage].mesh], cut.stages[stage].operands
         alone = cut.slicing.micro_batches == 1
@@ -174,7 +179,7 @@ class PlanBuilder:
             self._known[key] = footprint(of, inside, afresh), places
         memory, places = self._known[key]
         orders = [tuple(operands[k] for k in order) for order in places]
-        return memory, gradient_sums(cut, stage, orders)
+        return memory, cut.gradient_sync(stage, orders)
 
     def _stages(
         self,
@@ -200,7 +205,7 @@ class PlanBuilder:
         cut: PartitionedStep,
         again: Sequence[Recomputed],
         footprints: Mapping[int, Footprint],
-        sums: Sequence[GradientSums],
+        sums: Sequence[GradientSync],
     ) -> list[StageSeconds]:
         """Return what each stage takes; of stages that are the same program only one is timed."""
         split = SCHEDULES[cut.assignment.schedule].splits_backward
@@ -223,7 +228,7 @@ class PlanBuilder:
                     repeated,
                     as_one,
                     split,
-                    sum_collectives(sums[s].every, layout),
+                    _sum_collectives(sums[s].every, layout),
                     timing,
                 )
             seconds = known[key]
@@ -248,7 +253,7 @@ class PlanBuilder:
         cut: PartitionedStep,
         graph: StageGraph,
         seconds: StageSeconds,
-        sums: GradientSums,
+        sums: GradientSync,
         peak: int,
         counts: Sequence[int],
         through_servers: float,
@@ -267,7 +272,7 @@ class PlanBuilder:
             cluster,
             links,
             share,
-            sum_collectives(sums.once, layout),
+            _sum_collectives(sums.once, layout),
             seconds.backward_seconds,
             through_servers,
         )
@@ -279,7 +284,7 @@ class PlanBuilder:
             remat=assignment.remat[s],
             own_checkpoints=own_layers(graph.layers) if cut.loss.wrt else 0,
             **vars(seconds) | vars(once) | {"collectives": seconds.collectives + once.collectives},
-            buckets=sums.told(self._names),
+            buckets=_planned_buckets(sums, self._names),
             memory_bytes=peak,
             num_parameters=counts[s],
             shardings=dict(assignment.shardings_of(s) or {}),
@@ -300,6 +305,31 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
 def _computed_again(cut: PartitionedStep) -> list[Recomputed]:
     """Return what each stage's backward pass recomputes."""
     return [recomputed(g.layers, cut.assignment.remat[g.index]) for g in cut.stages]
+
+
+def _planned_buckets(sums: GradientSync, names: Sequence[str]) -> tuple[SummedTogether, ...]:
+    """Return the buckets as a plan lists them, given the names of the loss's operands."""
+    return tuple(
+        SummedTogether(
+            when=when,
+            kind=bucket.collective,
+            dtype=bucket.dtype,
+            tensors=tuple(names[i] for i in bucket.operands),
+            bytes=bucket.nbytes,
+        )
+        for when, buckets in (("backward", sums.every), ("update", sums.once))
+        for bucket in buckets
+    )
+
+
+def _sum_collectives(buckets: Sequence[Bucket], layout: Layout) -> list[Collective]:
+    """Return a collective for each bucket; none on a submesh of one replica."""
+    if layout.sizes[DATA] == 1:
+        return []
+    return [
+        Collective(b.collective, DATA if b.collective == "all-reduce" else (DATA, ROWS), b.nbytes)
+        for b in buckets
+    ]
 
 
 def _num_parameters(cut: PartitionedStep) -> list[int]:

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Sequence
 
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.buckets import Bucket
-from launcher.partition.exchanges import Exchanged, exchanges, shared_out
-from launcher.partition.partitioned import PartitionedStep
+from launcher.partition.gradient_sync import Bucket
+from launcher.partition.partitioned import Exchanged, PartitionedStep, exchanges, shared_out
 from launcher.partition.reduction import Reduction
 from launcher.plan.stage_plan import ServerExchange
 

@@ -3,7 +3,8 @@
 Imports `plan`, by its door, and below.
 """
 
-from launcher.runtime.execute.executable import Executable, Ways, transformed_error
+from launcher.runtime.emit.instructions import ExchangeSpec
+from launcher.runtime.execute.executable import Executable, StepServices, transformed_error
 from launcher.runtime.execute.replicas import (
     ReplicaError,
     check_equal,
@@ -14,17 +15,18 @@ from launcher.runtime.execute.replicas import (
     with_values,
 )
 from launcher.runtime.observe.digests import Copies, Digester
-from launcher.runtime.observe.stage_times import StageTimes
+from launcher.runtime.observe.recording import StageTimes
+from launcher.runtime.programs.compilation_cache import keep_compiled, why_not_kept
 from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
-from launcher.runtime.programs.kept import keep_compiled, why_not_kept
-from launcher.runtime.transport.exchange import ExchangeSpec, Servers
 from launcher.runtime.transport.permute import PermuteTransport
+from launcher.runtime.transport.pull import PullTransport
+from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transfer import move, wait_for
 from launcher.runtime.transport.transport import (
     ProcessMismatchError,
-    PullTransport,
     Transport,
     fail_together,
+    make_transport,
 )
 
 __all__ = [
@@ -39,12 +41,13 @@ __all__ = [
     "Servers",
     "StageTimes",
     "StepCompilation",
+    "StepServices",
     "Transport",
-    "Ways",
     "check_equal",
     "compile_step",
     "fail_together",
     "keep_compiled",
+    "make_transport",
     "move",
     "named_values",
     "odd_replicas",

@@ -42,6 +42,10 @@ class Task(NamedTuple):
     microbatch: int
     kind: Kind
 
+    def on_stage(self, stage: int) -> Task:
+        """Return the same task of another stage."""
+        return self._replace(stage=stage)
+
 
 Tasks = tuple[tuple[Task, ...], ...]  # of every mesh, in order
 

@@ -12,7 +12,7 @@ import jax
 
 from launcher.base.spans import SpanRecorder
 from launcher.plan import Plan, make_forward_plan
-from launcher.runtime import Executable, StepCompilation, Ways, compile_step, wait_for_more
+from launcher.runtime import Executable, StepCompilation, StepServices, compile_step, wait_for_more
 from launcher.train.feed import own_rows
 from launcher.train.program import Program
 
@@ -27,20 +27,22 @@ class Compiling:
     Args:
         program: the run's program.
         plan: the plan of the train step; evaluation follows it.
-        ways: what instructions go by.
+        services: what instructions use.
 
     Raises:
         PlanError: the program differs from the one that was planned.
     """
 
-    def __init__(self, program: Program, plan: Plan, ways: Ways) -> None:
+    def __init__(self, program: Program, plan: Plan, services: StepServices) -> None:
         self._started, devices = time.perf_counter(), jax.devices()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler")
-        self._train = StepCompilation(program.train, plan, devices, ways, self._pool)
+        self._train = StepCompilation(program.train, plan, devices, services, self._pool)
         self._evaluate = None
         if program.evaluate:
             forward = make_forward_plan(program.evaluate, like=plan)
-            silent = ways._replace(spans=SpanRecorder())  # a recorded step holds no evaluation
+            silent = StepServices(
+                services.transport, services.servers, SpanRecorder()
+            )  # a recorded step holds no evaluation
             self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
 
     @property

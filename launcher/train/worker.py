@@ -28,7 +28,7 @@ from launcher.runtime import (
     Copies,
     Digester,
     StageTimes,
-    Ways,
+    StepServices,
     named_values,
     shared_copies,
     with_first_replicas,
@@ -100,8 +100,8 @@ class TrainWorker(Peer):
             PlanError: the program differs from the one that was planned, because the code or a
                 library has another version than in the driver.
         """
-        ways = Ways(self._transport, self._servers, self._spans)
-        self._compiling = Compiling(self._program, Plan.from_dict(plan), ways)
+        services = StepServices(self._transport, self._servers, self._spans)
+        self._compiling = Compiling(self._program, Plan.from_dict(plan), services)
         return self._compiling.programs
 
     def compiled(self, seen: int) -> int:

@@ -63,9 +63,10 @@ def test_one_alone_needs_no_way(handles):
     assert handles[0].worker._transport is None
 
 
-PROCESS_GROUP_ONLY = {"transport", "transfer", "permute", "compat", "compile_step"}  # in runtime
 KNOWN = {
-    *(f"runtime/{name}.py" for name in PROCESS_GROUP_ONLY),
+    *(f"runtime/transport/{name}.py" for name in ("pull", "permute", "transfer")),
+    "base/jax_compat.py",
+    "runtime/programs/compile_step.py",
     "cluster/process_group.py",  # `Peer._rank`, where there are no servers
     "api/own_copies.py",  # which devices are this process's, as its own JAX says
     # Under servers the first worker alone writes, as the only process that it knows.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import launcher
 from launcher.checkpoint import Background
 from launcher.recipes import Model
-from launcher.runtime.transport.transport import PullTransport
+from launcher.runtime.transport.pull import PullTransport
 from launcher.train import worker
 
 AHEAD = 500_000_000  # ns

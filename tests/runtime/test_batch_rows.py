@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from launcher.partition.slicing import Slicing
-from launcher.runtime.emit.batch_rows import rows_here
+from launcher.runtime.execute.dispatch_table import rows_here
 
 
 class Boxes:

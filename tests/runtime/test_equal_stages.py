@@ -14,7 +14,7 @@ from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.recipes import build_model
 from launcher.recipes.models.mlp.options import MLPOptions
-from launcher.runtime import StepCompilation, Ways, compile_step, wait_for_more
+from launcher.runtime import StepCompilation, StepServices, compile_step, wait_for_more
 from launcher.trace import trace_step
 
 MODEL = build_model(MLPOptions(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")
@@ -68,9 +68,9 @@ def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
     assert set(memory) == set(texts)
     assert memory["stage.1.backward"] == memory["stage.2.backward"] > 0
     assert compiles == len(texts) - 4  # the update of an inner stage is its twin's, too
-    ways = Ways(None, None, SpanRecorder())
+    services = StepServices(None, None, SpanRecorder())
     with ThreadPoolExecutor(1) as pool:
-        begun = StepCompilation(traced, executable.plan, jax.devices(), ways, pool)
+        begun = StepCompilation(traced, executable.plan, jax.devices(), services, pool)
         assert len(begun.programs) == compiles  # known before any of them is compiled
         assert begun.result().hlo_text().keys() == texts.keys()
 

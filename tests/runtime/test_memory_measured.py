@@ -20,8 +20,8 @@ from launcher.plan.methods import (
 )
 from launcher.recipes import build_model
 from launcher.runtime.emit.emit import emit
-from launcher.runtime.programs.peak_memory import peak_bytes
-from launcher.runtime.programs.placement import make_placement
+from launcher.runtime.execute.dispatch_table import peak_bytes
+from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.trace import trace_step
 
 LAYERS, BATCH = 4, 32
@@ -178,7 +178,7 @@ def averaged(width=256):
 def measured(step, plan):
     """The most bytes that a device of each mesh holds, as a run reports them."""
     emitted = emit(step, plan)
-    placement = make_placement(plan, jax.devices(), emitted.slots)
+    placement = place_on_devices(plan, jax.devices(), emitted.slots)
     return peak_bytes(emitted, placement, compile_programs(emitted, placement))
 
 

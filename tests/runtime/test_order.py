@@ -19,7 +19,7 @@ from launcher.runtime.emit.emit import emit
 from launcher.runtime.emit.instructions import Free, Run, Send, Slot
 from launcher.runtime.emit.order import digest, digests, prove
 from launcher.runtime.execute import dispatch_table
-from launcher.runtime.programs.placement import make_placement
+from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.runtime.transport.transport import Parcel
 from launcher.schedule import training_schedules
 from launcher.trace import trace_step
@@ -368,7 +368,7 @@ def test_processes_that_differ_have_other_digests(traced):
 def test_a_process_proves_the_entries_that_it_built(traced, monkeypatch):
     plan = uniform(2, 2).plan(traced, local_shape(8, 2, "cpu"))
     emitted = emit(traced, plan)
-    placement = make_placement(plan, jax.devices(), emitted.slots)
+    placement = place_on_devices(plan, jax.devices(), emitted.slots)
     programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
     donated = (False,) * len(traced.donated)
     given = emitted, placement, programs, donated, None, None, SpanRecorder()

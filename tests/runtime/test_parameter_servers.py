@@ -128,6 +128,32 @@ def test_gradients_are_those_of_one_device():
     same(ours, (params, [value]))
 
 
+def test_a_parameter_that_several_layers_slice_is_summed_as_planned():
+    """Its gradient has a part from each layer; the plan and the workers pack it in one place."""
+    layers = 3
+
+    def make():
+        return {"w": [jnp.eye(WIDTH) / 2] * layers, "b": jnp.ones((layers, WIDTH))}
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for i, w in enumerate(params["w"]):
+                x = jnp.tanh(x @ w + params["b"][i])
+                if i < layers - 1:
+                    launcher.mark_pipeline_boundary()
+            return jnp.mean(x**2)
+
+        value, grads = launcher.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    traced = trace_step(step, (jax.eval_shape(make), BATCHES[0]))
+    plan = planned(traced, ParameterServer(bucket_bytes=256, servers=2), 2)
+    assert len([x for x in plan.exchanges if x.kind == "sum"]) > 2
+    params, value = jax.jit(step)(make(), BATCHES[0])
+    same(trained(traced, plan, make, BATCHES[:1])[0], (params, [value]))
+
+
 def test_gradients_of_sixteen_bits_cross_in_sixteen():
     method = ParameterServer(reduce_dtype="bf16", bucket_bytes=0)
     traced = trace_step(descent, (jax.eval_shape(start), BATCHES[0]))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from launcher.base import jax_compat as compat
 from launcher.runtime import PermuteTransport, fail_together
-from launcher.runtime.programs import compat
 from launcher.runtime.transport import transport
 from launcher.runtime.transport.permute import rounds_of
 from launcher.runtime.transport.transport import Parcel, ProcessMismatchError
@@ -179,7 +179,7 @@ def test_processes_of_other_orders_are_told(monkeypatch, own, with_other, fits):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr("jax._src.distributed.global_state.client", Store())
     way = PermuteTransport.__new__(PermuteTransport)
-    transport.CheckedBarrier.__init__(way)
+    transport.Transport.__init__(way)
     if fits:
         way.barrier(own, with_other)
     else:
@@ -211,8 +211,8 @@ def test_a_jax_without_the_private_store_asks_the_devices(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.delattr("jax._src.distributed.global_state")
-    monkeypatch.setattr(compat.multihost_utils, "process_allgather", gather)
-    assert compat.told_by_all("one", "own") == ["own", "the other"]
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+    assert compat.all_gather_text("one", "own") == ["own", "the other"]
 
 
 # -- several processes -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launch import together
 from tiny import BATCHES, init, step
 
-from launcher.runtime.programs import compat
+from launcher.base import jax_compat as compat
 from launcher.runtime.transport import transfer
 
 

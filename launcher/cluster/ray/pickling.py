@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from launcher.runtime.programs.compat import pytree_registration
+from launcher.base.jax_compat import pytree_registration
 
 _PLACES = {"site-packages", "dist-packages"}  # where packages are installed
 _BY_VALUE = 6  # the parts of what cloudpickle makes of a class or function that travels by value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from launcher.runtime.transport.exchange import ExchangeSpec
+    from launcher.runtime.emit.instructions import ExchangeSpec
 
 
 class ServerError(RuntimeError):
@@ -18,7 +18,7 @@ class ServerError(RuntimeError):
 
 
 class ServerClient:
-    """The parameter servers as one worker sees them: `launcher.runtime.transport.exchange.Servers`.
+    """The parameter servers as one worker sees them: `launcher.runtime.transport.servers.Servers`.
 
     Args:
         rank: this worker's number.

@@ -92,7 +92,7 @@ def gather_seconds(
 
 
 def bucket_count(size: Amount, count: Amount, bucket_bytes: int) -> Amount:
-    """Return about how many buckets gradients fill (`partition.buckets`).
+    """Return about how many buckets gradients fill (`partition.gradient_sync`).
 
     Args:
         size: their bytes.

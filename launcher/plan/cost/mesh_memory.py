@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from launcher.partition.buckets import Bucket, are_packed
+from launcher.partition.gradient_sync import (
+    Bucket,
+    GradientSync,
+    are_packed,
+    is_summed_in_place,
+)
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.pieces import may_have_pieces
 from launcher.partition.sharding.layout import DATA, ROWS, Layout
@@ -14,7 +19,6 @@ from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.update_memory import UpdateMemory, accumulators, layers_reading
-from launcher.plan.gradient_sums import GradientSums
 from launcher.schedule import Task
 from launcher.trace import Loss
 from launcher.trace.ir.jaxpr import nbytes
@@ -24,7 +28,7 @@ def mesh_memory(
     cut: PartitionedStep,
     mesh: int,
     footprints: Mapping[int, Footprint],
-    sums: Mapping[int, GradientSums],
+    sums: Mapping[int, GradientSync],
     update: UpdateMemory,
 ) -> int:
     """Return the peak memory of one device of a submesh, in bytes.
@@ -52,9 +56,7 @@ def mesh_memory(
     batch, state = _held_bytes(cut, graphs, layout)
     held = state + _result_bytes(cut, mesh) + exchanged
     of_sums = [
-        _sums(cut, graph.index, sums[graph.index].once, layout)
-        for graph in graphs
-        if cut.slicing.own_replicas > 1
+        _sums(cut, sums[graph.index], layout) for graph in graphs if cut.slicing.own_replicas > 1
     ]
     made = summed if _is_afresh(cut) else grads
     beside = sum(one.fresh for one in of_sums if one.beside) + max(
@@ -80,13 +82,14 @@ class _Sums(NamedTuple):
     beside: bool
 
 
-def _sums(cut: PartitionedStep, stage: int, once: Sequence[Bucket], layout: Layout) -> _Sums:
+def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> _Sums:
     """Return what the buckets that a stage sums once a step need.
 
     A bucket is packed, and what the collective makes of it unpacked, except one alone that is
     all-reduced. The gradients of the only microbatch are there before they are summed.
     """
-    afresh, packs, replicas = _is_afresh(cut), are_packed(once), layout.sizes[DATA]
+    afresh, once, replicas = _is_afresh(cut), sync.once, layout.sizes[DATA]
+    packs = are_packed(once)
 
     def working(bucket: Bucket) -> float:
         scatters = bucket.collective == "reduce-scatter"
@@ -94,15 +97,14 @@ def _sums(cut: PartitionedStep, stage: int, once: Sequence[Bucket], layout: Layo
             return bucket.nbytes * (2 if packs or scatters else 1)
         return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if packs else 0)
 
-    beside = afresh or len(once) > 1
+    beside = sync.backward_sums_once
     fresh = 0
     if not afresh:  # those of the only microbatch are counted as the gradients
-        away = cut.leaving
         fresh = sum(
             _gradient_bytes(i, cut, layout, summed=True)
             for bucket in once
             for i in bucket.operands
-            if not beside or i in away or layout.is_scattered(i)
+            if not beside or not is_summed_in_place(layout, i, cut.leaving)
         )
     return _Sums(fresh, max(map(working, once), default=0.0), beside)
 

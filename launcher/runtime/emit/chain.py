@@ -1,23 +1,22 @@
-"""One list of instructions for a step with several losses: those of its parts, one after the other.
+"""Chain the instruction lists of a step with several losses.
 
-What a part hands on to a later one stays in its slot. Where the later one wants it elsewhere, or
-cut otherwise, it is sent or resharded. So are, at the end, results that are to lie where the
-arguments lie whose places they take. Pure.
+A value that one part hands to a later one stays in its slot. It is sent or resharded if the later
+part needs it on another mesh or with another spec, and so is a result that replaces an argument.
+Pure.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.partition.buckets import Bucket
 from launcher.partition.sharding.named_dims import Spec, axes
 from launcher.plan import Plan
-from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Exchange, Instruction, Run, Send, Slot
+from launcher.runtime.emit.listing import Emitted, Program
 from launcher.trace.ir.jaxpr import Var, is_var
 from launcher.trace.step import TracedStep
 
@@ -51,7 +50,7 @@ class _Chain:
         here: the worker's meshes.
         turns: the number of turns so far.
         read: the slots of arguments that are read so far.
-        at: the slot of each value that one part hands on to another.
+        at: the slots of values that one part hands to another.
         given: the slots of batch leaves and constants that a part has been given.
     """
 
@@ -60,9 +59,7 @@ class _Chain:
     turns: int = 0
     read: set[int] = field(default_factory=set)
     slots: list[Slot] = field(default_factory=list)
-    programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
-    summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
-    alike: dict[str, object] = field(default_factory=dict)
+    programs: dict[str, Program] = field(default_factory=dict)
     listed: list[Instruction] = field(default_factory=list)
     arguments: list[tuple[int, int]] = field(default_factory=list)
     batches: list[tuple[int, int, int | None]] = field(default_factory=list)
@@ -114,9 +111,8 @@ class _Chain:
             if number not in renamed:
                 renamed[number] = self._new(slot_now)
         self._move(moves, f"{prefix}reshard")
-        self.programs.update((prefix + name, fun) for name, fun in emitted.programs.items())
-        self.summing.update((prefix + name, size) for name, size in emitted.summing.items())
-        self.alike.update((prefix + name, (prefix, key)) for name, key in emitted.alike.items())
+        named = emitted.programs.items()
+        self.programs.update((prefix + name, made.in_part(prefix)) for name, made in named)
         for x in emitted.instructions:
             self.listed.append(_renamed(x, renamed, mesh_of, prefix, first_stage, self.turns))
         self.turns += emitted.turns
@@ -152,8 +148,6 @@ class _Chain:
             first,
             slots=tuple(self.slots),
             programs=self.programs,
-            summing=self.summing,
-            alike=self.alike,
             instructions=tuple(self.listed),
             turns=self.turns,
             arguments=tuple(self.arguments),
@@ -195,7 +189,7 @@ class _Chain:
                 self.listed.append(Send(src, dst, inputs, outputs, turn))
                 continue
             program = f"{name}.{src}"
-            self.programs[program] = lambda *values: values
+            self.programs[program] = Program(lambda *values: values)
             self.listed.append(Run(src, program, inputs, outputs, turn=turn))
         self.turns += len(links)
 
@@ -216,7 +210,7 @@ def _renamed(
 ) -> Instruction:
     """Return an instruction of a part with the numbers and names of the whole step."""
     if isinstance(x, Run):
-        task = x.task and x.task._replace(stage=x.task.stage + first_stage)
+        task = x.task and x.task.on_stage(x.task.stage + first_stage)
         return dataclasses.replace(
             x,
             mesh=mesh_of[x.mesh],

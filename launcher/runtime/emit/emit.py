@@ -1,8 +1,7 @@
-"""Lowering of a placed step to instructions: what runs, in which order, on which slots. Pure.
+"""Lower a partitioned step to instruction lists. Pure.
 
 The order is that of the simulated timeline, so that a single thread can issue it and every mesh
-gets its work early enough. Of several workers each has the list of what takes place on its own
-devices.
+gets its work early enough. Each worker has the list of what runs on its own devices.
 """
 
 from __future__ import annotations
@@ -13,19 +12,26 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.partition.partitioned import PartitionedStep, partition
+from launcher.partition.errors import PlanError
+from launcher.partition.gradient_sync import Bucket
+from launcher.partition.partitioned import Exchanged, PartitionedStep, exchanges, partition
 from launcher.partition.pieces import Pieces, in_pieces
 from launcher.partition.update_pieces import split_segment
 from launcher.partition.update_placement import Segment
-from launcher.plan import Plan, timeline
+from launcher.plan import Plan, ServerExchange, timeline
 from launcher.runtime.emit.chain import chained
-from launcher.runtime.emit.emit_exchanges import exchange_instructions
 from launcher.runtime.emit.emit_pipeline import PipelineEmitter
-from launcher.runtime.emit.emitted import Emitted
-from launcher.runtime.emit.instructions import Exchange, Free, with_donations, with_frees
-from launcher.runtime.emit.listing import Listing
+from launcher.runtime.emit.instructions import (
+    Exchange,
+    ExchangeSpec,
+    Free,
+    with_donations,
+    with_frees,
+)
+from launcher.runtime.emit.listing import Emitted, Listing, Program
 from launcher.runtime.emit.slots import Slots
 from launcher.runtime.programs.collectives import of_copies
+from launcher.runtime.transport.transfer import plain_aval
 from launcher.trace.ir.jaxpr import Jaxpr, Var, captured, is_var, jaxpr_as_fun
 from launcher.trace.ir.structure_text import structure_text
 from launcher.trace.step import TracedStep
@@ -126,8 +132,8 @@ class _Emitter:
             if not self.cut.step.batch[i]
         ]
         programs = self.tasks.programs.values()
-        once = [bucket for of in programs for made in of.values() for bucket in made.once]
-        first, then = exchange_instructions(self.cut, slots, once, plan.exchanges)
+        once = [bucket for of in programs for made in of.values() for bucket in made.sync.once]
+        first, then = _exchange_instructions(self.cut, slots, once, plan.exchanges)
         self.give()
         self.exchange(first)
         listing.sends(update.argument_sends)
@@ -148,7 +154,6 @@ class _Emitter:
         return Emitted(
             slots=tuple(slots.slots),
             programs=listing.programs,
-            summing=listing.summing,
             instructions=tuple(listing.listed),
             turns=listing.turns,
             arguments=tuple(arguments),
@@ -158,7 +163,6 @@ class _Emitter:
             results=tuple(results),
             slicing=self.cut.slicing,
             rank=self.rank,
-            alike=listing.alike,
         )
 
     def used(self) -> AbstractSet[Any]:
@@ -212,14 +216,75 @@ class _Emitter:
             found = fun(*read)
             return tuple(own(x, rank) if k in stacked else x for k, x in enumerate(found))
 
-        self.listing.programs[name] = whole
+        alike = None
         if ".piece." in name:
             how = {
                 "copies": [(k, layout.operand(i)) for k, (i, _) in copies.items()],
                 "held": [id(x) for x in captured(segment.equations)],
             }
-            self.listing.alike[name] = structure_text(closed, how)
+            alike = structure_text(closed, how)
+        self.listing.programs[name] = Program(whole, alike)
         inputs = [of_outer(v, mesh) for v in segment.inputs]
         for k, (_, slot) in copies.items():
             inputs[k] = slot
         self.listing.run(turn, mesh, name, inputs, [of_outer(v, mesh) for v in segment.outputs])
+
+
+def _exchange_instructions(
+    cut: PartitionedStep, slots: Slots, once: Sequence[Bucket], planned: Sequence[ServerExchange]
+) -> tuple[list[Exchange], list[Exchange]]:
+    """Return the exchanges before the loss and those after it: one instruction each, or none.
+
+    Args:
+        cut: the partitioned step.
+        slots: its slots.
+        once: the buckets of gradients that are summed once a step.
+        planned: the exchanges by the plan, with their servers.
+
+    Raises:
+        PlanError: they are not those of the step.
+    """
+    found = exchanges(cut, once)
+    own = [(x.when, x.kind, x.dtype, x.nbytes) for x in found]
+    servers = cut.assignment.reduction.servers
+    if own != [(x.when, x.kind, x.dtype, x.bytes) for x in planned] or not all(
+        0 <= x.server < servers for x in planned
+    ):
+        raise PlanError(
+            f"the plan's exchanges are not those of this step on {servers} servers; plan again"
+        )
+    both = list(zip(found, planned, strict=True))
+    before = [(x, _spec(cut, x, by)) for x, by in both if x.when == "before"]
+    after = [(x, _spec(cut, x, by)) for x, by in both if x.when != "before"]
+    return _instruction(before, slots, cut.slicing.micro_batches), _instruction(after, slots)
+
+
+def _spec(cut: PartitionedStep, x: Exchanged, by: ServerExchange) -> ExchangeSpec:
+    """Return the shape of a part: a sum is flat; of what is gathered a row of bytes a replica."""
+    if x.kind == "sum":
+        shape: tuple[int, ...] = (sum(v.aval.size for v in x.values),)
+    else:
+        plain = [plain_aval(v.aval)[0] for v in x.values]
+        size = sum(aval.size * aval.dtype.itemsize for aval in plain)
+        shape = cut.slicing.own_replicas, size // cut.slicing.replicas
+    return ExchangeSpec(by.name, x.kind, shape, x.dtype, by.server)
+
+
+def _instruction(
+    crossing: Sequence[tuple[Exchanged, ExchangeSpec]], slots: Slots, stacked: int = 0
+) -> list[Exchange]:
+    """Return the instruction; `stacked`: of batch leaves, how many microbatches they hold."""
+    values = [v for x, _ in crossing for v in x.values]
+    if not crossing:
+        return []
+    own = slots.of_rows if stacked else slots.of_worker
+    return [
+        Exchange(
+            mesh=0,
+            specs=tuple(spec for _, spec in crossing),
+            counts=tuple(len(x.values) for x, _ in crossing),
+            inputs=tuple(own(v, 0) for v in values),
+            outputs=tuple(slots.of_outer(v, 0) for v in values),
+            micro_batches=stacked or 1,
+        )
+    ]

@@ -1,4 +1,4 @@
-"""The instructions of a step's pipeline: of the tasks of all microbatches. Pure."""
+"""Emit the instructions of a step's pipeline: the tasks of all microbatches. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.pieces import Pieces
 from launcher.partition.stages import StageGraph
 from launcher.runtime.emit.instructions import Run
-from launcher.runtime.emit.listing import Listing
+from launcher.runtime.emit.listing import Listing, Program
 from launcher.runtime.programs.collectives import sum_buckets
-from launcher.runtime.programs.shared_programs import SharedPrograms
-from launcher.runtime.programs.stage_programs import StageProgram
+from launcher.runtime.programs.stage_programs import SharedPrograms, StageProgram
 from launcher.schedule import Kind, Task
 from launcher.trace.ir.jaxpr import Var
 
@@ -58,7 +57,7 @@ class PipelineEmitter:
 
     @functools.cached_property
     def neighbours(self) -> list[set[int]]:
-        """Of each stage, the meshes to which its tasks may send something."""
+        """The meshes to which the tasks of each stage may send arrays."""
         found = []
         for graph in self.cut.stages:
             readers = {self.cut.stages[to].mesh for group in graph.consumers for to in group}
@@ -113,18 +112,16 @@ class PipelineEmitter:
         listing, programs = self.listing, self.programs[graph.index]
         name, key = self.pieces.names[graph.index], self.shared.key(graph.index)
         for made in (each for one in programs.values() for each in (one, one.last) if each):
-            listing.programs[made.name] = made.fun
-            listing.alike[made.name] = key, made.name.removeprefix(name)
+            alike = key, made.name.removeprefix(name)
+            listing.programs[made.name] = Program(made.fun, alike, made.buckets)
             listing.slots.residuals.update(made.residuals)
-            if made.buckets:
-                listing.summing[made.name] = made.buckets
         names = [name for made in programs.values() for name in made.accumulators]
         if names:
             slots = tuple(listing.slots.of_stage(name, graph, 0) for name in names)
             avals = [listing.slots.slots[slot].aval for slot in slots]
             zeros = f"{name}.zeros"
-            listing.programs[zeros] = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
-            listing.alike[zeros] = key, "zeros"
+            made_of = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)  # noqa: E731
+            listing.programs[zeros] = Program(made_of, (key, "zeros"))
             listing.run(turn, graph.mesh, zeros, (), slots)
 
     def tasks(self) -> None:
@@ -150,7 +147,7 @@ class PipelineEmitter:
             outputs = [slots.of_stage(name, graph, m) for name in made.outputs]
             number = slots.number(m, graph.mesh)
             donated = tuple(1 + k for k in made.in_place)
-            of_stage = task._replace(stage=self.pieces.stage_of[task.stage])
+            of_stage = task.on_stage(self.pieces.stage_of[task.stage])
             self.listing.listed.append(
                 Run(
                     graph.mesh,
@@ -193,12 +190,7 @@ class PipelineEmitter:
     def reduce(self, graph: StageGraph, programs: Sequence[StageProgram], turn: int) -> None:
         """Emit the sum over the replicas of the gradients that no task program sums."""
         listing = self.listing
-        unsummed = [
-            [n.of for n in made.outputs if n.kind == "per_replica"]
-            for made in programs
-            if made.last is None
-        ]
-        buckets = [b for order in unsummed for b in self.cut.buckets(graph.index, order)[1]]
+        buckets = [b for made in programs for b in made.sync.after_pass]
         if not buckets:
             return
         name = f"{self.pieces.names[graph.index]}.reduce"
@@ -209,9 +201,8 @@ class PipelineEmitter:
             found = sum_buckets(layout, buckets, dict(zip(late, parts, strict=True)))
             return tuple(found[i] for i in late)
 
-        listing.programs[name] = summed
-        listing.alike[name] = self.shared.key(graph.index), "reduce"
-        listing.summing[name] = tuple(buckets)
+        alike = self.shared.key(graph.index), "reduce"
+        listing.programs[name] = Program(summed, alike, tuple(buckets))
         inputs = [listing.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
         outputs = [listing.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         listing.run(turn, graph.mesh, name, inputs, outputs)

@@ -1,4 +1,4 @@
-"""The static instruction list that a worker follows each step, with the lifetimes of arrays. Pure.
+"""Instructions that a worker follows each step, with the lifetimes of arrays. Pure.
 
 Instructions address *slots*: numbered places that hold one array each. What a slot holds (shape,
 mesh, spec) is known before the first step.
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.partition.sharding.named_dims import Spec
-from launcher.runtime.transport.exchange import ExchangeSpec
 from launcher.schedule import Task
 
 
@@ -69,6 +68,29 @@ class Send:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     turn: int = 0
+
+
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """An array that each worker gives its part of in every call, and gets the whole of.
+
+    Attributes:
+        name: the exchange in words, for errors and timelines.
+        kind: "sum": the whole is the sum of the parts, added in rank order; "gather": the parts in
+            rank order, joined along `axis`.
+        shape: the shape of a part.
+        dtype: the name of the dtype in which parts and the whole cross. Parts of 16 bits are
+            added in 32.
+        server: the number of the server that makes the whole.
+        axis: the axis along which a "gather" joins parts.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    server: int
+    axis: int = 0
 
 
 @dataclass(frozen=True)

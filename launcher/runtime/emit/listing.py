@@ -1,18 +1,71 @@
-"""The instruction list of a worker while it is written, with the programs that it runs. Pure."""
+"""A worker's instruction list and the programs that it runs, while written and complete. Pure."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from launcher.partition.buckets import Bucket
-from launcher.runtime.emit.instructions import Run, Send, Work
+from launcher.partition.gradient_sync import Bucket
+from launcher.partition.slicing import Slicing
+from launcher.runtime.emit.instructions import Instruction, Run, Send, Slot, Work
 from launcher.runtime.emit.slots import Slots
 from launcher.trace.ir.jaxpr import Var
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A program before it is compiled.
+
+    Attributes:
+        fun: its function.
+        alike: a key that is equal for programs that are the same function; None: it is like none.
+        buckets: the gradients that it sums over the replicas.
+    """
+
+    fun: Callable[..., tuple[Any, ...]]
+    alike: object = None
+    buckets: tuple[Bucket, ...] = ()
+
+    def in_part(self, prefix: str) -> Program:
+        """Return it with a key that differs from those of programs of other losses."""
+        return dataclasses.replace(self, alike=self.alike and (prefix, self.alike))
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """A step that is ready to be compiled by one worker.
+
+    Attributes:
+        slots: what each slot holds.
+        programs: the programs, by name.
+        instructions: what the worker runs, in order.
+        turns: the number of turns of all workers' instructions.
+        arguments: `(argument leaf, slot)`: where each is put before the step, here or elsewhere.
+        used: the argument leaves, of these, that a worker reads or that are results.
+        batches: `(argument leaf, slot, stacked along axis | None)`: copies of batch leaves.
+        constants: `(array, slot)`, put once.
+        results: for each result leaf, here or elsewhere, `(slot, literal, mesh)`, where either the
+            slot or the literal is None.
+        slicing: how the batch is cut.
+        rank: the number of the worker that it is for, where parameter servers sum.
+    """
+
+    slots: tuple[Slot, ...]
+    programs: dict[str, Program]
+    instructions: tuple[Instruction, ...]
+    turns: int
+    arguments: tuple[tuple[int, int], ...]
+    used: frozenset[int]
+    batches: tuple[tuple[int, int, int | None], ...]
+    constants: tuple[tuple[Any, int], ...]
+    results: tuple[tuple[int | None, Any, int], ...]
+    slicing: Slicing
+    rank: int
 
 
 @dataclass(eq=False)
@@ -27,18 +80,14 @@ class Listing:
         here: the meshes on which the worker has a device.
         turns: the number of turns so far.
         listed: the instructions.
-        programs: see `Emitted`; so for the next two.
-        summing: of those programs.
-        alike: of those programs.
+        programs: see `Emitted`.
     """
 
     slots: Slots
     here: AbstractSet[int]
     turns: int = 0
     listed: list[Work] = field(default_factory=list)
-    programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
-    summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
-    alike: dict[str, object] = field(default_factory=dict)
+    programs: dict[str, Program] = field(default_factory=dict)
 
     def take_turns(self, count: int = 1) -> int:
         """Take turns for `count` instructions and return the first."""

@@ -1,8 +1,8 @@
-"""The one order that all processes follow, and the proof that none of them deadlocks. Pure.
+"""Prove that all processes follow one order, so that none of them deadlocks. Pure.
 
 It is the order of the plan's simulated timeline: each instruction has its turn in it. Each process
 lists only the instructions in which one of its devices takes part, by ascending turns. Transfers by
-collectives (`runtime.permute`) are told apart only by their order, so two transfers that are
+collectives (`runtime.permute`) are distinguished only by their order, so two transfers that are
 swapped in one process mean silently wrong data, or a process that waits for ever.
 """
 
@@ -48,9 +48,9 @@ def prove(
     turn = -1
     for wanted, found in itertools.zip_longest(listed, done):
         if wanted is not found:
-            raise PlanError(f"this process has to do {_told(wanted)} and does {_told(found)}")
+            raise PlanError(f"this process has to do {_named(wanted)} and does {_named(found)}")
         if wanted is None or wanted.turn <= turn:
-            raise PlanError(f"this process does {_told(wanted)} after turn {turn}")
+            raise PlanError(f"this process does {_named(wanted)} after turn {turn}")
         turn = wanted.turn
     there = set(given)
     for x in instructions:
@@ -61,7 +61,7 @@ def prove(
         is_here = at in here  # elsewhere another process proves that arrays are there
         absent = [s for s in x.inputs if slots[s].mesh != at or (is_here and s not in there)]
         if absent or any(slots[s].mesh != to for s in x.outputs):
-            raise PlanError(f"{_told(x)} needs slots {absent}, not there")
+            raise PlanError(f"{_named(x)} needs slots {absent}, not there")
         there.update(x.outputs)
 
 
@@ -107,10 +107,10 @@ def digests(
         own = numbers.setdefault(group, {})
         arrays = [(own.setdefault(s, len(own)), *_kind(slots[s])) for s in (*x.inputs, *x.outputs)]
         what = (x.program, x.donated) if isinstance(x, Run) else shipments.get(x.turn)
-        told = x.turn, meshes, what, len(x.inputs), arrays
+        work = x.turn, meshes, what, len(x.inputs), arrays
         if group not in hashes:
             hashes[group] = hashlib.sha256(repr(group).encode())
-        hashes[group].update(repr(told).encode())
+        hashes[group].update(repr(work).encode())
     return {found.hexdigest(): len(group) for group, found in hashes.items()}
 
 
@@ -118,7 +118,7 @@ def _kind(slot: Slot) -> tuple[Any, ...]:
     return slot.mesh, slot.aval.shape, str(slot.aval.dtype), slot.spec
 
 
-def _told(x: Work | None) -> str:
+def _named(x: Work | None) -> str:
     if x is None:
         return "nothing"
     if isinstance(x, Run):

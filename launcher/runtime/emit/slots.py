@@ -1,4 +1,4 @@
-"""Numbering of a step's values: which slot holds what, on which mesh."""
+"""Number a step's values: one slot for each, on each mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's arguments and results as its caller has them, and as its programs do.
+"""Convert a step's arguments and results between its caller and its programs.
 
 They differ where scans over parameters are open (`trace.open_scans`): the caller has a
 `StackedArray` where the programs have an array for each of its rows.
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from launcher.arrays.stacked_array import StackedArray, rows_in, stacked_in
-from launcher.runtime.programs.compat import accept_as_array
+from launcher.base.jax_compat import accept_as_array
 from launcher.trace.interface import Interface
 from launcher.trace.scans.open_scans import Stacks
 
@@ -63,7 +63,7 @@ class Caller:
         return jax.tree.unflatten(self._stacks.in_tree, leaves)
 
     def results(self, flat: Sequence[Any]) -> Any:
-        """Return the results, of which the programs have made these."""
+        """Unflatten the programs' outputs into the caller's result tree."""
         out = stacked_in(flat, self._stacks.out_rows) if self._differs else flat
         return jax.tree.unflatten(self._stacks.out_tree, out)
 

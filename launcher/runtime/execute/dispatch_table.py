@@ -1,11 +1,11 @@
-"""The dispatch table that a call follows.
+"""Build the dispatch table that a call follows.
 
-It is this process's instruction list, with everything looked up that can be known before the call.
+It is this process's instruction list with everything bound that is known before the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +15,12 @@ from jax.sharding import NamedSharding
 
 from launcher.base.spans import SpanRecorder
 from launcher.plan import PlanError
-from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Free, Instruction, Run, Send
+from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.emit.order import digest, digests, prove
 from launcher.runtime.execute.throttle import Throttle
-from launcher.runtime.programs.placement import Placement
-from launcher.runtime.transport.exchange import Servers
-from launcher.runtime.transport.exchanging import Exchanging, exchange_pool
+from launcher.runtime.programs.device_meshes import DeviceMeshes
+from launcher.runtime.transport.servers import Exchanging, Servers, exchange_pool
 from launcher.runtime.transport.transfer import (
     RemoteTransfer,
     absent,
@@ -30,6 +29,7 @@ from launcher.runtime.transport.transfer import (
     place_array,
 )
 from launcher.runtime.transport.transport import Shipment, Transport
+from launcher.trace.ir.jaxpr import nbytes
 
 
 class Entry(NamedTuple):
@@ -78,7 +78,7 @@ class Table:
 
 def build_table(
     emitted: Emitted,
-    placement: Placement,
+    placement: DeviceMeshes,
     compiled: Mapping[str, Any],
     donated: tuple[bool, ...],
     transport: Transport | None,
@@ -104,8 +104,9 @@ def build_table(
     entries, shipments = _entries(emitted, placement, compiled, outlives, transport, servers, spans)
     _prove(entries, emitted, placement)
     if transport is not None:
-        told, owners = {n: x.description for n, x in shipments.items()}, placement.owners
-        together = digests(emitted.instructions, owners, emitted.slots, told)
+        owners = placement.owners
+        described = {n: x.description for n, x in shipments.items()}
+        together = digests(emitted.instructions, owners, emitted.slots, described)
         order = digest(emitted.turns, owners)
         transport.open(list(shipments.values()), order, together)
     slots: list[Any] = [None] * len(emitted.slots)
@@ -132,7 +133,7 @@ def build_table(
 
 def _entries(
     emitted: Emitted,
-    placement: Placement,
+    placement: DeviceMeshes,
     compiled: Mapping[str, Any],
     outlives: Set[int | None],
     transport: Transport | None,
@@ -174,7 +175,7 @@ def _entries(
     return tuple(entries), shipments
 
 
-def _prove(entries: Sequence[Entry], emitted: Emitted, placement: Placement) -> None:
+def _prove(entries: Sequence[Entry], emitted: Emitted, placement: DeviceMeshes) -> None:
     """Prove, from the entries as they were built, that this process does not deadlock."""
     done = [x for x, *_ in entries if not isinstance(x, Free)]
     here = {mesh for mesh in range(len(placement.meshes)) if placement.runs_here(mesh)}
@@ -183,7 +184,7 @@ def _prove(entries: Sequence[Entry], emitted: Emitted, placement: Placement) -> 
     prove(emitted.instructions, done, here, emitted.slots, given)
 
 
-def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
+def _fixed(emitted: Emitted, placement: DeviceMeshes) -> dict[int, jax.Array]:
     found = {}
     for i, (slot, literal, mesh) in enumerate(emitted.results):
         if slot is None:
@@ -197,7 +198,9 @@ def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
     return found
 
 
-def _shared(emitted: Emitted, placement: Placement, donated: tuple[bool, ...]) -> tuple[int, ...]:
+def _shared(
+    emitted: Emitted, placement: DeviceMeshes, donated: tuple[bool, ...]
+) -> tuple[int, ...]:
     """Return the results whose array the table, the caller or another result holds too.
 
     The caller may donate any result to the next call.
@@ -211,3 +214,86 @@ def _shared(emitted: Emitted, placement: Placement, donated: tuple[bool, ...]) -
         if slot is not None:
             held.add(slot)
     return tuple(shared)
+
+
+def rows_here(
+    copies: Iterable[tuple[int, int, NamedSharding, int | None]],
+    avals: Sequence[Any],
+    stacked: Callable[[Any, int], Any],
+) -> np.ndarray | None:
+    """Return the numbers of the rows that lie on devices of this process, in ascending order.
+
+    Args:
+        copies: `(argument leaf, slot, sharding, stacked along axis | None)` of the batch's leaves.
+        avals: the shapes of the step's argument leaves, on the whole batch.
+        stacked: returns what this process holds of a leaf, stacked along an axis.
+
+    Returns:
+        int64 [rows], maybe none; or None if any row may be needed.
+    """
+    found = [np.empty(0, np.int64)]
+    for leaf, _, sharding, axis in copies:
+        shape = avals[leaf].shape
+        if not sharding.addressable_devices:
+            continue
+        if axis or not shape or 0 in shape:
+            return None
+        # Each element is the number of its row; it takes no memory.
+        numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+        numbers = np.broadcast_to(numbers, shape)
+        if axis is not None:
+            numbers = stacked(numbers, axis)
+        first: tuple[Any, ...] = (..., *[0] * (len(shape) - 1))
+        boxes = sharding.addressable_devices_indices_map(numbers.shape).values()
+        found += [numbers[box][first].ravel() for box in boxes]
+    return np.unique(np.concatenate(found))
+
+
+def peak_bytes(
+    emitted: Emitted, placement: DeviceMeshes, compiled: Mapping[str, Any]
+) -> list[int] | None:
+    """Return the most bytes that a device of each mesh holds during a step.
+
+    They are the arrays that are there when a program runs, its results and its temporaries.
+
+    Args:
+        emitted: this process's instructions; 0 is returned for meshes that they do not touch.
+        placement: where its slots live.
+        compiled: its programs, by name.
+
+    Returns:
+        The bytes by the mesh's number; None if the programs do not tell theirs.
+    """
+    said = {name: program.memory_analysis() for name, program in compiled.items()}
+    if None in said.values():
+        return None
+    live: dict[int, int] = {}
+    held, peak = [0] * len(placement.meshes), [0] * len(placement.meshes)
+
+    def keep(slot: int) -> None:
+        drop(slot)
+        aval, sharding = emitted.slots[slot].aval, placement.sharding(slot)
+        live[slot] = nbytes(jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype))
+        held[emitted.slots[slot].mesh] += live[slot]
+
+    def drop(slot: int) -> None:
+        held[emitted.slots[slot].mesh] -= live.pop(slot, 0)
+
+    for _, slot in (*emitted.arguments, *emitted.constants):
+        keep(slot)
+    for _, slot, _ in emitted.batches:
+        keep(slot)
+    for x in emitted.instructions:
+        if isinstance(x, Free):
+            for slot in x.slots:
+                drop(slot)
+            continue
+        if isinstance(x, Run):
+            of = said[x.program]
+            fresh = of.output_size_in_bytes - of.alias_size_in_bytes + of.temp_size_in_bytes
+            peak[x.mesh] = max(peak[x.mesh], held[x.mesh] + fresh)
+            for k in x.donated:
+                drop(x.inputs[k])
+        for slot in x.outputs:
+            keep(slot)
+    return peak

@@ -1,4 +1,4 @@
-"""A compiled step: programs for every stage, and the loop that follows the instruction list.
+"""Run a compiled step: the loop that follows the dispatch table.
 
 Everything is compiled before the first call. A call flattens its arguments, runs a table of
 pre-bound instructions without waiting for any of them, and returns the arrays of the results, each
@@ -15,28 +15,31 @@ import jax
 import numpy as np
 
 from launcher.arrays.stacked_array import StackedArray, StackedSharding
+from launcher.base.jax_compat import is_nan_error, moves_are_guarded
 from launcher.base.spans import Span, SpanRecorder
 from launcher.plan import Plan
-from launcher.runtime.emit.batch_rows import rows_here
-from launcher.runtime.emit.emitted import Emitted
 from launcher.runtime.emit.instructions import Instruction, Run
+from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.execute.caller import Caller, with_copies
-from launcher.runtime.execute.dispatch_table import Entry, build_table
-from launcher.runtime.observe.recording import StepRecording
-from launcher.runtime.observe.stage_times import StageTimes, time_stages
-from launcher.runtime.programs.compat import is_nan_error, moves_are_guarded
-from launcher.runtime.programs.peak_memory import peak_bytes
-from launcher.runtime.programs.placement import Placement
+from launcher.runtime.execute.dispatch_table import Entry, build_table, peak_bytes, rows_here
+from launcher.runtime.observe.recording import StageTimes, StepRecording, time_stages
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.programs.state import create_state
-from launcher.runtime.transport.exchange import Servers
+from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transfer import is_here, place_array
 from launcher.runtime.transport.transport import Transport
 from launcher.trace.interface import Interface
 from launcher.trace.step import TracedStep
 
 
-class Ways(NamedTuple):
-    """What a step's instructions go by, beside its programs."""
+class StepServices(NamedTuple):
+    """What a step's instructions use beside its programs.
+
+    Attributes:
+        transport: moves arrays between processes.
+        servers: the parameter servers.
+        spans: records what runs beside the devices.
+    """
 
     transport: Transport | None
     servers: Servers | None
@@ -52,13 +55,13 @@ class Executable:
         emitted: its programs and instructions.
         placement: the devices of its meshes.
         programs: the compiled programs, by name.
-        ways: what moves arrays between processes, the parameter servers, and what is recorded.
+        services: what its instructions use.
 
     Attributes:
         plan: the plan that it runs.
         compile_seconds: how long compilation took.
-        peak_bytes: the most that a step puts on any device here, as its programs tell; None if they
-            do not.
+        peak_bytes: the most that a step puts on any device here, as its programs report; None if
+            they do not.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch, and a
             `StackedSharding` for one whose rows are apart.
         used: the argument leaves that a call reads or returns, in any process, but for the batch.
@@ -70,19 +73,19 @@ class Executable:
         step: TracedStep,
         plan: Plan,
         emitted: Emitted,
-        placement: Placement,
+        placement: DeviceMeshes,
         programs: dict[str, Any],
-        ways: Ways,
+        services: StepServices,
     ) -> None:
         self.plan, self.compile_seconds = plan, 0.0
         self._interface = whole = step.whole
         self._caller = Caller(whole, step.stacks)
-        self._transport, self._servers, self.spans = ways
+        self._transport, self._servers, self.spans = services
         self._slicing, self._rank = emitted.slicing, emitted.rank
         self._placement, self._compiled = placement, programs
         peaks = peak_bytes(emitted, placement, programs)
         self.peak_bytes = None if peaks is None else max(peaks)
-        self._table = build_table(emitted, placement, programs, whole.donated, *ways)
+        self._table = build_table(emitted, placement, programs, whole.donated, *services)
         where = {i: placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
         stacked = self._caller.by_leaf(flat, StackedSharding)

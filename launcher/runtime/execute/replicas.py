@@ -1,4 +1,4 @@
-"""Replicas of arrays: whether all hold the same bits, and how they come to at the start."""
+"""Compare the replicas of arrays bit by bit, and make them equal at the start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from launcher.runtime.transport.transfer import boxes, is_here
 
 
 class ReplicaError(RuntimeError):
-    """An error raised when the replicas of an array differ; the text says of which, and where."""
+    """An error raised when replicas differ; the message names the array and its devices."""
 
 
 class OddReplica(NamedTuple):
@@ -69,7 +69,7 @@ def check_equal(parts: Iterable[Copies], when: str = "") -> None:
 def odd_replicas(parts: Iterable[Copies]) -> list[OddReplica]:
     """Return the replicas that differ from most others of the same part of an array.
 
-    Of as many on either side those are named that lack the one on the device of the lowest number.
+    A tie is decided for the replica on the device with the lowest number.
 
     Args:
         parts: the digests of all processes.

@@ -1,4 +1,4 @@
-"""A limit on the programs over several CPU devices of this process that may be in flight.
+"""Limit the programs over several CPU devices of this process that are in flight.
 
 JAX's CPU client lets a device have 32 computations in flight and makes whoever starts one more
 wait. For a program over several devices it starts each part on its own worker threads, of which it

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from launcher.partition.partitioned import PartitionedStep
     from launcher.partition.sharding.named_dims import Spec
     from launcher.plan import Plan
-    from launcher.runtime.emit.emitted import Emitted
     from launcher.runtime.emit.instructions import Instruction
+    from launcher.runtime.emit.listing import Emitted
     from launcher.trace import Loss, TracedStep
 
 

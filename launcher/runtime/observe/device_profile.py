@@ -1,4 +1,4 @@
-"""What ran on the devices, operation by operation, by JAX's profiler.
+"""Device operations recorded by JAX's profiler.
 
 Nothing has to be waited for, and what overlaps is seen to overlap. On CPU devices every operation
 is an event that names its program, its run and its device; of other devices none is read yet.
@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory as _Temporary
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
@@ -64,20 +64,6 @@ class ProgramRun:
         return max(operation.end for operation in self.operations)
 
 
-class _Kept(AbstractContextManager[str]):
-    """A folder that stays, with `TemporaryDirectory`'s interface."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self.name = str(path)
-
-    def __enter__(self) -> str:
-        return self.name
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
 def _stopped_in_time() -> bool:
     """End the profiler's session; False, with a warning, if that fails or takes too long.
 
@@ -114,14 +100,18 @@ class DeviceProfile:
     """
 
     def __init__(self, keep: Path | None = None) -> None:
-        self._folder: AbstractContextManager[str] | None = None
+        self._folder: ExitStack | None = None
+        self._path = keep
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         try:
             if any(thread.name == STOPPING for thread in threading.enumerate()):
                 raise RuntimeError("the one before still stops")  # starting would wait for it
-            folder = _Kept(keep) if keep else _Temporary(prefix="launcher-profile-")
-            jax.profiler.start_trace(folder.name, profiler_options=options)
+            folder = ExitStack()
+            if keep is None:
+                temporary = TemporaryDirectory(prefix="launcher-profile-")
+                self._path = Path(folder.enter_context(temporary))
+            jax.profiler.start_trace(str(self._path), profiler_options=options)
             self._folder = folder
         except (OSError, RuntimeError) as error:  # a full disk; another session
             lost = f"no trace is written to {keep}, and " if keep else ""
@@ -132,14 +122,14 @@ class DeviceProfile:
 
     def stop(self) -> list[ProgramRun]:
         """End the session and return the runs of all programs, in the order of their start."""
-        if self._folder is None:
+        if self._folder is None or self._path is None:
             return []
-        with self._folder as folder, warnings.catch_warnings():
+        with self._folder, warnings.catch_warnings():
             # Of jaxlib's own types, made at first use: since 0.11 it aborts where that is an error.
             warnings.simplefilter("ignore", DeprecationWarning)
             if not _stopped_in_time():
                 return []
-            found = [run for path in Path(folder).rglob("*.xplane.pb") for run in self._read(path)]
+            found = [run for path in self._path.rglob("*.xplane.pb") for run in self._read(path)]
         return sorted(found, key=lambda run: run.start)
 
     def _read(self, path: Path) -> list[ProgramRun]:

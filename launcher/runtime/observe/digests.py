@@ -1,4 +1,4 @@
-"""Digests of what each device holds of an array, made where it lies.
+"""Hash each device's shard of an array, on the device.
 
 A digest is a sum of 32-bit words, each mixed with its position: exact, whatever order they are
 summed in, and another one for every change of a single word.

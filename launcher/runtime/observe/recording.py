@@ -1,7 +1,7 @@
-"""The recording of one step: when each of its instructions ran, on every device and in every lane.
+"""Record one step: when each of its instructions ran, on every device and in every lane.
 
-The step runs as ever: it is sent off without waiting for any of its parts, so what overlaps goes on
-overlapping. It only begins when what this process sent before has ended, and the next step is sent
+The step runs as usual: it is dispatched without waiting for any of its parts, so overlaps remain.
+It only begins when what this process sent before has ended, and the next step is sent
 when it has ended, so that no time of a neighbour is in it. Where the times are from:
 
 - Runs of programs: on CPU devices, or where its trace is asked for, JAX's profiler
@@ -12,8 +12,8 @@ when it has ended, so that no time of a neighbour is in it. Where the times are 
   stop. Without it a run lasts from when it was sent off, and the one before it had ended, to when a
   thread that waits for its results saw them.
 - Transfers: from when the arrays were made and the transfer was sent off, to when a thread that
-  waits for nothing else saw them arrive. Of a transfer between processes the sender knows the one
-  and the receiver the other; `report.timeline` joins them.
+  waits for nothing else saw them arrive. Between processes the sender knows the one and the
+  receiver the other; `report.timeline` joins them.
 - The calling thread, which sends the instructions off: this host's clock.
 """
 
@@ -30,10 +30,12 @@ from typing import Any
 import jax
 
 from launcher.base.spans import Span, SpanRecorder
+from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Instruction, Run, Send
 from launcher.runtime.execute.dispatch_table import Entry
 from launcher.runtime.observe.device_profile import DeviceProfile, ProgramRun
 from launcher.runtime.programs.program_text import ProgramText, read_program
+from launcher.schedule import Task
 
 _MOST_WATCHERS = 32  # transfers that are waited for at once
 
@@ -129,7 +131,7 @@ class StepRecording:
         self._count[x.src, x.dst] += 1
 
     def cancel(self) -> None:
-        """Give up after a failure; nothing goes on."""
+        """Stop after a failure."""
         self._recorder.take()
         self._watchers.shutdown(wait=False)
         if self._profile:
@@ -311,3 +313,57 @@ def _transfer_spans(sent: _Sent, ready: int, arrived: int | None) -> list[Span]:
     else:
         known, end = ("both" if sent.leaves else "end"), max(ready, arrived)
     return [Span("transfers", name, ready, end, "transfer", {**about, "known": known})]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Times of one step in which every task was waited for.
+
+    Attributes:
+        stage_seconds: the busy seconds of each stage, those of several losses one after another
+            (`Plan.all_stages`); 0.0 for stages of other processes, of which nothing is known here.
+        task_seconds: the seconds of each task; those of other processes are absent.
+    """
+
+    stage_seconds: tuple[float, ...]
+    task_seconds: dict[Task, float]
+
+
+def time_stages(entries: Sequence[Entry], slots: list[Any], key: int, plan: Plan) -> StageTimes:
+    """Follow the entries of a dispatch table and wait for each; return the times of the stages.
+
+    Args:
+        entries: the entries.
+        slots: the arrays, which are there.
+        key: the key of the step's call.
+        plan: the plan.
+    """
+    seconds: dict[Task, float] = {}
+    stages = [stage.devices for stage in plan.all_stages]
+    first_stage = [stages.index(devices) for devices in plan.all_meshes]
+    busy = [0.0] * len(stages)
+    for entry in entries:
+        taken = _timed(entry, slots, key)
+        if isinstance(entry.instruction, Run):
+            task = entry.instruction.task
+            stage = task.stage if task else first_stage[entry.instruction.mesh]
+            busy[stage] += taken
+            if task is not None:
+                seconds[task] = seconds.get(task, 0.0) + taken
+    return StageTimes(tuple(busy), seconds)
+
+
+def _timed(entry: Entry, slots: list[Any], key: int) -> float:
+    """Run one entry and wait for it; return the seconds that it took."""
+    if entry.call is None:
+        for i in entry.inputs:
+            slots[i] = None
+        return 0.0
+    arrays = [slots[i] for i in entry.inputs]
+    start = time.perf_counter()
+    results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
+    jax.block_until_ready([x for x in results if x.addressable_shards])
+    taken = time.perf_counter() - start
+    for i, value in zip(entry.outputs, results, strict=True):
+        slots[i] = value
+    return taken

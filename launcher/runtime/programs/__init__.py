@@ -1,1 +1,1 @@
-"""Compiled programs of stages, and the one module of JAX's private names."""
+"""Compiled programs of stages."""

@@ -1,4 +1,4 @@
-"""Sharding inside a stage's programs: constraints, and the explicit sums of gradients.
+"""Shard values inside a stage's programs, and sum gradients over the replicas explicitly.
 
 The programs are traced for an abstract mesh, without devices.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from launcher.partition.buckets import Bucket, are_packed, scatter_dim
+from launcher.partition.gradient_sync import Bucket, are_packed, scatter_dim
 from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.partition.sharding.named_dims import Spec, axes
 
@@ -117,8 +117,8 @@ def _packed_sum(own: Sequence[Any]) -> list[Any]:
 def _scattered(layout: Layout, bucket: Bucket, own: Sequence[Any]) -> list[Any]:
     """Return this device's shard of each sum.
 
-    The collective leaves replica r with row r of its operand: each gradient lies there with the
-    dimension that is cut first, as one row for each replica.
+    The collective leaves replica r with row r of its operand: a gradient enters it with its
+    scattered dimension first, as one row for each replica.
     """
     replicas = layout.sizes[DATA]
     at = [scatter_dim(layout, i) or 0 for i in bucket.operands]

@@ -1,4 +1,4 @@
-"""Compilation of a step's programs: in parallel, from shapes alone, and equal ones once."""
+"""Compile a step's programs: in parallel, from shapes alone, and equal ones once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from launcher.partition.buckets import are_packed
-from launcher.runtime.emit.emitted import Emitted
-from launcher.runtime.emit.instructions import Run, Send
-from launcher.runtime.programs.compat import (
+from launcher.base.jax_compat import (
     compiled,
     loaded_for,
     overlap_options,
     with_barriers_kept,
 )
-from launcher.runtime.programs.placement import Placement
+from launcher.partition.gradient_sync import are_packed
+from launcher.runtime.emit.instructions import Run, Send
+from launcher.runtime.emit.listing import Emitted
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 
 
 class Compilation:
-    """The programs that this process runs, on their way: all are lowered, and compiled by a pool.
+    """The programs of this process: all are lowered, and a pool compiles them.
 
     Args:
         emitted: the step's programs and instructions.
@@ -38,7 +38,7 @@ class Compilation:
     """
 
     def __init__(
-        self, emitted: Emitted, placement: Placement, pool: concurrent.futures.Executor
+        self, emitted: Emitted, placement: DeviceMeshes, pool: concurrent.futures.Executor
     ) -> None:
         self._pool = pool
         first: dict[str, Run] = {}
@@ -85,12 +85,12 @@ class Compilation:
         return {name: by_name[name] for name in self._names}
 
 
-def _same(name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]) -> Any:
+def _same(name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]) -> Any:
     """Return a key that is equal for programs that differ in their devices alone.
 
     One of them has to be lowered.
     """
-    if (key := emitted.alike.get(name)) is None:
+    if (key := emitted.programs[name].alike) is None:
         return name
     slots = [emitted.slots[slot] for slot in (*run.inputs, *run.outputs)]
     types = tuple((slot.aval.shape, slot.aval.dtype, slot.spec) for slot in slots)
@@ -102,7 +102,7 @@ def _same(name: str, run: Run, emitted: Emitted, placement: Placement, offered: 
 
 
 def _shardings(
-    run: Run, placement: Placement
+    run: Run, placement: DeviceMeshes
 ) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     """Return the shardings of a program's arguments and of its results."""
     return tuple(map(placement.sharding, run.inputs)), tuple(map(placement.sharding, run.outputs))
@@ -164,7 +164,7 @@ def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> 
         program: the program.
         first: the program of its kind that was compiled.
         made: the executable of `first`.
-        kept: the bytes that `compat.compiled` returned with `made`.
+        kept: the bytes that `jax_compat.compiled` returned with `made`.
     """
     if program.placed == first.placed:
         return made
@@ -175,13 +175,13 @@ def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> 
 
 
 def _lower(
-    name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]
+    name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]
 ) -> _Program:
     arguments, results = _shardings(run, placement)
-    fun = emitted.programs[name]
+    made = emitted.programs[name]
 
     def program(*flat: Any) -> tuple[Any, ...]:
-        return tuple(fun(*flat))
+        return tuple(made.fun(*flat))
 
     program.__name__ = name  # by which profilers show it
     jitted = jax.jit(
@@ -198,10 +198,9 @@ def _lower(
     lowered = jitted.lower(*abstract)
     platform = (*arguments, *results)[0].mesh.devices.flat[0].platform
     options = {}
-    if name in emitted.summing:
-        buckets = emitted.summing[name]
-        largest = max(bucket.nbytes for bucket in buckets)
-        options = overlap_options(platform, largest, are_packed(buckets))
+    if made.buckets:
+        largest = max(bucket.nbytes for bucket in made.buckets)
+        options = overlap_options(platform, largest, are_packed(made.buckets))
     if "optimization_barrier" in lowered.as_text():
         options = with_barriers_kept(platform, options)
     return _Program(name, lowered, arguments, results, options)

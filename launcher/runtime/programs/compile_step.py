@@ -1,4 +1,4 @@
-"""From a traced step and a plan to a compiled step, at once or in the background."""
+"""Compile a traced step for a plan, at once or in the background."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import jax
 from launcher.base.spans import SpanRecorder
 from launcher.plan import Plan, PlanError
 from launcher.runtime.emit.emit import emit
-from launcher.runtime.emit.emitted import Emitted
-from launcher.runtime.execute.executable import Executable, Ways
+from launcher.runtime.emit.listing import Emitted
+from launcher.runtime.execute.executable import Executable, StepServices
 from launcher.runtime.programs.compile import Compilation
-from launcher.runtime.programs.placement import make_placement
-from launcher.runtime.transport.exchange import Servers
+from launcher.runtime.programs.device_meshes import place_on_devices
+from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transport import Transport
 from launcher.trace.step import TracedStep
 
@@ -49,9 +49,9 @@ def compile_step(
         PlanError: the plan is for another program, there are fewer devices than it needs, or other
             workers.
     """
-    ways = Ways(transport, servers, spans or SpanRecorder())
+    services = StepServices(transport, servers, spans or SpanRecorder())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return StepCompilation(step, plan, devices, ways, pool).result()
+        return StepCompilation(step, plan, devices, services, pool).result()
 
 
 class StepCompilation:
@@ -61,7 +61,7 @@ class StepCompilation:
         step: the traced step, on the whole batch.
         plan: the plan to run it by.
         devices: the devices, as for `compile_step`, which says what may be wrong with these.
-        ways: what its instructions go by.
+        services: what its instructions use.
         pool: compiles the programs.
 
     Attributes:
@@ -73,16 +73,16 @@ class StepCompilation:
         step: TracedStep,
         plan: Plan,
         devices: Sequence[jax.Device],
-        ways: Ways,
+        services: StepServices,
         pool: Executor,
     ) -> None:
         self._started = time.perf_counter()
-        self._plan, self._ways = plan, ways
-        step = _checked(step, plan, devices, ways.servers)
+        self._plan, self._services = plan, services
+        step = _checked(step, plan, devices, services.servers)
         with jax.transfer_guard("allow"):  # of the programs' constants
             self._step = step.cut_at(plan.layer_ends)
-            self._emitted = _emitted(self._step, plan, devices, ways.servers)
-            self._placement = make_placement(plan, devices, self._emitted.slots)
+            self._emitted = _emitted(self._step, plan, devices, services.servers)
+            self._placement = place_on_devices(plan, devices, self._emitted.slots)
             self._compilation = Compilation(self._emitted, self._placement, pool)
         self.programs: list[Future[Any]] = self._compilation.programs
 
@@ -91,7 +91,7 @@ class StepCompilation:
         with jax.transfer_guard("allow"):
             programs = self._compilation.result()
             made = Executable(
-                self._step, self._plan, self._emitted, self._placement, programs, self._ways
+                self._step, self._plan, self._emitted, self._placement, programs, self._services
             )
         made.compile_seconds = time.perf_counter() - self._started
         return made

@@ -1,4 +1,4 @@
-"""Equations that are emitted as each device computes them, where XLA would move too much data.
+"""Emit equations as each device computes them, where XLA would move too much data.
 
 If a gradient has several parts, such as that of the common input of query, key and value, XLA's
 partitioner sums each part over the devices and adds them afterwards, at least on CPUs. Here the

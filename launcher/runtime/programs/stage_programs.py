@@ -1,27 +1,36 @@
-"""The programs of one stage, one for each kind of task that its schedule has.
+"""Build the programs of a stage, one for each kind of task that its schedule has.
 
 A task program over one slice of the batch becomes a program over a microbatch: it takes its slice
 of each operand and adds its results and gradients to accumulators. Replicas are a
 `jax.vmap(spmd_axis_name=…)` axis of every activation, residual and accumulator, so that the only
-data-parallel collectives of a program are those that sum its buckets of gradients.
+data-parallel collectives of a program are those that sum its buckets of gradients. Of equal stages
+one is traced (`SharedPrograms`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from launcher.partition.buckets import Bucket, gradient_order, is_summed_in_every
+from launcher.partition.gradient_sync import (
+    Bucket,
+    GradientSync,
+    gradient_order,
+    is_summed_in_every,
+    is_summed_in_place,
+)
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.sharding.layout import DATA, Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.slicing import Slicing, accumulator_dtype
+from launcher.partition.stages import StageGraph
 from launcher.partition.task_programs import TaskProgram
 from launcher.partition.transposes import without_transposes
 from launcher.partition.update import Operand
@@ -29,7 +38,7 @@ from launcher.runtime.programs.collectives import constrained, copied, sum_bucke
 from launcher.runtime.programs.partial_sums import emitted_locally
 from launcher.schedule import Kind
 from launcher.trace import Loss
-from launcher.trace.ir.jaxpr import Var
+from launcher.trace.ir.jaxpr import Var, captured
 
 _SUMS = ("result", "grad", "per_replica")
 
@@ -48,10 +57,10 @@ class StageProgram:
         inputs: the names of what it reads.
         outputs: the names of what it makes.
         residuals: the specs of the residuals that it makes, by their variables.
-        buckets: the gradients that it sums over the replicas.
-        once: the gradients that are summed once a step, by the last microbatch or after it.
-        last: the program of the last microbatch, if that is another one: it also sums the
-            gradients that are summed once a step, under its backward pass.
+        sync: how the gradients that it makes are summed over the replicas.
+        buckets: those of its buckets that this program sums.
+        last: the program of the last microbatch, if that is another one: it also sums the buckets
+            of `sync.once`, under its backward pass.
     """
 
     name: str
@@ -59,8 +68,8 @@ class StageProgram:
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     residuals: Mapping[Var, Spec]
-    buckets: tuple[Bucket, ...] = ()
-    once: tuple[Bucket, ...] = ()
+    sync: GradientSync
+    buckets: tuple[Bucket, ...]
     last: StageProgram | None = None
 
     @property
@@ -92,10 +101,10 @@ def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, St
     for kind, one_slice in of.programs.items():
         word = kind.value if found or not together else f"forward_{kind.value}"
         closed = emitted_locally(one_slice.closed, inside, cut.slicing.own_replicas)
-        buckets = cut.buckets(stage, gradient_order(one_slice))
+        sync = cut.gradient_sync(stage, [gradient_order(one_slice)])
         one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
-        found[kind] = maker.programs(f"{name}.{word}", one_slice, left, *buckets)
+        found[kind] = maker.programs(f"{name}.{word}", one_slice, left, sync)
     return found
 
 
@@ -113,12 +122,7 @@ class _Maker:
     leaving: Set[int]
 
     def programs(
-        self,
-        name: str,
-        one_slice: TaskProgram,
-        residuals: Mapping[Var, Spec],
-        every: Sequence[Bucket],
-        once: Sequence[Bucket],
+        self, name: str, one_slice: TaskProgram, residuals: Mapping[Var, Spec], sync: GradientSync
     ) -> StageProgram:
         """Return the program over all replicas' slices of a microbatch.
 
@@ -126,16 +130,13 @@ class _Maker:
             name: its name.
             one_slice: what each replica computes.
             residuals: see `StageProgram`.
-            every: the buckets that every microbatch sums.
-            once: the buckets that are summed once a step.
+            sync: see `StageProgram`.
         """
-        here = once if self.slicing.own_replicas > 1 else ()
-        now = [*every, *here] if self.slicing.micro_batches == 1 else every
-        made = self.program(name, one_slice, residuals, now)
-        made = dataclasses.replace(made, once=tuple(once))
-        if self.slicing.micro_batches == 1 or len(here) < 2:  # one waits for the whole program
+        several = self.slicing.micro_batches > 1
+        made = self.program(name, one_slice, residuals, sync, last=not several)
+        if not several or sync.in_pass(last=True) == made.buckets:
             return made
-        last = self.program(f"{name}.last", one_slice, residuals, [*every, *here])
+        last = self.program(f"{name}.last", one_slice, residuals, sync, last=True)
         return dataclasses.replace(made, last=last)
 
     def program(
@@ -143,17 +144,20 @@ class _Maker:
         name: str,
         one_slice: TaskProgram,
         residuals: Mapping[Var, Spec],
-        now: Sequence[Bucket],
+        sync: GradientSync,
+        last: bool,
     ) -> StageProgram:
-        """Return the program of a microbatch that sums the buckets `now`.
+        """Return the program of a microbatch, of the last one or any other.
 
         Accumulators hold the gradient of each replica until it is summed, and then the sum in its
         place; those of gradients that every microbatch sums hold sums.
         """
+        now = sync.in_pass(last)
         made = one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         held = [self.accumulator(n) for n in kept]
-        moves = {i for b in now for i in b.operands if not self.stays(b, i)}
+        summed = {i for b in now for i in b.operands}
+        moves = {i for i in summed if not is_summed_in_place(self.layout, i, self.leaving)}
         left = [n if n.kind == "grad" and n.of in moves else self.accumulator(n) for n in made]
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
         outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
@@ -192,7 +196,7 @@ class _Maker:
             by_name = dict(zip(left, map(values.get, made), strict=True))
             return tuple(by_name[n] for n in outputs)
 
-        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, tuple(now))
+        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, sync, now)
 
     def accumulator(self, name: Name) -> Name:
         """Return the name of an output where the microbatches before are added up.
@@ -208,14 +212,6 @@ class _Maker:
         """Return whether an accumulator is read and added to, rather than made afresh."""
         word = self.loss.reduce[name.of] if name.kind == "result" else "sum"
         return self.slicing.micro_batches > 1 and word in ("mean", "sum")
-
-    def stays(self, bucket: Bucket, i: int) -> bool:
-        """Return whether a gradient's sum takes the place of each replica's gradient.
-
-        What is to leave the mesh or the step, or is cut along the replicas then, does not.
-        """
-        is_whole = bucket.collective == "all-reduce" and not self.layout.is_scattered(i)
-        return is_whole and i not in self.leaving
 
     def gathered(self, name: Name, value: Any) -> Any:
         """Gather a parameter that is kept sharded along `data`."""
@@ -248,3 +244,103 @@ class _Maker:
             axis = self.loss.slice_axes[name.of]
             return jnp.moveaxis(row, 0, axis) if axis else row
         return value
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrograms:
+    """The programs of the stages of a step.
+
+    Attributes:
+        cut: the step.
+        names: what the names of each stage's programs begin with.
+    """
+
+    cut: PartitionedStep
+    names: tuple[str, ...]
+    _made: dict[str, tuple[StageGraph, dict[Kind, StageProgram]]] = field(default_factory=dict)
+
+    def programs(self, stage: int) -> dict[Kind, StageProgram]:
+        """Return the program that a stage runs for each kind of task; see `stage_programs`."""
+        graph, key, name = self.cut.stages[stage], self.key(stage), self.names[stage]
+        if key not in self._made:
+            self._made[key] = graph, stage_programs(self.cut, stage, name)
+        first, programs = self._made[key]
+        if first is graph:
+            return programs
+        rename, was = _renamed(first, graph), self.names[first.index]
+        return {
+            kind: _as_of(program, rename, lambda word: name + word.removeprefix(was))
+            for kind, program in programs.items()
+        }
+
+    def key(self, stage: int) -> str:
+        """Return a key that is equal for stages whose programs are the same functions."""
+        cut, layout, apart = self.cut, self.cut.layout(stage), self.cut.leaving
+        graph = cut.stages[stage]
+        how = [
+            (
+                layout.is_gathered(i),
+                i in apart,
+                layout.gradient(i) if (i, stage) in cut.update.grad_parts else None,
+                cut.update.operands[i].stacked,
+                cut.loss.slice_axes[i],
+            )
+            for i in graph.operands
+        ]
+        held = [id(x) for x in captured(graph.equations)]
+        words = [cut.loss.reduce[i] for i in graph.results]
+        text = repr((cut.likeness(stage), how, words, held))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_of(
+    program: StageProgram, rename: Callable[[Name], Name], named: Callable[[str], str]
+) -> StageProgram:
+    def buckets(given: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+        return tuple(
+            dataclasses.replace(
+                b, operands=tuple(rename(Name("operand", i)).of for i in b.operands)
+            )
+            for b in given
+        )
+
+    return dataclasses.replace(
+        program,
+        name=named(program.name),
+        inputs=tuple(map(rename, program.inputs)),
+        outputs=tuple(map(rename, program.outputs)),
+        sync=dataclasses.replace(
+            program.sync, every=buckets(program.sync.every), once=buckets(program.sync.once)
+        ),
+        buckets=buckets(program.buckets),
+        last=program.last and _as_of(program.last, rename, named),
+    )
+
+
+def _renamed(a: StageGraph, b: StageGraph) -> Callable[[Name], Name]:
+    """Return what renames the values of a stage to those of an equal one."""
+    operands = dict(zip(a.operands, b.operands, strict=True))
+    results = dict(zip(a.results, b.results, strict=True))
+    crossing = dict(
+        zip(
+            (*a.activations_in, *a.activations_out),
+            (*b.activations_in, *b.activations_out),
+            strict=True,
+        )
+    )
+    back = {(v, a.index): (crossing[v], b.index) for v in a.activations_in}
+    for v, mine, others in zip(a.activations_out, a.consumers, b.consumers, strict=True):
+        back |= {(v, s): (crossing[v], t) for s, t in zip(mine, others, strict=True)}
+
+    def rename(name: Name) -> Name:
+        if name.kind in ("operand", "grad", "per_replica"):
+            return Name(name.kind, operands[name.of])
+        if name.kind == "result":
+            return Name(name.kind, results[name.of])
+        if name.kind == "activation":
+            return Name(name.kind, crossing[name.of])
+        if name.kind == "cotangent":
+            return Name(name.kind, back[name.of])
+        return name
+
+    return rename

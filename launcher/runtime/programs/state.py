@@ -1,4 +1,4 @@
-"""Creation of a step's state in place: every leaf is computed where it will live."""
+"""Create a step's state in place: every leaf is computed where it will live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers between processes from device to device, by the runtime's collectives.
+"""Transfer arrays between processes from device to device, by collectives.
 
 An exchange is one compiled program, a `jax.lax.ppermute` for each of its rounds, over the devices
 of both sides. Only their processes take part: by NCCL on GPUs, by Gloo on CPUs. An array that
@@ -28,10 +28,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from launcher.runtime.execute.throttle import Throttle
 from launcher.runtime.transport.transport import (
     NOTHING,
-    CheckedBarrier,
     Parcel,
     Parts,
     Shipment,
+    Transport,
 )
 
 _AXIS = "device"
@@ -69,18 +69,19 @@ def rounds_of(
         new = Round(parcel.shape, parcel.dtype, ((at[parcel.src], at[parcel.dst]),))
         for i, (found, numbers) in enumerate(rounds):
             if found.takes(new):
-                rounds[i] = found._replace(pairs=found.pairs + new.pairs), [*numbers, n]
+                both = Round(found.shape, found.dtype, found.pairs + new.pairs)
+                rounds[i] = both, [*numbers, n]
                 break
         else:
             rounds.append((new, [n]))
     return rounds
 
 
-class PermuteTransport(CheckedBarrier):
+class PermuteTransport(Transport):
     """A transport by collectives between devices; see the module."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        super().__init__(host)
         # All are kept, of which those of microbatches and layers are the same few: what one process
         # forgets, others must not remember as open.
         self._program = functools.cache(_Program)
@@ -121,10 +122,6 @@ class PermuteTransport(CheckedBarrier):
         for devices in sorted(groups.keys() - self._opened, key=lambda g: [d.id for d in g]):
             self._opened.add(devices)
             jax.block_until_ready(groups[devices].first(self._zero))
-
-    def reserve(self, count: int) -> int:
-        """See `Transport`. Nothing here has a key."""
-        return 0
 
     def _zero(self, device: jax.Device, of: Round) -> jax.Array:
         """Return zeros of a round's kind, one array that all its users share."""

@@ -1,7 +1,10 @@
-"""One transfer of the instruction list, bound to this process.
+"""Bind one transfer of the instruction list to this process.
 
 Inside one process a transfer is a copy from devices to devices. Between processes it is a list of
-pieces (`reshard`): this process offers those that it has and assembles those that it needs.
+pieces (`reshard`): this process offers those that it has and assembles those that it needs. The
+programs that cut and join pieces are compiled before the first step: a process that compiles in the
+middle of a step holds up those that exchange arrays with it by collectives, on GPUs perhaps for
+ever.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from launcher.partition.sharding.reshard import Box, route
-from launcher.runtime.programs.compat import batched_copy
-from launcher.runtime.programs.tiles import cutter, joiner
+from launcher.base.jax_compat import batched_copy
+from launcher.partition.sharding.reshard import Box, Piece, route
 from launcher.runtime.transport.transport import Parcel, Transport, fail_together
+
+_MOST_PROGRAMS = 4096  # that are kept: microbatches and layers need the same few
 
 
 def is_here(sharding: NamedSharding) -> bool:
@@ -50,7 +55,7 @@ def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
 def wait_for(arrays: Sequence[jax.Array]) -> None:
     """Wait until arrays are computed, but for those that a later step uses up meanwhile.
 
-    Of one of several devices the shards go one by one, and JAX 0.11 answers for the first.
+    An array of several devices is deleted shard by shard, and JAX 0.11 answers for the first.
     """
     left = [array for array in arrays if not array.is_deleted()]
     try:
@@ -281,3 +286,63 @@ def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[int, Box]:
         device.id: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         for device, index in tiles.items()
     }
+
+
+def cutter(piece: Piece, dtype: Any, device: jax.Device) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that cuts a piece from its source tile, which lies on this device."""
+    if piece.box == piece.src_box:
+        return _as_it_is
+    return _cut(_shape(piece.src_box), dtype, _inside(piece.box, piece.src_box), device)
+
+
+def joiner(
+    pieces: Sequence[Piece], dtype: Any, device: jax.Device
+) -> Callable[[list[jax.Array]], jax.Array]:
+    """Return a function that joins the pieces of one destination tile on this device.
+
+    A single piece is returned as it is.
+    """
+    tile = pieces[0].dst_box
+    if len(pieces) == 1:
+        return _only
+    join = _join(_shape(tile), dtype, tuple(_inside(p.box, tile) for p in pieces), device)
+    return lambda parts: join([jax.device_put(part, device) for part in parts])
+
+
+def _as_it_is(tile: jax.Array) -> jax.Array:
+    return tile
+
+
+def _only(parts: list[jax.Array]) -> jax.Array:
+    return parts[0]
+
+
+@functools.lru_cache(_MOST_PROGRAMS)
+def _cut(shape: tuple[int, ...], dtype: Any, inner: Box, device: jax.Device) -> Any:
+    where = SingleDeviceSharding(device)
+    like = jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+    cut = jax.jit(lambda tile: tile[tuple(slice(*edge) for edge in inner)], out_shardings=where)
+    return cut.lower(like).compile()
+
+
+@functools.lru_cache(_MOST_PROGRAMS)
+def _join(shape: tuple[int, ...], dtype: Any, inner: tuple[Box, ...], device: jax.Device) -> Any:
+    where = SingleDeviceSharding(device)
+
+    def join(parts: list[jax.Array]) -> jax.Array:
+        tile = jnp.zeros(shape, dtype)
+        for box, part in zip(inner, parts, strict=True):
+            tile = jax.lax.dynamic_update_slice(tile, part, [start for start, _ in box])
+        return tile
+
+    like = [jax.ShapeDtypeStruct(_shape(box), dtype, sharding=where) for box in inner]
+    return jax.jit(join, out_shardings=where).lower(like).compile()
+
+
+def _inside(box: Box, of: Box) -> Box:
+    """Return where a box lies in a larger one."""
+    return tuple((a - start, b - start) for (a, b), (start, _) in zip(box, of, strict=True))
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)

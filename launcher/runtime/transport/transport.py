@@ -1,16 +1,13 @@
-"""Transfers of arrays between processes: the interface, and the transport for CPU buffers.
+"""Transfers of arrays between processes: the interface of transports, and their registry.
 
-`PullTransport` is JAX's transfer server: arrays are offered under a key on one side and pulled by
-that key on the other, in any order, in both directions at once, and only the two processes
-concerned take part. It moves CPU buffers (a pull of 1 MB takes about a millisecond on loopback).
-The server answers anyone who reaches its port and names a key, so it binds to one address, by
-default this machine's own loopback, and the keys can start at a number that nobody can guess.
-`runtime.permute` is the transport for GPUs.
+A transport is a file with a subclass of `Transport`, and a line in `TRANSPORTS`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,11 +16,12 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
-from jax.experimental import transfer
-from jax.sharding import SingleDeviceSharding
 
+from launcher.base.jax_compat import all_gather_text
+from launcher.base.transports import TRANSPORTS
 from launcher.plan import PlanError
-from launcher.runtime.programs.compat import told_by_all
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,15 +74,44 @@ class Shipment(Protocol):
         """
 
 
-class Transport(Protocol):
-    """The interface that the runtime needs to move arrays between processes.
+class ProcessMismatchError(PlanError):
+    """An error raised when the processes do not pass a barrier with the same order."""
+
+
+class Transport:
+    """Base class of what moves arrays between processes; `TRANSPORTS` lists its subclasses.
 
     A process binds the exchanges in which it takes part. All processes that take part in one bind
     and call it alike, in one order; all processes open, pass barriers and reserve alike.
+
+    Args:
+        host: the address of this machine at which others may reach the process.
+
+    Attributes:
+        address: the address from which others get arrays; None if they need none.
     """
+
+    address: str | None = None
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._passed = 0
+
+    @classmethod
+    def suits(cls, platform: str) -> bool:
+        """Return whether `auto` may choose it on a platform, as JAX names it."""
+        return True
+
+    def connect(self, addresses: Sequence[Any], first_key: int = 0) -> None:
+        """Connect to every process.
+
+        Args:
+            addresses: the addresses of all processes, in the order of `jax.process_index()`.
+            first_key: what all keys are counted from, the same in all processes.
+        """
 
     def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
+        raise NotImplementedError
 
     def open(
         self,
@@ -101,51 +128,36 @@ class Transport(Protocol):
             together: see `barrier`.
             by_all: whether every process opens these very exchanges, those too that take no part.
         """
+        self.barrier(order, together)
 
     def barrier(self, order: str, together: Mapping[str, int] = NOTHING) -> None:
         """Wait until every process has reached this barrier.
 
         Args:
-            order: what all processes have to give alike; "" if this process failed.
-            together: `runtime.order.digests`, each of which so many processes have to give.
+            order: a digest that must be the same in all processes; "" if this process failed.
+            together: `runtime.order.digests`: by digest, the number of processes that must give it.
 
         Raises:
             ProcessMismatchError: they do not.
         """
-
-    def reserve(self, count: int) -> int:
-        """Reserve new keys for `count` exchanges and return the first."""
-
-
-class ProcessMismatchError(PlanError):
-    """An error raised when the processes do not pass a barrier with the same order."""
-
-
-class CheckedBarrier:
-    """A base class of transports that implements `Transport.barrier`."""
-
-    def __init__(self) -> None:
-        self._passed = 0
-
-    def barrier(self, order: str, together: Mapping[str, int] = NOTHING) -> None:
-        """See `Transport`."""
         self._passed += 1
         own = json.dumps({**together, order: jax.process_count()})
-        every = told_by_all(f"launcher/{type(self).__name__}/{self._passed}", own)
-        given = Counter(each for told in every for each in json.loads(told).items())
-        if any(found != wanted for (_, wanted), found in given.items()):
+        every = all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
+        given = Counter(each for text in every for each in json.loads(text).items())
+        if any(count != wanted for (_, wanted), count in given.items()):
             raise ProcessMismatchError(
                 "the processes would not run this plan alike: one of them failed, or has other "
                 "code or other versions of the libraries"
             )
 
+    def reserve(self, count: int) -> int:
+        """Reserve new keys for `count` exchanges and return the first; 0 where there are none."""
+        return 0
+
 
 @contextmanager
 def fail_together(transport: Transport | None) -> Iterator[None]:
-    """Guard a block in which all processes compile.
-
-    A process that fails in it also fails the others, so that they do not wait for it.
-    """
+    """Guard a block in which all processes compile: if one fails in it, all fail."""
     try:
         yield
     except ProcessMismatchError:
@@ -157,120 +169,19 @@ def fail_together(transport: Transport | None) -> Iterator[None]:
         raise
 
 
-class PullTransport(CheckedBarrier):
-    """A transport by JAX's transfer server; see the module.
+def make_transport(name: str, host: str) -> Transport:
+    """Make a transport of this process, once its devices are known.
 
-    Make one in each process, then give each of them all `addresses` by `connect`.
+    Args:
+        name: its name in `TRANSPORTS`, or "auto": the first that suits the devices.
+        host: see `Transport`.
     """
-
-    def __init__(self, bind: str = "127.0.0.1") -> None:
-        super().__init__()
-        client = jax.local_devices()[0].client
-        self._server = transfer.start_transfer_server(client, f"{bind}:0", [f"{bind}:0"])
-        self._peers: list[Any] = []
-        self._first, self._reserved = 0, 0
-
-    @property
-    def address(self) -> str:
-        """The address at which other processes reach this one."""
-        return str(self._server.address())
-
-    def connect(self, addresses: Sequence[str], first_key: int = 0) -> None:
-        """Connect to every process.
-
-        Args:
-            addresses: the addresses of all processes, in the order of `jax.process_index()`.
-            first_key: what all keys are counted from, the same in all processes.
-        """
-        me = jax.process_index()
-        self._first = first_key
-        self._peers = [
-            None if i == me else self._server.connect(address)
-            for i, address in enumerate(addresses)
-        ]
-
-    def bind(self, parcels: Sequence[Parcel]) -> Shipment:
-        """See `Transport`."""
-        return _Pulls(self, parcels)
-
-    def open(
-        self,
-        exchanges: Sequence[Shipment],
-        order: str,
-        together: Mapping[str, int] = NOTHING,
-        by_all: bool = False,
-    ) -> None:
-        """Pass the barrier; nothing has to be prepared. See `Transport`."""
-        self.barrier(order, together)
-
-    def reserve(self, count: int) -> int:
-        """See `Transport`."""
-        self._reserved += count
-        return self._reserved - count
-
-    def send(self, key: int, process: int, arrays: list[jax.Array]) -> None:
-        """Offer a process arrays of this one, those of one exchange; return at once.
-
-        Args:
-            key: the exchange's key.
-            process: the process that gets them.
-            arrays: the arrays.
-        """
-        self._server.await_pull(self._offered(key, process), arrays)
-
-    def recv(self, key: int, process: int, like: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """Return the arrays that a process offers this one; they are filled later.
-
-        This returns at once.
-
-        Args:
-            key: the exchange's key.
-            process: the process that offers them.
-            like: the shapes and shardings of the arrays.
-        """
-        return list(self._peers[process].pull(self._offered(key, jax.process_index()), like))
-
-    def _offered(self, key: int, process: int) -> int:
-        """Return the server's own key, which is used once, of what a process gets."""
-        return self._first + key * len(self._peers) + process
-
-
-class _Pulls:
-    """An exchange by keys: all parcels from one process to another go in one message."""
-
-    is_open = True
-
-    def __init__(self, transport: PullTransport, parcels: Sequence[Parcel]) -> None:
-        self._transport = transport
-        links: dict[tuple[int, int], list[int]] = {}
-        for n, parcel in enumerate(parcels):
-            link = parcel.src.process_index, parcel.dst.process_index
-            links.setdefault(link, []).append(n)
-        self.description = repr(
-            [(link, [str(parcels[n]) for n in found]) for link, found in links.items()]
-        )
-        me = jax.process_index()
-        self._out = [(b, found) for (a, b), found in links.items() if a == me]
-        # An array is read when it is pulled, and a step may be called that donates it before that.
-        self._copied = {n for n, parcel in enumerate(parcels) if parcel.outlives}
-        self._in = [
-            (a, found, [_like(parcels[n]) for n in found])
-            for (a, b), found in links.items()
-            if b == me
-        ]
-
-    def __call__(self, key: int, parts: Parts) -> Parts:
-        for process, found in self._out:
-            offered = [parts[n].copy() if n in self._copied else parts[n] for n in found]
-            self._transport.send(key, process, offered)
-        arrived: Parts = {}
-        for process, found, like in self._in:
-            arrays = self._transport.recv(key, process, like)
-            arrived.update(zip(found, arrays, strict=True))
-        return arrived
-
-
-def _like(parcel: Parcel) -> jax.ShapeDtypeStruct:
-    """Return the shape and the device of a parcel as it arrives."""
-    where = SingleDeviceSharding(parcel.dst)
-    return jax.ShapeDtypeStruct(parcel.shape, parcel.dtype, sharding=where)
+    platform = jax.local_devices()[0].platform
+    for each, path in TRANSPORTS.items():
+        if name in (each, "auto"):
+            module, _, attribute = path.partition(":")
+            kind: type[Transport] = getattr(importlib.import_module(module), attribute)
+            if name == each or kind.suits(platform):
+                _log.info(f"arrays go between processes by cluster.transport={each}")
+                return kind(host)
+    raise ValueError(f"no transport {name} for {platform}; there are {', '.join(TRANSPORTS)}")

@@ -3,8 +3,7 @@
 `jax.nn.dot_product_attention(implementation="cudnn")` asks for cuDNN's version while it is traced,
 and has no program for CPUs. A plan for GPUs is made on any machine, so here it is taken to be
 there: `described_cudnn` answers in its place, and what JAX binds is lowered for CPUs to what it
-means. With cuDNN nothing changes. The names are JAX's private ones; where a release of JAX has them
-no more, its own error stands.
+means. With cuDNN nothing changes. Where a release of JAX lacks these names, its own error stands.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
+from launcher.base.jax_compat import fused_attention
 from launcher.trace.ir.jaxpr import Equation
 
 Place = tuple[int, int]  # (operand or result, its dimension)
@@ -30,22 +30,20 @@ _CAUSAL, _PADDED = (2, 3), (1, 3)  # JAX's numbers of masks
 @contextlib.contextmanager
 def described_cudnn() -> Iterator[None]:
     """Let fused attention be traced where no cuDNN is found; also a decorator of a function."""
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo as fused
-
-        version: Callable[[], int] = fused.check_cudnn_version
-    except (AttributeError, ImportError):
+    fused = fused_attention()
+    version: Callable[[], int] | None = getattr(fused, "check_cudnn_version", None)
+    if version is None:
         yield
         return
     _lower_for_cpus()
 
-    def there_or_described() -> int:
+    def found_or_described() -> int:
         try:
             return version()
         except RuntimeError:
             return _VERSION
 
-    fused.check_cudnn_version = there_or_described
+    fused.check_cudnn_version = found_or_described
     try:
         yield
     finally:
@@ -55,16 +53,11 @@ def described_cudnn() -> Iterator[None]:
 @functools.cache
 def _lower_for_cpus() -> None:
     """Give the primitives a meaning on CPUs, which JAX leaves out."""
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo as fused
-
-        forward = fused._dot_product_attention_fwd_p_wrapper
-        backward = fused._dot_product_attention_bwd_p_wrapper
-    except (AttributeError, ImportError):
-        return
-    for primitive, meaning in ((forward, _forward), (backward, _backward)):
-        rule = mlir.lower_fun(meaning, multiple_results=True)
-        mlir.register_lowering(primitive, rule, platform="cpu")
+    for word, meaning in (("fwd", _forward), ("bwd", _backward)):
+        primitive = getattr(fused_attention(), f"_dot_product_attention_{word}_p_wrapper", None)
+        if primitive is not None:
+            rule = mlir.lower_fun(meaning, multiple_results=True)
+            mlir.register_lowering(primitive, rule, platform="cpu")
 
 
 def _forward(*operands: jax.Array, is_training: bool, **params: Any) -> list[jax.Array]:

@@ -34,7 +34,7 @@ from launcher.plan.profile import measure_layers as profile
 from launcher.plan.profile.layer_programs import layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
 from launcher.runtime.emit.emit import emit
-from launcher.runtime.programs.placement import make_placement
+from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.schedule import Kind
 from launcher.trace import TracedStep, trace_step
 
@@ -227,7 +227,7 @@ def test_what_is_timed_is_what_the_runtime_runs(data: int, model: int) -> None:
     step = traced()
     plan = ThreeDParallel(data, model, 4, 2).plan(step, shape(4 * data * model))
     emitted = emit(step, plan)
-    stage = compile_programs(emitted, make_placement(plan, jax.devices(), emitted.slots))
+    stage = compile_programs(emitted, place_on_devices(plan, jax.devices(), emitted.slots))
     loss = step.loss(2 * data)
     graph = cut_stages(loss, [(i,) for i in range(LAYERS)])[1]
     layer = layer_program(step, graph, loss, data, model, shape(data * model))

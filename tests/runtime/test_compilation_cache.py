@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from launcher.base.log import lines_to
 from launcher.runtime import keep_compiled
-from launcher.runtime.programs.compat import compiled, loaded_for
+from launcher.base.jax_compat import compiled, loaded_for
 
 told, events = [], []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))

@@ -1,4 +1,4 @@
-"""Buckets of gradients: their order, their limits, and what does not mix."""
+"""Buckets of gradients: their order and limits, what does not mix, and when each is summed."""
 
 import itertools
 
@@ -8,6 +8,8 @@ import pytest
 
 import launcher
 from launcher.partition.errors import PlanError
+from launcher.partition.gradient_sync import Bucket, GradientSync
+from launcher.partition.slicing import Slicing
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, Zero2Parallel
 from launcher.trace import trace_step
@@ -95,3 +97,20 @@ def test_what_is_out_of_range_is_refused():
 def test_without_replicas_nothing_is_summed():
     stage = DataParallel().plan(TRACED, local_shape(1, 1, "cpu")).stages[0]
     assert (stage.buckets, stage.hidden_seconds) == ((), 0.0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize(
+    "slicing", [Slicing(1, 2), Slicing(4, 2), Slicing(1, 2, 2), Slicing(4, 4, 2)]
+)
+def test_each_bucket_is_summed_as_often_as_it_says(count, slicing):
+    every = (Bucket("reduce-scatter", "float32", (9,), 4),)
+    once = tuple(Bucket("all-reduce", "float32", (i,), 4) for i in range(count))
+    sync = GradientSync(every, once, slicing)
+    passes = [sync.in_pass(m == slicing.micro_batches - 1) for m in range(slicing.micro_batches)]
+    summed = [bucket for buckets in (*passes, sync.after_pass) for bucket in buckets]
+    assert summed.count(every[0]) == slicing.micro_batches
+    by_servers = slicing.own_replicas == 1  # which a worker of one replica leaves all to
+    assert [summed.count(bucket) for bucket in once] == [0 if by_servers else 1] * count
+    if slicing.micro_batches > 1 and count == 1:
+        assert sync.after_pass == (() if by_servers else once)  # one alone would wait for the pass

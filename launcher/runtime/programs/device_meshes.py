@@ -1,4 +1,4 @@
-"""Placement of a step's slots: the plan's meshes on real devices."""
+"""Place a step's slots on devices: the plan's meshes and the shardings of slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher.runtime.transport.transfer import is_here
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class DeviceMeshes:
     """The meshes and shardings of a step.
 
     Attributes:
@@ -54,7 +54,9 @@ class Placement:
         return len({d.process_index for d in devices}) == 1
 
 
-def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Slot]) -> Placement:
+def place_on_devices(
+    plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Slot]
+) -> DeviceMeshes:
     """Place a plan on devices.
 
     Args:
@@ -83,4 +85,4 @@ def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Sl
         for slot in slots
     }
     shardings = tuple(distinct[slot.mesh, slot.spec] for slot in slots)
-    return Placement(tuple(meshes), tuple(slots), shardings)
+    return DeviceMeshes(tuple(meshes), tuple(slots), shardings)

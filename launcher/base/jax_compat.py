@@ -1,7 +1,6 @@
-"""Everything private that the runtime takes from JAX.
+"""JAX's private names: the only module that imports them.
 
-Each name is given with the reason for its use and with the fallback for a JAX that no longer has
-it.
+Each is given with the reason for its use and with the fallback for a JAX that lacks it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 from jaxlib import _jax, xla_client
 
@@ -79,8 +77,8 @@ def is_nan_error(error: Exception) -> bool:
     return type(error).__name__ == "InternalFloatingPointError"
 
 
-def told_by_all(name: str, own: str) -> list[str]:
-    """Wait until every process has called this, and return the texts of all.
+def all_gather_text(name: str, own: str) -> list[str]:
+    """All-gather one string per process.
 
     Each `name` can be used once.
 
@@ -103,10 +101,24 @@ def told_by_all(name: str, own: str) -> list[str]:
 
 
 def _gathered(own: str) -> list[str]:
+    from jax.experimental import multihost_utils
+
     data, gather = np.frombuffer(own.encode(), np.uint8), multihost_utils.process_allgather
     longest = int(np.max(gather(np.int32(data.size))))
     every = gather(np.pad(data, (0, longest - data.size)))
     return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(every)]
+
+
+def fused_attention() -> Any:
+    """Return JAX's module of cuDNN's fused attention, or None.
+
+    It has no public name for its primitives, nor for its check of cuDNN's version.
+    """
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo
+    except ImportError:
+        return None
+    return fused_attention_stablehlo
 
 
 class _Read(threading.local):
@@ -245,7 +257,7 @@ def loaded_for(
         compiled: the compiled program.
         arguments: the shardings of its arguments on the other devices.
         results: the shardings of its results there.
-        kept: the bytes that `compat.compiled` returned with the program.
+        kept: the bytes that `compiled` returned with the program.
 
     Returns:
         The program for the other devices, or None if this JAX or this platform cannot do that.

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk for the next start, in JAX's own persistent compilation cache.
+"""Keep compiled programs on disk for the next start, in JAX's persistent compilation cache.
 
 `keep_compiled` turns it on in a worker process, before anything is compiled there; the driver asks
 `why_not_kept`. What is read back is code that will run, so the folder must be this user's alone.
@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from launcher.base.cache_folder import cache_folder, file_name, processor
 from launcher.base.files import exposed, make_private
-from launcher.runtime.programs.compat import on_unreadable
+from launcher.base.jax_compat import on_unreadable
 
 MOST_BYTES = 2 << 30  # the programs that were used least recently go first
 _LOCK = ".lockfile"  # JAX's own names

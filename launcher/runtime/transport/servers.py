@@ -1,8 +1,9 @@
-"""One `Exchange` of the instruction list, bound to this worker and its parameter servers.
+"""Exchanges of a worker with its parameter servers.
 
-A thread takes what crosses together: it waits until the arrays are computed, packs them on the
-host, gives the servers this worker's part, waits for the whole and places it on the devices, while
-other threads do the same for others. The caller waits for all of them.
+Each worker is a JAX of its own; arrays cross between workers through servers alone. A thread
+carries out one exchange: it waits until the arrays are computed, packs them on the host, gives the
+servers this worker's part, waits for the whole and places it on the devices. The caller waits for
+all of them.
 """
 
 from __future__ import annotations
@@ -11,19 +12,59 @@ import concurrent.futures
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from launcher.base.spans import SpanRecorder
-from launcher.runtime.emit.instructions import Exchange
-from launcher.runtime.programs.placement import Placement
-from launcher.runtime.transport.exchange import ExchangeSpec, Servers
+from launcher.runtime.emit.instructions import Exchange, ExchangeSpec
+from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.transport.transfer import plain_aval
 
 _THREADS = 8  # what is under way at once; every worker begins with the same
+
+
+class Servers(Protocol):
+    """The parameter servers, as one worker sees them; `launcher.cluster` implements it, over Ray.
+
+    Attributes:
+        rank: this worker's number.
+        count: the number of workers.
+    """
+
+    rank: int
+    count: int
+
+    def open(self, exchanges: Sequence[ExchangeSpec]) -> int:
+        """Make the exchanges of one executable known, before its first call.
+
+        All workers open the same exchanges in the same order.
+
+        Returns:
+            The number of the first, which no earlier one has; the others follow.
+        """
+
+    def reserve(self) -> int:
+        """Return the number of a new call, the same in all workers, since all call alike."""
+
+    def put(self, call: int, exchange: int, part: np.ndarray) -> None:
+        """Give this worker's part of an exchange. Any thread may call it, and alone waits.
+
+        Args:
+            call: the number of the call.
+            exchange: the exchange's number.
+            part: has the exchange's shape and dtype, and is not written to afterwards.
+        """
+
+    def get(self, call: int, exchange: int) -> np.ndarray:
+        """Wait for the whole of an exchange and return it, read-only. Any thread may call it.
+
+        Raises:
+            Exception: a server or a worker is gone, or the wait is over the step's timeout; the
+                message names who.
+        """
 
 
 def exchange_pool() -> ThreadPoolExecutor:
@@ -45,7 +86,7 @@ class Exchanging:
     def __init__(
         self,
         x: Exchange,
-        placement: Placement,
+        placement: DeviceMeshes,
         servers: Servers,
         pool: ThreadPoolExecutor,
         spans: SpanRecorder,

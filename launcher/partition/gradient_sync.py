@@ -1,0 +1,194 @@
+"""Decide when, where and how each gradient is summed over the replicas.
+
+- How: gradients are packed into buckets in the order in which the backward pass makes them, so that
+  a bucket's sum can run under the rest of the pass (Li et al., "PyTorch Distributed", VLDB 2020).
+- When: in every microbatch or once a step, inside a backward pass or after it (`GradientSync`).
+- Where: in place of each replica's gradient, or in a buffer of its own (`is_summed_in_place`).
+
+Pure. The cost model prices these decisions and the runtime carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from launcher.partition.reduction import Reduction
+from launcher.partition.sharding.layout import DATA, ROWS, Layout
+from launcher.partition.sharding.named_dims import axes, parts
+from launcher.partition.slicing import Slicing, accumulator_dtype
+from launcher.partition.task_programs import TaskProgram
+from launcher.trace import Loss
+from launcher.trace.ir.jaxpr import Equation, Var, is_var
+from launcher.trace.ir.primitive_kinds import GRADIENT_SUMS
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that one collective sums over the replicas.
+
+    Attributes:
+        collective: "all-reduce" or "reduce-scatter".
+        dtype: the type in which they cross.
+        operands: the operands of the loss that they are the gradients of, in order.
+        nbytes: bytes on one device, where they are not sharded along data.
+    """
+
+    collective: str
+    dtype: str
+    operands: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """The sums of the gradients that one or more task programs of a stage make.
+
+    Attributes:
+        every: the buckets that every microbatch sums, first complete first.
+        once: the buckets that are summed once a step, first complete first.
+        slicing: how the batch is cut.
+    """
+
+    every: tuple[Bucket, ...]
+    once: tuple[Bucket, ...]
+    slicing: Slicing
+
+    @property
+    def backward_sums_once(self) -> bool:
+        """Whether the last microbatch's backward pass sums `once`, not a program after it.
+
+        A single bucket of several microbatches would wait for the whole pass.
+        """
+        return self.slicing.micro_batches == 1 or len(self.once) > 1
+
+    def in_pass(self, last: bool) -> tuple[Bucket, ...]:
+        """Return the buckets that the backward pass of a microbatch sums by collectives.
+
+        A worker of one replica leaves those of `once` to the parameter servers.
+
+        Args:
+            last: whether it is the step's last microbatch.
+        """
+        sums_once = last and self.backward_sums_once and self.slicing.own_replicas > 1
+        return (*self.every, *self.once) if sums_once else self.every
+
+    @property
+    def after_pass(self) -> tuple[Bucket, ...]:
+        """The buckets that a program after the backward passes sums by collectives."""
+        is_after = self.slicing.own_replicas > 1 and not self.backward_sums_once
+        return self.once if is_after else ()
+
+
+def gradient_order(program: TaskProgram) -> tuple[int, ...]:
+    """Return the operands whose gradients a task program makes, first complete first.
+
+    A gradient is complete with the last of its parts: wherever the parts are added up, the order is
+    the same. Ties keep the order of the program's results.
+    """
+    made = {v: (n, eqn) for n, eqn in enumerate(program.closed.eqns) for v in eqn.outvars}
+    results = zip(program.outputs, program.closed.outvars, strict=True)
+    grads = [(name.of, v) for name, v in results if name.kind == "grad"]
+    complete = {i: _complete(v, made) if is_var(v) else -1 for i, v in grads}
+    return tuple(sorted(complete, key=complete.__getitem__))
+
+
+def _complete(gradient: Var, made: Mapping[Var, tuple[int, Equation]]) -> int:
+    """Return the place of the equation that makes the last part of a gradient; -1 if none does."""
+    last, parts = -1, [gradient]
+    while parts:
+        place, eqn = made.get(parts.pop(), (-1, None))
+        if eqn is not None and eqn.primitive.name in GRADIENT_SUMS:
+            parts += filter(is_var, eqn.invars)
+        else:
+            last = max(last, place)
+    return last
+
+
+def in_buckets(
+    operands: Iterable[int], loss: Loss, layout: Layout, by: Reduction
+) -> tuple[Bucket, ...]:
+    """Return the buckets of these gradients, first complete first.
+
+    A bucket has one dtype and one collective. It is complete when its last gradient is made.
+
+    Args:
+        operands: the operands that the gradients belong to, in the order in which they are made.
+        loss: the loss, of one slice of the batch.
+        layout: the specs on the submesh.
+        by: how the gradients are summed.
+    """
+    done: list[tuple[int, Bucket]] = []
+    filling: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+
+    def close(kind: tuple[str, str]) -> None:
+        members = filling.pop(kind)
+        bucket = Bucket(*kind, tuple(i for _, i, _ in members), sum(size for *_, size in members))
+        done.append((members[-1][0], bucket))
+
+    sized = [(i, *_crossing(loss, layout, i, by)) for i in operands]
+    limit = by.bucket_limit(sum(size for *_, size in sized))
+    for place, (i, dtype, size) in enumerate(sized):
+        kind = "all-reduce" if scatter_dim(layout, i) is None else "reduce-scatter", dtype
+        held = sum(each for *_, each in filling.get(kind, ()))
+        if held and held + size > limit:
+            close(kind)
+        filling.setdefault(kind, []).append((place, i, size))
+    for kind in list(filling):
+        close(kind)
+    return tuple(bucket for _, bucket in sorted(done, key=lambda one: one[0]))
+
+
+def are_packed(buckets: Sequence[Bucket]) -> bool:
+    """Return whether a program packs the gradients of each all-reduce into one array.
+
+    XLA combines those of a single bucket without a copy.
+    """
+    return sum(bucket.collective == "all-reduce" for bucket in buckets) > 1
+
+
+def _crossing(loss: Loss, layout: Layout, i: int, by: Reduction) -> tuple[str, int]:
+    """Return the dtype in which a gradient crosses, and its bytes in it."""
+    wide: jnp.dtype = jnp.dtype(accumulator_dtype(loss.invars[i].aval.dtype))
+    dtype = jnp.dtype(jnp.bfloat16) if by.dtype == "bf16" and wide == jnp.float32 else wide
+    count = loss.invars[i].aval.size // parts(layout.operand(i), layout.sizes)
+    return dtype.name, count * dtype.itemsize
+
+
+def scatter_dim(layout: Layout, i: int) -> int | None:
+    """Return the dimension along which a gradient is reduce-scattered over the replicas.
+
+    None: it is all-reduced, because each replica keeps all of it, or because its shards do not
+    subdivide those of the operand and are sliced from the sum.
+    """
+    if not layout.is_scattered(i):
+        return None
+    before, after = layout.operand(i), layout.gradient(i)
+    at = next(d for d, axis in enumerate(after) if DATA in axes(axis))
+    own = axes(before[at])
+    rest = axes(after[at])[len(own) :]
+    follows = axes(after[at])[: len(own)] == own and rest in ((DATA,), (DATA, ROWS))
+    return at if follows else None
+
+
+def is_summed_in_every(layout: Layout, i: int) -> bool:
+    """Return whether every microbatch sums a gradient, rather than the step once.
+
+    It does where every pass gathers the parameter: neither may fit in memory whole.
+    """
+    return layout.is_gathered(i) and layout.is_scattered(i)
+
+
+def is_summed_in_place(layout: Layout, i: int, leaving: Set[int]) -> bool:
+    """Return whether a gradient's sum takes the place of each replica's gradient.
+
+    A gradient that leaves the submesh or the step, or is sharded over the replicas, does not.
+
+    Args:
+        layout: the specs on the submesh.
+        i: the operand.
+        leaving: see `PartitionedStep.leaving`.
+    """
+    return i not in leaving and not layout.is_scattered(i)
