@@ -21,8 +21,9 @@ from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cost.formulas import Links
 from launcher.plan.inter_op.layer_table import PER_SAMPLE, LayerTable
 from launcher.plan.inter_op.recompute import FEWEST
+from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_construction import BestStages, best_stages, lower_bound
-from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
+from launcher.plan.inter_op.stage_cost import StageCosts
 from launcher.plan.inter_op.stage_profiling import Outline, Outlines, Priced, StageChoice, price
 from launcher.plan.inter_op.submeshes import Mesh, place_submeshes, spread_divisors, submesh_sizes
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES

@@ -6,8 +6,9 @@ remat strings (`base.remat_name`) count in the step's. Pure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,3 +70,48 @@ def every_recompute(layers: int, selective: bool) -> tuple[Recompute, ...]:
     full = [Recompute(n) for n in range(layers + 1)]
     mixed = [Recompute(n, selective=True) for n in reversed(range(layers))]
     return (*full, *mixed) if selective else tuple(full)
+
+
+def first_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
+    """Return the costs of each stage's first `count` layers.
+
+    Args:
+        of: the costs of whole stages, `[mesh, first, end]`.
+        count: number of layers; of an array of numbers, each along a leading axis.
+    """
+    if isinstance(count, int) and count == 0:
+        return np.zeros_like(of)
+    if isinstance(count, int) and count >= of.shape[-2]:
+        return of
+    return _taken(of, _places(of, count)[0])
+
+
+def other_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
+    """Return the costs of each stage's layers behind the first `count`; see `first_layers`."""
+    if isinstance(count, int) and count == 0:
+        return of
+    if isinstance(count, int) and count >= of.shape[-2]:
+        return np.zeros_like(of)
+    padded = np.concatenate([of, np.zeros_like(of[..., :1, :])], -2)  # no stage begins at the end
+    return _taken(padded, _places(of, count)[1])
+
+
+def _places(of: np.ndarray, count: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of every stage's first layers and others among flattened stages."""
+    if isinstance(count, int):
+        return _kept_split(of.shape[-2], of.shape[-1], count)
+    return _split(of.shape[-2], of.shape[-1], count[:, None, None])
+
+
+def _split(firsts: int, ends: int, count: Any) -> tuple[np.ndarray, np.ndarray]:
+    first, end = np.ogrid[:firsts, :ends]
+    others = np.minimum(first + count, np.maximum(first, end))
+    return first * ends + others, others * ends + end
+
+
+_kept_split = functools.lru_cache(maxsize=4096)(_split)
+
+
+def _taken(of: np.ndarray, places: np.ndarray) -> np.ndarray:
+    found = np.take(of.reshape(*of.shape[:-2], -1), places, axis=-1)
+    return np.moveaxis(found, -3, 0)

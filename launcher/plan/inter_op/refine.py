@@ -22,7 +22,7 @@ from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_
 from launcher.plan.inter_op.interleaved import interleaved_like
 from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
 from launcher.plan.inter_op.recompute import FEWEST, NOTHING, Recompute
-from launcher.plan.inter_op.stage_cost import SearchPoint
+from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_profiling import Outline, StageChoice
 from launcher.plan.inter_op.submeshes import spread_divisors
 from launcher.plan.pipeline import Estimate, estimated

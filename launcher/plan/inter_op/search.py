@@ -33,6 +33,7 @@ from launcher.plan.inter_op.refine import (
     recounted,
     under_every_schedule,
 )
+from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_construction import (
     BestStages,
     Crossings,
@@ -42,7 +43,6 @@ from launcher.plan.inter_op.stage_construction import (
     lower_bound,
     stages_by_objective,
 )
-from launcher.plan.inter_op.stage_cost import SearchPoint
 from launcher.plan.inter_op.stage_profiling import Outline, Outlines, Priced, hidden_forwards, price
 from launcher.plan.inter_op.submeshes import submesh_sizes
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, Schedule

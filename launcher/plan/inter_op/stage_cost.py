@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.sharding.layout import DATA, MODEL
 from launcher.partition.task_programs import MOST_INSIDE
 from launcher.plan.cost.formulas import (
@@ -28,36 +26,19 @@ from launcher.plan.cost.formulas import (
     update_seconds,
 )
 from launcher.plan.inter_op.layer_table import LayerTable
-from launcher.plan.inter_op.recompute import NOTHING, OPEN, Recompute
+from launcher.plan.inter_op.recompute import (
+    NOTHING,
+    OPEN,
+    Recompute,
+    first_layers,
+    other_layers,
+)
+from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.submeshes import Mesh, links_within
 from launcher.schedule import SCHEDULES
 
 Arrays = tuple[np.ndarray, ...]
 T = TypeVar("T", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class SearchPoint:
-    """The values held fixed during one stage search.
-
-    Attributes:
-        num_micro_batches: number of microbatches a step.
-        batch_size: rows of the whole batch.
-        replicas: number of replicas that all stages have in common; None: any, with the least
-            memory over them.
-        schedule: name of the schedule.
-        remats: the remat strings to choose from, among them `FEWEST`.
-        memory_bytes: memory of a device; None: no limit.
-        reduction: how gradients are summed over the replicas.
-    """
-
-    num_micro_batches: int
-    batch_size: int
-    replicas: int | None
-    schedule: str
-    remats: tuple[str, ...]
-    memory_bytes: float | None
-    reduction: Reduction = DEFAULT_REDUCTION
 
 
 def _kept(of: T) -> T:
@@ -142,8 +123,6 @@ class StageCosts:
         whole = self, list(kept)
         return StageCosts(self.table, meshes, self.cluster, point, back_at_once, whole=whole)
 
-    # Axes and amounts
-
     def _column(self, values: Sequence[float]) -> np.ndarray:
         return np.array(values)[:, None, None]
 
@@ -210,8 +189,6 @@ class StageCosts:
     def _whole_and_sharded(self, zero: int, name: str) -> tuple[np.ndarray, np.ndarray]:
         return self._of(name), self._sharded(zero, name)
 
-    # Recomputation
-
     @_kept
     def _parts(self, recompute: Recompute | None) -> tuple[Any, Any, Any]:
         """Return how many layers are recomputed in full, whether the others are, how many are."""
@@ -273,8 +250,6 @@ class StageCosts:
         every = [self._a_slice(name)[..., layers, layers + 1] for name in names]
         total = np.pad(np.cumsum(np.minimum.reduce(every), -1), ((0, 0), (1, 0)))
         return np.asarray(total[:, None, :] - total[:, :-1, None])
-
-    # Memory
 
     def held(self, zero: int) -> np.ndarray:
         """Return the bytes that a device holds while tasks run, beside activations."""
@@ -388,8 +363,6 @@ class StageCosts:
         peak = np.pad(np.maximum.accumulate(inside, -1), ((0, 0), (0, 0), (1, 0)))
         return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))
 
-    # Seconds of a microbatch
-
     @_shared
     def _work(self) -> Arrays:
         """Return the seconds of both passes, and of selective recomputation, without sums."""
@@ -473,8 +446,6 @@ class StageCosts:
         """Return the bytes of one microbatch to the next stage."""
         return np.asarray(self._of("sent_bytes") / self.point.num_micro_batches)
 
-    # Seconds once a step
-
     @_kept
     def once(self, zero: int, recompute: Recompute | None) -> np.ndarray:
         """Return the seconds of what is done once a step.
@@ -537,8 +508,6 @@ class StageCosts:
         """Return how long the collectives once a step occupy the rings along each axis."""
         sums, _, gathers, _ = self._once_parts(zero, False)
         return {DATA: sums + gathers}
-
-    # A stage in a pipeline
 
     def seconds(
         self, zero: int, chosen: Recompute | np.ndarray, hidden: Sequence[int]
@@ -625,48 +594,3 @@ class StageCosts:
         chosen[at] = best
         needs[at] = np.take_along_axis(each, best[None], 0)[0]
         return chosen, needs
-
-
-def first_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
-    """Return the costs of each stage's first `count` layers.
-
-    Args:
-        of: the costs of whole stages, `[mesh, first, end]`.
-        count: number of layers; of an array of numbers, each along a leading axis.
-    """
-    if isinstance(count, int) and count == 0:
-        return np.zeros_like(of)
-    if isinstance(count, int) and count >= of.shape[-2]:
-        return of
-    return _taken(of, _places(of, count)[0])
-
-
-def other_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
-    """Return the costs of each stage's layers behind the first `count`; see `first_layers`."""
-    if isinstance(count, int) and count == 0:
-        return of
-    if isinstance(count, int) and count >= of.shape[-2]:
-        return np.zeros_like(of)
-    padded = np.concatenate([of, np.zeros_like(of[..., :1, :])], -2)  # no stage begins at the end
-    return _taken(padded, _places(of, count)[1])
-
-
-def _places(of: np.ndarray, count: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of every stage's first layers and others among flattened stages."""
-    if isinstance(count, int):
-        return _kept_split(of.shape[-2], of.shape[-1], count)
-    return _split(of.shape[-2], of.shape[-1], count[:, None, None])
-
-
-def _split(firsts: int, ends: int, count: Any) -> tuple[np.ndarray, np.ndarray]:
-    first, end = np.ogrid[:firsts, :ends]
-    others = np.minimum(first + count, np.maximum(first, end))
-    return first * ends + others, others * ends + end
-
-
-_kept_split = functools.lru_cache(maxsize=4096)(_split)
-
-
-def _taken(of: np.ndarray, places: np.ndarray) -> np.ndarray:
-    found = np.take(of.reshape(*of.shape[:-2], -1), places, axis=-1)
-    return np.moveaxis(found, -3, 0)

@@ -15,7 +15,7 @@ from launcher.plan.errors import PlanError
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.recompute import recompute_of
 from launcher.plan.inter_op.search import find_plans
-from launcher.plan.inter_op.stage_cost import SearchPoint
+from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.submeshes import Mesh, place_submeshes
 from launcher.schedule import SCHEDULES, training_schedules
 
