@@ -148,7 +148,8 @@ class StepBreakdown:
         """Return JSON-able data, with the derived sums beside the parts."""
         tree = dataclasses.asdict(self)
         tree["goodput"] |= {name: getattr(self.goodput, name) for name in _DERIVED}
-        return _finite(tree)
+        finite: dict[str, Any] = _finite(tree)
+        return finite
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> StepBreakdown:
