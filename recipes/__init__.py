@@ -124,7 +124,8 @@ def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model
     from launcher.recipes.models.attention import with_attention  # which imports this module
 
     chosen = with_attention(options, precision, device_kind)
-    return _module("model", options).build(_fields(chosen), precision)
+    model: Model = _module("model", options).build(_fields(chosen), precision)
+    return model
 
 
 def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
@@ -141,7 +142,10 @@ def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed
         OSError: a file cannot be read after all.
     """
     module = _module("dataset", options)
-    return module.build(_fields(options), _fields(model_options), global_batch_size, seed)
+    dataset: Dataset = module.build(
+        _fields(options), _fields(model_options), global_batch_size, seed
+    )
+    return dataset
 
 
 def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None:
@@ -162,7 +166,7 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
 
 
 def fingerprint_dataset(options: Any) -> str:
-    """Return a digest of the data's content; "" for data that has none, or does not tell.
+    """Return a digest of the data's content; "" for data without one.
 
     Imports neither JAX nor Grain, and no module of the user's.
 
@@ -194,7 +198,7 @@ def needs_preparing(options: Any) -> bool:
 
 
 def prepare_dataset(options: Any, processes: int, progress: Callable[[float], None]) -> str | None:
-    """Make of the data what a training needs, such as tokens, or what is missing of it.
+    """Prepare the data for training, for example tokenize it; finished parts are kept.
 
     Args:
         options: the settings of the section `dataset`.

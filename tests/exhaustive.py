@@ -20,8 +20,8 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cost.formulas import activation_bytes, transfer_seconds
 from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_pipeline
 from launcher.plan.inter_op.recompute import NOTHING, Recompute, every_recompute, recompute_of
-from launcher.plan.inter_op.stage_choices import ZERO_LEVELS
 from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
+from launcher.plan.inter_op.stage_profiling import ZERO_LEVELS
 from launcher.plan.inter_op.submeshes import Mesh, in_order, place_submeshes
 from launcher.schedule import SCHEDULES, Kind, training_schedules
 

@@ -38,8 +38,8 @@ class Call:
     Attributes:
         program: the number of the step.
         first: the number of the first leaf of the results; the others follow.
-        leaves: the number of each leaf of the arguments, or -1 for the next of the values that come
-            with the message.
+        leaves: the number of each argument leaf, or -1 for the next of the values sent with the
+            message.
         consumed: the numbers that the call donates.
         profile: whether to wait for every task and measure it.
         record: whether to record it.

@@ -1,4 +1,4 @@
-"""A look at the workers of a session, and a user's functions run on what each of them holds.
+"""Inspect the workers of a session: run functions on their shards, compare replicas.
 
 Where `launcher.init` has started no workers, this process is the only one.
 
@@ -12,7 +12,7 @@ What a function sees of its arguments, pytrees, is its caller's own:
 - NumPy arrays, uncommitted arrays of JAX (as `jnp.ones` makes them) and values of Python are the
   same everywhere.
 
-The arrays are the ones that the session goes on with: a function must not donate them to a jitted
+The arrays stay in use by the session: a function must not donate them to a jitted
 function of its own. It must not wait for another worker, either; nothing says that all of them
 call it at the same time. Functions travel like the steps, and what they print is in the worker's
 log.
@@ -59,7 +59,7 @@ def foreach_worker(fn: Callable[..., Any], *trees: Any) -> list[Any]:
 
     Raises:
         WorkerError: `fn` raised in a worker; the error names it and holds its traceback, and the
-            session goes on. In a session without workers it is the error of `fn` itself. It says
+            session continues. In a session without workers it is the error of `fn` itself. It says
             so, too, where what a worker holds of an array is no slice of it: its devices are then
             no block of the logical mesh.
         TypeError: `fn` cannot be pickled.

@@ -21,7 +21,7 @@ from launcher.plan import Plan, PlanError
 from launcher.runtime import ProcessMismatchError
 
 _AHEAD = 8  # messages under way to a worker at most: their batches stay in memory
-_LEAVE_SECONDS = 10.0  # for the threads that wait, once they are told that all is over
+_LEAVE_SECONDS = 10.0  # for waiting threads to leave, after the session has ended
 
 
 class Reply:

@@ -121,7 +121,8 @@ def slice_of(shards: Sequence[tuple[tuple[slice, ...], jax.Array]]) -> jax.Array
     def part(above: tuple[int, ...]) -> jax.Array:
         axis = len(above)
         if axis == len(starts):
-            return jax.device_put(by_place[above], device)
+            moved: jax.Array = jax.device_put(by_place[above], device)
+            return moved
         parts = [part((*above, start)) for start in starts[axis]]
         return parts[0] if len(parts) == 1 else jax.numpy.concatenate(parts, axis)
 

@@ -121,7 +121,7 @@ class RemoteArray(ArrayLike):
     @property
     def nbytes(self) -> int:
         """The number of bytes of all elements, each counted once."""
-        return self.size * self._dtype.itemsize
+        return self.size * int(self._dtype.itemsize)
 
     @property
     def placement(self) -> str:

@@ -52,7 +52,7 @@ from launcher.trace import TracedStep
 
 
 class SessionError(ValueError):
-    """An error raised when `init` cannot do what was asked; the message says why and what to do."""
+    """`init` cannot do what was asked; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LocalBackend:
         return dataclasses.replace(shape, memory_bytes=stats.get("bytes_limit", shape.memory_bytes))
 
     def workers(self) -> list[WorkerInfo]:
-        """Return what is known of this process, the only worker."""
+        """Return a description of this process, the only worker."""
         self._check_alone()
         number = {device: i for i, device in enumerate(jax.devices())}
         devices = tuple(number[device] for device in self.found)
@@ -183,15 +183,12 @@ def init(  # noqa: PLR0913 (what a script may ask for)
         raise SessionError("launcher.init was called before; call launcher.shutdown() first")
     if cluster not in ("local", "ray"):
         raise SessionError(f'cluster={cluster!r} is not one of "local", "ray"')
-    numbers = {
-        "num_nodes": num_nodes,
-        "num_devices_per_node": num_devices_per_node,
-        "step_timeout": step_timeout,
-        "start_timeout": start_timeout,
-    }
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise SessionError(f"{name}={number} must be at least 1")
+    _check_positive(
+        num_nodes=num_nodes,
+        num_devices_per_node=num_devices_per_node,
+        step_timeout=step_timeout,
+        start_timeout=start_timeout,
+    )
     demand = ResourceRequest(num_cpus, dict(resources or {}))
     _check_demands(cluster, demand)
     if cluster == "local":
@@ -227,6 +224,12 @@ def current() -> LocalBackend | RayBackend:
 def is_up() -> bool:
     """Return whether `init` has been called, and `shutdown` not yet."""
     return _held is not None
+
+
+def _check_positive(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise SessionError(f"{name}={number} must be at least 1")
 
 
 def _this_process(address: str | None, nodes: int | None, devices: int | None) -> LocalBackend:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,7 +54,7 @@ def devices_stay() -> Iterator[None]:
     They are meant for a process with devices of its own. Here JAX would refuse them, because it has
     its devices by now.
     """
-    update = jax.config.update
+    update: Callable[[str, Any], None] = jax.config.update
 
     def without_devices(name: str, value: Any) -> None:
         if name not in _DEVICE_SETTINGS:

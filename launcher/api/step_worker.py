@@ -140,7 +140,7 @@ class StepWorker(Peer):
             self._keep(first, step.executable.create(as_traced, *arguments))
 
     def run(self, call: Call, values: Sequence[Any]) -> StageTimes | list[Span] | None:
-        """Run a step without waiting for it; return what is measured of it, if anything is.
+        """Run a step without waiting for it; return its measurements, if any are requested.
 
         It waits for the step before. The devices stay busy all the same, and no call of any kind
         lasts longer than two steps, however many the driver has sent.

@@ -1,4 +1,4 @@
-"""What a `jax.Array` can do, for an array that is fetched when its value is needed."""
+"""The operators and methods of `jax.Array` for arrays that are fetched on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BINARY = (
 )
 _COMPARISONS = "eq", "ge", "gt", "le", "lt", "ne"
 _OPERATORS = (*_UNARY, *_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, "getitem")
-# Those of `jax.Array` that tell nothing of where it lies.
+# Methods of `jax.Array` that do not depend on its placement.
 _METHODS = {
     *("T", "all", "any", "argmax", "argmin", "argpartition", "argsort", "astype", "at", "choose"),
     *("clip", "compress", "conj", "conjugate", "copy", "cumprod", "cumsum", "diagonal", "dot"),

@@ -1,13 +1,8 @@
-"""Files of named arrays, `.npz` as `numpy.savez` writes them: read strictly, written whole.
-
-Nothing is unpickled, and no header is trusted with memory that the file does not fill.
-"""
+"""Files of named arrays, `.npz` as `numpy.savez` writes them: never unpickled, written whole."""
 
 from __future__ import annotations
 
-import math
 import os
-import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,21 +11,18 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from launcher.base.files import DamagedError, open_regular, write_whole
 
-_SUFFIX = ".npy"
 _READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what NumPy writes
-# What `zipfile` and NumPy raise where a file holds anything else; a password is a RuntimeError.
-_ODD = (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, struct.error)
 
 
 class Header(NamedTuple):
-    """What a file says of an array before its contents."""
+    """An array's shape and type, which a file holds before its contents."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -43,8 +35,19 @@ def read_headers(path: Path) -> dict[str, Header]:
         OSError: the file cannot be read.
         DamagedError: it is not an `.npz` file of plain arrays.
     """
+    found = {}
     with _opened(path) as archive:
-        return {name: _header(archive, info) for name, info in _members(archive)}
+        assert archive.zip is not None
+        for name in archive.files:
+            with archive.zip.open(f"{name}.npy") as member:
+                version = np.lib.format.read_magic(member)
+                if version not in _READERS:
+                    raise ValueError(f"{name!r} is in an unknown version of NumPy's format")
+                shape, _, dtype = _READERS[version](member)
+            if dtype.hasobject:
+                raise ValueError(f"{name!r} holds Python objects, which are not unpickled")
+            found[name] = Header(tuple(shape), dtype)
+    return found
 
 
 def read_arrays(path: Path, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -58,14 +61,8 @@ def read_arrays(path: Path, names: Iterable[str] | None = None) -> dict[str, np.
         OSError: the file cannot be read.
         DamagedError: it is not an `.npz` file of plain arrays.
     """
-    wanted, arrays = None if names is None else set(names), {}
     with _opened(path) as archive:
-        for name, info in _members(archive):
-            if wanted is None or name in wanted:
-                _header(archive, info)
-                with archive.open(info) as member:
-                    arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
-    return arrays
+        return {name: archive[name] for name in (archive.files if names is None else names)}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], private: bool = False) -> None:
@@ -80,21 +77,23 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], private: bool = F
         OSError: it cannot be written; the error names the file.
     """
 
-    def write(file: IO[bytes]) -> None:
+    def write(file: IO[bytes]) -> None:  # `numpy.savez` has no array named `file`
         with zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
-                info = zipfile.ZipInfo(name + _SUFFIX)  # of no date
-                with archive.open(info, "w", force_zip64=True) as member:
+                with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
 
     write_whole(path, write, private)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def _opened(path: Path) -> Iterator[NpzFile]:
     with open(open_regular(path, os.O_RDONLY), "rb") as file:
         try:
-            with zipfile.ZipFile(file) as archive:
+            if not zipfile.is_zipfile(file):
+                raise DamagedError("it is not an .npz file")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
                 yield archive
         except DamagedError:
             raise
@@ -102,36 +101,5 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
             raise DamagedError(f"it is not an .npz file ({error})") from None
         except MemoryError:
             raise DamagedError("its arrays do not fit into memory") from None
-        except _ODD as error:
+        except (ValueError, KeyError, EOFError, RuntimeError, zlib.error) as error:
             raise DamagedError(f"it does not hold plain arrays ({error})") from None
-
-
-def _members(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.ZipInfo]]:
-    """Yield the name of each array and where it is."""
-    seen = set()
-    for info in archive.infolist():
-        name = info.filename.removesuffix(_SUFFIX)
-        if name == info.filename:
-            raise DamagedError(f"it holds {name!r}, which is not an array")
-        if name in seen:
-            raise DamagedError(f"it holds {name!r} twice")
-        if info.compress_type not in _COMPRESSION:
-            raise DamagedError(f"{name!r} is compressed in a way that NumPy does not write")
-        seen.add(name)
-        yield name, info
-
-
-def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
-    """Return what the file says of an array, checked against the size of its contents."""
-    name = info.filename.removesuffix(_SUFFIX)
-    with archive.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        if version not in _READERS:
-            raise DamagedError(f"{name!r} is in an unknown version of NumPy's format")
-        shape, _, dtype = _READERS[version](member)
-        begins = member.tell()
-    if dtype.hasobject:
-        raise DamagedError(f"{name!r} holds Python objects, which are not unpickled")
-    if info.file_size != begins + math.prod(shape) * dtype.itemsize:
-        raise DamagedError(f"{name!r} is not as long as its shape says")
-    return Header(tuple(shape), dtype)

@@ -1,4 +1,4 @@
-"""Arrays that hold several layers, stacked, of which each row lies on the stage of its layer.
+"""Stacked arrays whose rows live on the stages of their layers.
 
 Such are the parameters of a model whose blocks are one `lax.scan`. JAX has no array whose rows lie
 on meshes of their own, so the rows are arrays, and what holds them looks like the whole.

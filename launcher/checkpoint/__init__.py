@@ -16,76 +16,55 @@ Modules that need JAX are imported on first use: settings and run folders are ch
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from launcher.checkpoint.account import Account
-from launcher.checkpoint.choose import InitError, NewestIntact, newest, resolve
-from launcher.checkpoint.integrity import damage
-from launcher.checkpoint.layout import best_step, clear_partial_saves, read_metadata, write_best
+from launcher.checkpoint.choose import Account as Account
+from launcher.checkpoint.choose import InitError as InitError
+from launcher.checkpoint.choose import NewestIntact as NewestIntact
+from launcher.checkpoint.choose import newest as newest
+from launcher.checkpoint.choose import resolve as resolve
+from launcher.checkpoint.integrity import damage as damage
+from launcher.checkpoint.layout import best_step as best_step
+from launcher.checkpoint.layout import clear_partial_saves as clear_partial_saves
+from launcher.checkpoint.layout import read_metadata as read_metadata
+from launcher.checkpoint.layout import write_best as write_best
 
 if TYPE_CHECKING:
-    from launcher.checkpoint.background import Background
-    from launcher.checkpoint.finished import FinishedModel, export_hugging_face, export_model
-    from launcher.checkpoint.orbax_compat import PLACEHOLDER
-    from launcher.checkpoint.read import (
-        Mismatch,
-        check_model,
-        restore,
-        restore_model,
-        restore_parts,
-        stored_shapes,
-    )
-    from launcher.checkpoint.shards import copy_to_host
-    from launcher.checkpoint.write import SaveError, Writers, save, save_parts
+    from launcher.checkpoint.background import Background as Background
+    from launcher.checkpoint.finished import FinishedModel as FinishedModel
+    from launcher.checkpoint.finished import export_hugging_face as export_hugging_face
+    from launcher.checkpoint.finished import export_model as export_model
+    from launcher.checkpoint.orbax_compat import PLACEHOLDER as PLACEHOLDER
+    from launcher.checkpoint.read import Mismatch as Mismatch
+    from launcher.checkpoint.read import check_model as check_model
+    from launcher.checkpoint.read import restore as restore
+    from launcher.checkpoint.read import restore_model as restore_model
+    from launcher.checkpoint.read import restore_parts as restore_parts
+    from launcher.checkpoint.read import stored_shapes as stored_shapes
+    from launcher.checkpoint.shards import copy_to_host as copy_to_host
+    from launcher.checkpoint.write import SaveError as SaveError
+    from launcher.checkpoint.write import Writers as Writers
+    from launcher.checkpoint.write import save as save
+    from launcher.checkpoint.write import save_parts as save_parts
 
-__all__ = [
-    "PLACEHOLDER",
-    "Account",
-    "Background",
-    "FinishedModel",
-    "InitError",
-    "Mismatch",
-    "NewestIntact",
-    "SaveError",
-    "Writers",
-    "best_step",
-    "check_model",
-    "clear_partial_saves",
-    "copy_to_host",
-    "damage",
-    "export_hugging_face",
-    "export_model",
-    "newest",
-    "read_metadata",
-    "resolve",
-    "restore",
-    "restore_model",
-    "restore_parts",
-    "save",
-    "save_parts",
-    "stored_shapes",
-    "write_best",
-]
-
+# The module of each name that needs JAX.
 _HOMES = {
-    "PLACEHOLDER": "orbax_compat",
-    "Background": "background",
-    "Mismatch": "read",
-    "SaveError": "write",
-    "Writers": "write",
-    "check_model": "read",
-    "copy_to_host": "shards",
-    "FinishedModel": "finished",
-    "export_hugging_face": "finished",
-    "export_model": "finished",
-    "restore": "read",
-    "restore_model": "read",
-    "restore_parts": "read",
-    "save": "write",
-    "save_parts": "write",
-    "stored_shapes": "read",
+    "background": ("Background",),
+    "finished": ("FinishedModel", "export_hugging_face", "export_model"),
+    "orbax_compat": ("PLACEHOLDER",),
+    "read": (
+        "Mismatch",
+        "check_model",
+        "restore",
+        "restore_model",
+        "restore_parts",
+        "stored_shapes",
+    ),
+    "shards": ("copy_to_host",),
+    "write": ("SaveError", "Writers", "save", "save_parts"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The model that a checkpoint's training has made, for other programs: merged, or averaged."""
+"""Export a checkpoint's model for other programs, with adapters merged or parameters averaged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FinishedModel:
             raise Mismatch("it holds no averages, as its run had no optimizer.ema")
         self._stored = leaves_of(tree)
         if without_adapters(tree["params"]) is not tree["params"] and not lora.rank:
-            raise Mismatch("it holds adapters, of which the settings of its run say nothing")
+            raise Mismatch("it holds adapters, but the settings of its run have no optimizer.lora")
         self._ema = ema
         self.tree = {name: tree[name] for name in MODEL_PARTS if name in tree}
         self.tree["params"] = without_adapters(self.tree["params"])

@@ -1,25 +1,67 @@
 """A model's arrays by flat names such as `params.layers_0.kernel`, from files and to one.
 
+Files that are no checkpoints are an `.npz` or a folder of Hugging Face's, whatever the names in it.
 Any program with NumPy reads the `.npz` file that is written. Types that NumPy lacks (bfloat16)
 stand there in the next wider one, which changes no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher.arrays.npz import write_arrays
+from launcher.arrays.npz import Header, read_arrays, read_headers, write_arrays
 from launcher.arrays.stacked_array import StackedArray, sharding_of
 from launcher.base.files import DamagedError
+from launcher.checkpoint.hugging_face import HuggingFace
 from launcher.checkpoint.layers import Source, names_of, sources
 from launcher.checkpoint.names import flat_name
-from launcher.checkpoint.weights import Arrays, Weights
+from launcher.checkpoint.train_state import MODEL_PARTS
+from launcher.recipes.models.hugging_face import CONFIG
+
+Arrays = Callable[[str], np.ndarray]  # an array by its flat name
+
+
+class Weights(Protocol):
+    """The model's arrays in files of another kind than ours.
+
+    Its methods raise OSError where a file cannot be read, and DamagedError where it does not hold
+    what it should.
+    """
+
+    def headers(self) -> dict[str, Header]:
+        """Return the shape and type of each array, by its flat name; read no array."""
+
+    def opened(self, names: Sequence[str]) -> AbstractContextManager[Arrays]:
+        """Open the files of these arrays; each is read when it is asked for."""
+
+
+def find_weights(path: Path) -> Weights | None:
+    """Return the arrays that are at a path; None for a folder of checkpoints."""
+    if not path.is_dir():
+        return _Npz(path)
+    return HuggingFace(path) if (path / CONFIG).exists() else None
+
+
+class _Npz:
+    """One `.npz` file; other arrays in it, such as a dataset's, are left alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def headers(self) -> dict[str, Header]:
+        headers = read_headers(self._path)
+        return {name: one for name, one in headers.items() if name.split(".")[0] in MODEL_PARTS}
+
+    def opened(self, names: Sequence[str]) -> AbstractContextManager[Arrays]:
+        return nullcontext(read_arrays(self._path, names).__getitem__)  # a file is unpacked whole
+
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
 
@@ -93,7 +135,8 @@ def value_of(read: Arrays, source: Source) -> np.ndarray:
     if isinstance(source, str):
         return read(source)
     if isinstance(source[1], int):
-        return read(str(source[0]))[source[1]]
+        row: np.ndarray = read(str(source[0]))[source[1]]
+        return row
     return np.stack([read(name) for name in names_of(source)])
 
 

@@ -1,4 +1,4 @@
-"""Layers that one model holds stacked and another one apart: which array is which.
+"""Match arrays between models that stack their layers and models that do not.
 
 A model that scans its layers has `layers.kernel`, with a row a layer, where the same model that
 runs them one after the other has `layers_0.kernel`, `layers_1.kernel` and so on. Each starts from

@@ -1,4 +1,4 @@
-"""Reads checkpoints: each process the arrays, and the parts of them, that its devices need.
+"""Read checkpoints: each process reads only the shards that its devices need.
 
 A damaged checkpoint must not get here: `choose` rejects it before.
 """
@@ -16,13 +16,12 @@ import numpy as np
 from launcher.arrays.npz import Header
 from launcher.arrays.stacked_array import StackedArray, sharding_of
 from launcher.base.files import DamagedError
-from launcher.checkpoint.flat import can_take, read_flat
+from launcher.checkpoint.flat import can_take, find_weights, read_flat
 from launcher.checkpoint.layers import Source, names_of, sources
 from launcher.checkpoint.layout import ARRAYS
 from launcher.checkpoint.names import flat_name
 from launcher.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.checkpoint.train_state import MODEL_PARTS, TrainState
-from launcher.checkpoint.weights import find_weights
 from launcher.checkpoint.write import stored_parts
 
 _MESSAGE_LIMIT = 200  # characters
@@ -95,7 +94,7 @@ def stored_shapes(path: Path) -> dict[str, Any]:
 
 
 def check_model(path: Path, like: Mapping[str, Any]) -> None:
-    """Check that what is stored of a model has the names and shapes of `like`; read no array.
+    """Check that a stored model has the names and shapes of `like`; read no array.
 
     Args:
         path: a checkpoint, or files as `weights` reads them.

@@ -1,4 +1,4 @@
-"""A state as one process holds it: the shards of each array that the process owns, on the host.
+"""Host copies of the shards that a process owns and therefore writes.
 
 A shard belongs to the process that has the first of its replicas. A process writes its own shards,
 and no array is ever gathered.

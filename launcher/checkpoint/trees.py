@@ -52,7 +52,7 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
     each worker writes its shards; all of them must see the folder.
 
     Args:
-        folder: the checkpoint's folder. A checkpoint that is there is replaced once the new one is
+        folder: the checkpoint's folder. An existing checkpoint is replaced once the new one is
             complete.
         tree: arrays (of this process, or handles to the workers'), NumPy arrays, numbers and typed
             random keys.
@@ -252,8 +252,8 @@ def _check_stored(folder: Path, paths: Sequence[_Path], leaves: Sequence[Any]) -
     ):
         if names:
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            told = ", ".join(sorted(names)[:_MOST_NAMED]) + more
-            raise RestoreError(f"{folder} {text.format(told)}")
+            listed = ", ".join(sorted(names)[:_MOST_NAMED]) + more
+            raise RestoreError(f"{folder} {text.format(listed)}")
     for name, leaf in wanted.items():
         there, asked = _text(stored[name]), _text(leaf)
         if there != asked:
@@ -287,7 +287,8 @@ def _as_numpy(leaf: Any) -> np.ndarray:
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return a leaf's shape and type as it is stored, and where it lies."""
     if isinstance(leaf, StackedArray):
-        return spec_at(leaf, leaf.where)
+        rows: jax.ShapeDtypeStruct = spec_at(leaf, leaf.where)
+        return rows
     sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, RemoteArray) else None
     if _is_key(leaf):
         keys = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -297,7 +298,8 @@ def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
-    return spec_at(leaf, sharding)
+    spec: jax.ShapeDtypeStruct = spec_at(leaf, sharding)
+    return spec
 
 
 def _as_like(value: Any, like: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes checkpoints: each process its own shards, which the first then merges and commits.
+"""Write checkpoints: each process writes its shards; the first one merges and commits them.
 
 The processes meet in the folder that they write to, `<step>.partial-<token>`: each leaves a list of
 its files' checksums there when it is done, and the first process waits for all of them. The folder
@@ -148,7 +148,7 @@ def save_parts(
 
 
 def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
-    """Give up a save: tell the first process, or delete the files if this is the first."""
+    """Abandon a save: notify the first process, or delete the files if this is the first."""
     _abandon(partial_path(folder / str(step), writers.token), writers, problem)
 
 
@@ -161,7 +161,7 @@ def _abandon(partial: Path, writers: Writers, problem: str) -> None:
         else:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError:
-        pass  # it cannot be told: the first process's wait times out
+        pass  # cannot be notified: the first process times out
 
 
 def _write_part(partial: Path, parts: Mapping[str, Any], writers: Writers) -> None:

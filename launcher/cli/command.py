@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -69,14 +69,9 @@ def run(argv: Sequence[str], stop: Stop) -> int:
             return write_new(argv[1:])
         return _run(_parse(argv), stop)
     except ConfigError as error:
-        return _refuse([str(error)])
-
-
-def _refuse(problems: Iterable[str]) -> int:
-    if os.environ.get("SLURM_NODEID", "0") == "0":  # only by one task of a job
-        for problem in problems:
-            complain(problem)
-    return 2
+        if os.environ.get("SLURM_NODEID", "0") == "0":  # only by one task of a job
+            complain(str(error))
+        return 2
 
 
 class _Parser(argparse.ArgumentParser):

@@ -27,7 +27,6 @@ from launcher.config.hydra_compat import Hydra, get_args_parser, searching
 from launcher.config.overrides import for_hydra, parse
 from launcher.config.sweep import PointLauncher, split_arguments
 
-INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _UNINSTALL = {
     "bash": r"""
 for _launcher_name in launcher python python3; do
@@ -77,7 +76,7 @@ def _checked(arguments: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
 
 
 def print_info(info: str, arguments: Sequence[str], config_dirs: Sequence[str]) -> None:
-    """Print what `--info` asks for, one of `INFOS`.
+    """Print what `--info` asks for.
 
     Raises:
         ConfigError: a setting is wrong.

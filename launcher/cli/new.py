@@ -137,7 +137,7 @@ def _check_name(name: str) -> None:
     elif name.startswith("_"):  # `_self_` is Hydra's
         problem = "does not begin with a letter"
     elif name in _OURS or name in sys.stdlib_module_names or _is_installed(name):
-        problem = "is the name of a package that is there already"
+        problem = "is the name of an installed package"
     elif not _is_text(name):
         problem = "is a value in YAML, and no text"
     if problem:

@@ -55,6 +55,8 @@ from launcher.config.sources import (
 )
 
 PRIMARY = "config"  # the file that composing begins with
+# Settings that only files of earlier versions hold.
+_DELETED = (("sweep", "resubmit"), ("sweep", "stop_early"))
 # A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
 # the file has been checked. This override comes first.
 NO_OTHER_FOLDERS = "hydra.searchpath=[]"
@@ -166,6 +168,9 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
         texts: dict[Place, str] = {}
         if isinstance(tree, dict):
             tree |= _allowed(overrides)
+            for section, name in _DELETED:
+                if isinstance(tree.get(section), dict):
+                    tree[section].pop(name, None)
             if "${" in str(tree):
                 tree, texts = resolved(OmegaConf.create(tree))
         config = from_dict(tree, texts)

@@ -105,11 +105,7 @@ def find_datasets() -> Mapping[str, type[DatasetOptions]]:
 
 def builder_of(options: type[ModelOptions | DatasetOptions]) -> str:
     """Return the name of the module that builds the model or dataset of these settings."""
-    return family_module(options, "model" if issubclass(options, ModelOptions) else "dataset")
-
-
-def family_module(options: type[ModelOptions | DatasetOptions], name: str) -> str:
-    """Return the full name of a module of the family that defines these settings."""
+    name = "model" if issubclass(options, ModelOptions) else "dataset"
     return f"{options.__module__.rpartition('.')[0]}.{name}"
 
 

@@ -360,7 +360,7 @@ def ray_address_problem(address: str) -> str:
     if address.startswith("ray://"):
         return (
             "That is a Ray Client, which runs this program's calls in another process: run the "
-            'launcher on a node of that cluster and give "auto", or the host:port that `ray start` '
+            'launcher on one of its nodes and give "auto", or the host:port that `ray start` '
             "printed."
         )
     host, _, port = address.rpartition(":")

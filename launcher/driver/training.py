@@ -138,7 +138,7 @@ def train_in(
 def _last_step(home: RunFolder) -> int:
     """Return the newest recorded step; after a crash it is later than the newest checkpoint."""
     records = read_metrics(home.path / METRICS)
-    return max([home.finished_steps, *(record["step"] for record in records)])
+    return int(max([home.finished_steps, *(record["step"] for record in records)]))
 
 
 _log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ def exported_tokenizer(settings: Config) -> TokenizerFiles:
 def run_tokenizer(settings: Config) -> NamedTokenizer | None:
     """Return the tokenizer that made a run's tokens; None if there is none.
 
-    Of tokens that do not name theirs it is that of the model that the run started from.
+    Where the tokens name none, it is the tokenizer of the model that the run started from.
 
     Raises:
         InputError: it has changed since, or is not there.

@@ -32,7 +32,7 @@ from launcher.inference.model_layout import layout_of
 from launcher.inference.placed_model import ModelPlaces
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
-from launcher.recipes.models.decoding import Generator, Sampling, TextPlaces, build_decoder
+from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
 from launcher.recipes.models.hugging_face import CONFIG, PREFIX, family_name, family_of, read_config
 
 _MOST_NEW = 256  # tokens, where a task does not say
@@ -56,8 +56,7 @@ class LanguageModel(LM):
         found = _theirs(path) if (path / CONFIG).exists() else _run(path)
         self._decoder = build_decoder(found.options, "fp32")
         self._params, self._places = found.params, found.places
-        at = TextPlaces(self._places.whole, self._places.of_cache)
-        self._generator = Generator(self._decoder, Sampling(0), at)
+        self._generator = Generator(self._decoder, Sampling(0), self._places)
         self._tokenizer = load_tokenizer(found.tokenizer)
         self._batch_size = batch_size
         self._score = jax.jit(self._scores, out_shardings=self._places.whole)
@@ -87,7 +86,7 @@ class LanguageModel(LM):
         return found
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return how the model goes on with each text, greedily, up to a word that ends it."""
+        """Continue each text greedily, up to a stop string."""
         return [self._generated(*request.args) for request in requests]
 
     def _generated(self, context: str, settings: dict[str, Any]) -> str:
@@ -144,7 +143,7 @@ class LanguageModel(LM):
 
         numbers = jnp.arange(tokens.shape[1] - 1)
         cache = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x, self._places.of_cache(x.shape)),
+            lambda x: jax.lax.with_sharding_constraint(x, self._places.cache(x.shape)),
             self._decoder.cache(rows),
         )
         _, (scores, likeliest) = jax.lax.scan(read, cache, numbers)

@@ -1,4 +1,4 @@
-"""Where a finished model lies that generates text or is evaluated: a pure function of a plan.
+"""Device layout of a model for generation and evaluation: a pure function of its plan.
 
 A plan of one mesh says it itself. The stages of a pipeline would wait for one another (at every
 token, where text is made), so their devices become one mesh over which each array is cut: no device
@@ -16,7 +16,7 @@ from launcher.partition.sharding.named_dims import Spec, axes, without
 from launcher.plan import Plan
 
 Shape = tuple[int, ...]
-_HEADS_THEN_ROWS = (2, 0, 3)  # of a cache: [rows, positions, heads, size]
+_HEADS_THEN_ROWS = (-2, -4, -1)  # of a cache: [..., rows, positions, heads, size]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class ModelLayout:
 
     def of_cache(self, shape: Shape) -> Spec:
         """Return the spec of an array of the cache: its heads first, then its rows."""
-        return _spread(shape, self.sizes, _HEADS_THEN_ROWS if len(shape) == 4 else ())
+        dims = [len(shape) + dim for dim in _HEADS_THEN_ROWS] if len(shape) >= 4 else []
+        return _spread(shape, self.sizes, dims)
 
 
 def layout_of(plan: Plan | None, shapes: Mapping[str, Shape], num_devices: int) -> ModelLayout:

@@ -1,4 +1,4 @@
-"""Workers that use a finished model together, each on its own devices: for text, or to evaluate it.
+"""Workers that generate text with a finished model, or evaluate it, together.
 
 Each has `begin`, which reads its share of the model, and then `more` for each answer.
 """
@@ -18,16 +18,15 @@ from launcher.config.compose import from_dict
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
 from launcher.inference.model_layout import ModelLayout
-from launcher.inference.placed_model import ModelPlaces, put
-from launcher.inference.text_model import TextModel
+from launcher.inference.placed_model import ModelPlaces, put, text_generator
 from launcher.recipes import Dataset, build_dataset, build_model
 
-# Of each metric of some rows its mean and the weight of that; and the number of rows.
+# The mean of each metric with its weight, and the number of rows.
 Means = tuple[dict[str, tuple[float, float]], int]
 
 
 class TextWorker(Peer):
-    """Goes on with texts."""
+    """Continues texts."""
 
     def begin(
         self,
@@ -36,7 +35,7 @@ class TextWorker(Peer):
         layout: ModelLayout,
         prompts: Sequence[Sequence[int]],
     ) -> None:
-        """Read the model of a checkpoint, and get ready to go on with prompts.
+        """Read the model of a checkpoint, and prepare to continue prompts.
 
         Args:
             settings: the run's, but for `generate`, which says how.
@@ -50,10 +49,10 @@ class TextWorker(Peer):
         """
         config = from_dict(settings)
         places = ModelPlaces(layout, jax.devices())
-        model = TextModel(config, places)
+        generate = text_generator(config, places)
         stored = FinishedModel(Path(source), config.optimizer.lora, config.generate.ema)
         params = places.load(stored)["params"]
-        self._tokens = model.generate(params, prompts, config.generate.max_new_tokens)
+        self._tokens = generate(params, prompts, config.generate.max_new_tokens)
 
     def more(self) -> list[int] | None:
         """Return the next token of each prompt; None behind the last."""

@@ -17,7 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from launcher.arrays.stacked_array import StackedArray
 from launcher.checkpoint import FinishedModel
 from launcher.checkpoint.names import flat_name
+from launcher.config.schema import Config
 from launcher.inference.model_layout import ModelLayout
+from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
 from launcher.runtime.programs.collectives import partition_spec
 
 _AT_ONCE = 2**30  # bytes of arrays that are read together
@@ -45,7 +47,7 @@ class ModelPlaces:
         """Return the sharding of a spec of the layout."""
         return NamedSharding(self._mesh, partition_spec(spec))
 
-    def of_cache(self, shape: tuple[int, ...]) -> NamedSharding:
+    def cache(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an array of a decoder's cache."""
         return self.at(self._layout.of_cache(shape))
 
@@ -80,8 +82,8 @@ class ModelPlaces:
             name: its flat name.
             shape: its shape.
             dtype: its dtype.
-            pieces: its rows with their numbers, or all of it with None. Of each, this process
-                keeps what its own devices hold.
+            pieces: its rows with their numbers, or all of it with None. This process keeps only
+                the shards of its own devices.
         """
         sharding = self.of_model(name)
         own: Any = sharding.addressable_devices_indices_map(shape)
@@ -99,6 +101,22 @@ class ModelPlaces:
             return None
         on_devices = [jax.device_put(part, device) for device, part in parts.items()]
         return jax.make_array_from_single_device_arrays(shape, sharding, on_devices)
+
+
+def text_generator(settings: Config, places: ModelPlaces) -> Generator:
+    """Return the generator of a run's model on these devices.
+
+    Args:
+        settings: the run's settings, whose section `generate` says how to draw.
+        places: where the parameters lie.
+
+    Raises:
+        InputError: the model has no decoder.
+    """
+    asked = settings.generate
+    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+    decoder = build_decoder(settings.model, settings.train.precision)
+    return Generator(decoder, sampling, places)
 
 
 def put(value: np.ndarray, sharding: NamedSharding) -> jax.Array:

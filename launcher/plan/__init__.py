@@ -9,8 +9,7 @@ from launcher.plan.followers.forward import make_forward_plan
 from launcher.plan.links import microbatch_transfer_seconds
 from launcher.plan.pipeline import measured_bubble, timeline
 from launcher.plan.plan import Plan, Trial
-from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer
-from launcher.plan.words import describe_plan
+from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer, describe_plan
 
 __all__ = [
     "ClusterShape",

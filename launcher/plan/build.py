@@ -33,11 +33,11 @@ from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.server_exchanges import exchange_seconds, server_exchanges
-from launcher.plan.stage_plan import ServerExchange, StagePlan
-from launcher.plan.transfers import transfers_of
+from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
 from launcher.trace.ir.cost import matmul_flops
+from launcher.trace.ir.jaxpr import nbytes
 from launcher.trace.step import TracedStep
 from launcher.trace.without_gradient import no_gradient_note
 
@@ -298,7 +298,7 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
 
 
 def _computed_again(cut: PartitionedStep) -> list[Recomputed]:
-    """Return what each stage's backward pass computes again."""
+    """Return what each stage's backward pass recomputes."""
     return [recomputed(g.layers, cut.assignment.remat[g.index]) for g in cut.stages]
 
 
@@ -313,3 +313,33 @@ def _num_parameters(cut: PartitionedStep) -> list[int]:
         sum(cut.loss.invars[i].aval.size for i in wrt if owner.get(i, 0) == g.index)
         for g in cut.stages
     ]
+
+
+def transfers_of(cut: PartitionedStep) -> tuple[Transfer, ...]:
+    """Return what is sent between meshes.
+
+    An activation is sent to a mesh once, and a gradient comes back from each stage that read it.
+    The rest of the step is sent from the first stage of a mesh to the first stage of another.
+    """
+    graphs, outer, trained = cut.stages, cut.update, bool(cut.loss.wrt)
+    every: dict[tuple[int, int], int] = {}
+    once: dict[tuple[int, int], int] = {}
+    for graph in graphs:
+        for v, consumers in zip(graph.activations_out, graph.consumers, strict=True):
+            size = nbytes(v.aval) * cut.slicing.replicas
+            abroad = [to for to in consumers if graphs[to].mesh != graph.mesh]
+            for to in {graphs[to].mesh: to for to in reversed(abroad)}.values():
+                every[graph.index, to] = every.get((graph.index, to), 0) + size
+            for to in abroad:
+                if trained and v in graph.active:
+                    every[to, graph.index] = every.get((to, graph.index), 0) + size
+    first = {g.mesh: g.index for g in reversed(graphs)}
+    sends = [*outer.argument_sends, *outer.part_sends]
+    for segment in (*outer.before, *outer.after):
+        sends += [(v, segment.mesh, to) for v, to in segment.sends]
+    for v, src, dst in sends:
+        link = first[src], first[dst]
+        once[link] = once.get(link, 0) + nbytes(v.aval)
+    return tuple(
+        Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in sorted({*every, *once})
+    )

@@ -1,4 +1,4 @@
-"""What summing a stage's gradients over the replicas costs, and how a plan tells of it. Pure."""
+"""Cost of summing a stage's gradients over the replicas, and its record in a plan. Pure."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 from launcher.partition.remat import remat_of_stages
 from launcher.plan.auto_plan import auto_plans
-from launcher.plan.followers.follow import Follow
+from launcher.plan.followers.forward import make_forward_plan
 from launcher.plan.followers.further import lead_of
+from launcher.plan.followers.update_plan import make_update_plan
 from launcher.plan.one_stage import (
     DataParallel,
     ParameterServer,
@@ -174,3 +175,30 @@ def _pipeline(
         reduction=of.reduction,
     )
     return planned(step, assignment, cluster)
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Evaluation where a train step keeps its parameters: on the stages of its plan `like`.
+
+    A function without a loss, which uses gradients, runs where the update of the train step does.
+
+    Attributes:
+        like: the plan of the train step.
+        step: the train step; only a function without a loss needs it.
+    """
+
+    like: Plan
+    step: TracedStep | None = None
+
+    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
+        """See `Method.plan`."""
+        del cluster
+        if step.traces is not None:
+            return make_forward_plan(step, self.like)
+        if self.step is None:
+            raise PlanError(
+                "a function that takes no gradient follows a function, not a plan: name the "
+                "parallelized train step, launcher.parallelize(apply, method=step)"
+            )
+        return make_update_plan(step, self.step, self.like)

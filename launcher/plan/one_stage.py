@@ -173,7 +173,7 @@ def _one_stage(
 
 
 def _with_layers(of: _OneStage, step: TracedStep) -> TracedStep:
-    """Return a step whose scans are open, if a layer at a time is to be computed again."""
+    """Return a step whose scans are open, if a layer at a time is to be recomputed."""
     return step if remat_of_stages(of.remat, 1) == ("none",) else step.opened
 
 

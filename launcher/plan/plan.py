@@ -6,6 +6,7 @@ Pure data. Every parallel method returns one; the runtime executes nothing else.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from launcher.partition.errors import PlanError
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.validate import validate
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
-from launcher.plan.validate import check_devices, check_ends, check_parts, check_servers
 from launcher.trace.auto_layers import LayerEnds
 from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep
@@ -85,7 +85,7 @@ class Plan(Staged):
 
     Attributes:
         predicted_tflops_per_device: counts the model's operations only, as MFU does.
-        predicted_tflops_per_device_with_remat: also counts the operations that are computed again.
+        predicted_tflops_per_device_with_remat: also counts the operations that are recomputed.
         runners_up: the next best plans of a search.
         notes: what a person should know about the plan.
         loss: how the slices' losses make that of the whole batch, in words.
@@ -207,3 +207,62 @@ class Plan(Staged):
             return plan
         except DamagedError as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
+
+
+def check_ends(ends: LayerEnds) -> None:
+    """Raise PlanError if the layers' ends are not in order."""
+    if list(ends) != sorted(ends) or any(min(end) < 0 for end in ends):
+        raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
+
+
+def check_servers(exchanges: Sequence[ServerExchange], servers: int) -> None:
+    """Raise PlanError if a server is unknown."""
+    for x in exchanges:
+        if not 0 <= x.server < servers:
+            raise PlanError(f"{x.name} is summed by server {x.server}, and there are {servers}")
+
+
+def check_devices(stages: Sequence[StagePlan], cluster: Mapping[str, Any]) -> None:
+    """Raise PlanError if stages do not fit the cluster's devices.
+
+    Every stage has to be on devices of the cluster and on the hosts that it names, and stages on
+    the same devices have to have logical meshes of the same shape.
+    """
+    each = cluster["devices_per_host"]
+    count = cluster["hosts"] * each
+    first: dict[tuple[int, ...], int] = {}
+    for index, stage in enumerate(stages):
+        unknown = sorted(set(stage.devices) - set(range(count)))
+        if unknown:
+            raise PlanError(f"device {unknown[0]} is not one of the cluster's, 0 to {count - 1}")
+        hosts = tuple(sorted({device // each for device in stage.devices}))
+        if stage.hosts != hosts:
+            raise PlanError(
+                f"stage {index}: hosts {list(stage.hosts)} are not those of its devices, "
+                f"{list(hosts)}"
+            )
+        other = first.setdefault(stage.devices, index)
+        if stages[other].logical_mesh != stage.logical_mesh:
+            raise PlanError(
+                f"stages {other} and {index} are on the same devices with logical meshes of "
+                f"{stages[other].logical_mesh} and {stage.logical_mesh}; give both the same"
+            )
+
+
+def check_parts(parts: Sequence[Staged], num_losses: int) -> None:
+    """Raise PlanError if these are not plans for the losses of one step.
+
+    There has to be one for each loss, and they have to share the submeshes and cut the batch alike.
+    """
+    if len(parts) != num_losses:
+        raise PlanError(f"this is a plan for {len(parts)} of the step's {num_losses} losses")
+    if len({(part.num_micro_batches, part.num_replicas) for part in parts}) > 1:
+        cuts = " and ".join(f"{part.num_micro_batches}×{part.num_replicas}" for part in parts)
+        raise PlanError(
+            f"the losses cut the batch into {cuts} slices (microbatches × data-parallel replicas); "
+            "all losses of a step have to cut it alike"
+        )
+    meshes = {stage.devices for part in parts for stage in part.stages}
+    devices = [device for mesh in meshes for device in mesh]
+    if len(set(devices)) != len(devices):
+        raise PlanError(f"a device is in two submeshes: {sorted(devices)}")

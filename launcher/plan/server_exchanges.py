@@ -1,4 +1,4 @@
-"""How a plan tells what workers exchange through parameter servers, and what that costs. Pure."""
+"""Exchanges of workers through parameter servers: their record in a plan, and their cost. Pure."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class StagePlan:
         hosts: the hosts of the submesh, by their global numbers.
         devices: the devices of the submesh, by their global numbers.
         logical_mesh: the submesh's shape as (data, model).
-        remat: what the backward pass computes again, a word of `remat_name`: "none", "full",
+        remat: what the backward pass recomputes, a string of `remat_name`: "none", "full",
             "selective", or everything but what a policy of `jax.checkpoint_policies` keeps, layer
             by layer; "full/2" every two layers together, "full:2" the first two layers,
             "full:2+selective" the others besides, selectively.
@@ -238,3 +238,18 @@ class Staged:
             PlanError: as `Assignment.tasks` does.
         """
         return self.assignment.tasks()
+
+
+def describe_plan(plan: Staged) -> str:
+    """Return a plan in a few words: stages, meshes, microbatches, schedule, rematerialisation."""
+    shapes = list(dict.fromkeys(stage.logical_mesh for stage in plan.stages))
+    meshes = " and ".join(f"{data}x{model}" for data, model in shapes[:3])
+    remat = sorted({stage.remat for stage in plan.stages} - {"none"})
+    count = len(plan.stages)
+    parts = [
+        f"{count} stage{'s' if count > 1 else ''} of {meshes}{' …' if len(shapes) > 3 else ''}",
+        f"{plan.num_micro_batches} microbatch{'es' if plan.num_micro_batches > 1 else ''}",
+        plan.schedule,
+        *([f"remat {' and '.join(remat[:3])}{' …' if len(remat) > 3 else ''}"] if remat else []),
+    ]
+    return ", ".join(parts)

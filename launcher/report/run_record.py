@@ -166,7 +166,7 @@ def _state(folder: Path, status: dict[str, Any], summary: dict[str, Any]) -> str
             return "submitted" if (folder / "job.json").exists() else "unknown"
         return ending_of(reason)
     if phase in ENDED:
-        return phase
+        return str(phase)
     if status.get("host") == socket.gethostname():
         return phase if _lives(status.get("pid"), status.get("process_started")) else "died"
     age = time.time() - (_of(float, status.get("updated_at")) or 0.0)
@@ -179,7 +179,7 @@ def _lives(pid: Any, started: Any) -> bool:
         return False
     try:
         process = psutil.Process(pid)
-        return abs(process.create_time() - started) < 1 and process.status() != "zombie"
+        return bool(abs(process.create_time() - started) < 1 and process.status() != "zombie")
     except (psutil.Error, ValueError, OverflowError):
         return False
 

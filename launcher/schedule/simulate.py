@@ -43,7 +43,7 @@ _Times = dict[int, float]  # by microbatch
 
 @dataclass
 class Traffic:
-    """The transfers of a schedule that is run on paper, in the order in which they are sent.
+    """The transfers of a simulated schedule, in the order in which they are sent.
 
     Attributes:
         routes: how each pair of stages that exchange arrays does it.
@@ -53,9 +53,9 @@ class Traffic:
     routes: Routes
     num_stages: int
     _free: dict[str, float] = field(default_factory=dict)
-    # of a stage and a kind of task: when it has made its results
+    # by stage and kind of task: when its results are complete
     _made: defaultdict[tuple[int, Kind], _Times] = field(default_factory=lambda: defaultdict(dict))
-    # of a stage, another one and a kind of task: when the results of the latter are at the former
+    # by destination, source and kind of task: when the results arrive
     _come: defaultdict[tuple[int, int, Kind], _Times] = field(
         default_factory=lambda: defaultdict(dict)
     )
@@ -72,9 +72,9 @@ class Traffic:
                 self._sources.setdefault((dst, src < dst), []).append(src)
 
     def send(self, task: Task, now: float) -> None:
-        """Send what a task has made, which ends no earlier than any that was given before.
+        """Send the results of a task; tasks are given in the order in which they end.
 
-        It goes to the nearest stage first.
+        The nearest stage is served first.
         """
         stage, microbatch, kind = task
         self._made[stage, kind][microbatch] = now
@@ -93,7 +93,7 @@ class Traffic:
             self._come[dst, stage, kind][microbatch] = end + route.latency
 
     def arrival(self, task: Task) -> float | Task:
-        """Return when all that a task needs is there, or a task that has to end before."""
+        """Return when all inputs of a task have arrived, or a task that has to end first."""
         stage, microbatch, kind = task
         needed = self._needed.get((stage, kind))
         if needed is None:
@@ -133,12 +133,12 @@ class TimedTask(NamedTuple):
 def simulate(
     schedule: Tasks, duration: Callable[[Task], float], routes: Routes = NO_ROUTES
 ) -> list[TimedTask]:
-    """Run a schedule on paper; tasks in order of their start (ties: the later mesh first).
+    """Simulate a schedule; return its tasks by start time (ties: the later mesh first).
 
     Args:
         schedule: the tasks of every mesh.
         duration: seconds of a task.
-        routes: how arrays get from stage to stage; between others they are there at once.
+        routes: the routes between stages; between all others a transfer takes no time.
 
     Raises:
         ScheduleError: the order can never be followed.
@@ -224,7 +224,7 @@ def simulate_shared(
     devices_of: Sequence[int],
     machine: Shared,
 ) -> list[TimedTask]:
-    """Run a schedule on paper like `simulate`, with the tasks of all meshes slowed by one another.
+    """Simulate a schedule like `simulate`, with the tasks of all meshes slowing one another.
 
     Args:
         schedule: the tasks of every mesh.
@@ -238,12 +238,11 @@ def simulate_shared(
     """
     traffic = Traffic(routes, num_stages=len({task.stage for tasks in schedule for task in tasks}))
     position = [0] * len(schedule)
-    # Of each mesh's next task when its inputs are there, or a task that has to end before.
+    # By mesh, for its next task: when its inputs arrive, or a task that has to end first.
     ready: list[float | Task | None] = [None] * len(schedule)
     ended: set[Task] = set()
-    running: dict[int, tuple[Task, float]] = {}  # by mesh, with when it started
+    running: dict[int, tuple[Task, float, float]] = {}  # by mesh: task, start, rounding error
     left: dict[int, float] = {}
-    least: dict[int, float] = {}  # what rounding leaves of it
     timed: list[TimedTask] = []
     now, total = 0.0, sum(map(len, schedule))
     while len(timed) < total:
@@ -257,8 +256,8 @@ def simulate_shared(
             if isinstance(arrival, Task):
                 continue
             if arrival <= now:
-                running[mesh], left[mesh] = (task, now), duration(task)
-                least[mesh] = _DONE * max(left[mesh], 1e-12)
+                left[mesh] = duration(task)
+                running[mesh] = task, now, _DONE * max(left[mesh], 1e-12)
                 position[mesh] += 1
                 ready[mesh] = None
             else:
@@ -266,14 +265,14 @@ def simulate_shared(
         if not running and not waiting:
             raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
         busy = sum(devices_of[mesh] for mesh in running)
-        speed = {mesh: machine.speed(task.stage, busy) for mesh, (task, _) in running.items()}
+        speed = {mesh: machine.speed(task.stage, busy) for mesh, (task, *_) in running.items()}
         soonest = min((now + left[mesh] / speed[mesh] for mesh in running), default=float("inf"))
         until = min([soonest, *waiting])
         for mesh in list(running):
             over = now + left[mesh] / speed[mesh] <= until
             left[mesh] -= (until - now) * speed[mesh]
-            task, start = running[mesh]
-            if over or left[mesh] <= least[mesh]:
+            task, start, least = running[mesh]
+            if over or left[mesh] <= least:
                 traffic.send(task, until)
                 ended.add(task)
                 timed.append(TimedTask(task, mesh, start, until))

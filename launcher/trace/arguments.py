@@ -33,6 +33,18 @@ class Arguments:
         """Return the same arguments, none of which is a batch."""
         return dataclasses.replace(self, batch=(False,) * len(self.batch))
 
+    def with_rows(self, rows: int) -> tuple[Any, ...]:
+        """Return the shapes for a batch of this many rows."""
+
+        def resized(leaf: Any) -> Any:
+            shape = (rows, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+
+        leaves, tree = jax.tree.flatten(self.shapes)
+        pairs = zip(leaves, self.batch, strict=True)
+        cut = [resized(leaf) if is_batch and leaf.shape else leaf for leaf, is_batch in pairs]
+        return tuple(jax.tree.unflatten(tree, cut))
+
 
 def read_arguments(
     args: Sequence[Any], batch_argnums: Sequence[int], donate_argnums: Sequence[int]

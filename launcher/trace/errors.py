@@ -1,4 +1,4 @@
-"""What can be wrong with a user's train step. Raised by `trace`, shown by the front doors."""
+"""Errors in a user's train step, raised by `trace` and reported by the entry points."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class GradientError(TraceError):
 
 
 class BatchError(TraceError):
-    """The batch cannot be cut into microbatches."""
+    """The batch cannot be split into microbatches."""
 
 
 class JoinedError(BatchError):
-    """The loss joins examples, of which a slice of the batch sees only its own.
+    """The loss combines examples of several slices of the batch.
 
     `cause` says where, in words that follow "since".
     """
@@ -27,7 +27,7 @@ class JoinedError(BatchError):
 
 
 class ReduceError(BatchError):
-    """What the user says of a result of the loss is not so."""
+    """The `reduce` of a result contradicts the program of the loss."""
 
 
 class BoundaryError(TraceError):
@@ -35,4 +35,4 @@ class BoundaryError(TraceError):
 
 
 class LayerCountError(TraceError):
-    """The forward pass has no so many layers."""
+    """The forward pass has fewer layers than asked for."""

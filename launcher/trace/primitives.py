@@ -4,7 +4,7 @@
 planner sees the forward pass, what is differentiated and what is combined, before autodiff has
 mixed them up. Outside a parallelized step it means what `jax.value_and_grad` does, under every
 transformation. `pipeline_boundary` has no operands and computes nothing: its place among the
-equations is what it says.
+equations is its meaning.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ class LossReachedError(BaseException):
 
 @contextlib.contextmanager
 def stopping_at_loss() -> Iterator[None]:
-    """Have the traces inside end with `LossReachedError` when they come to a loss."""
+    """End the traces inside with `LossReachedError` at the first loss."""
     token = _stops.set(True)
     try:
         yield
@@ -349,7 +349,7 @@ def stopping_at_loss() -> Iterator[None]:
 
 @contextlib.contextmanager
 def listing_losses() -> Iterator[list[Any]]:
-    """Give a list, to which the traces inside add the program of each loss that they come to.
+    """Yield a list, to which the traces inside add the program of each loss that they reach.
 
     That may be one that the step does not hold, as under `jax.eval_shape`, or inside another loss.
     """

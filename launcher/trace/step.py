@@ -43,7 +43,7 @@ from launcher.trace.losses import (
 from launcher.trace.parts import Part, SplitLosses, cut_at_losses, interfaces
 from launcher.trace.primitives import LossReachedError, listing_losses, loss_p, stopping_at_loss
 from launcher.trace.scans.open_scans import OPEN, Stacks, open_scans
-from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, resized, slice_loss, split_loss
+from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, slice_loss, split_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def trace_step(
     """
     arguments = read_arguments(args, batch_argnums, donate_argnums)
     if needs_loss:
-        batch_size(arguments)  # refuses what the trace would refuse in other words
+        batch_size(arguments)  # a clearer error than that of the trace
 
     def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
         def uncached(*values: Any) -> Any:  # JAX keeps the traces of `fun` itself
@@ -182,25 +182,19 @@ def trace_step(
     size = batch_size(arguments)
     # A trace may end at the loss that it comes to first, if that is the only one.
     may_stop = len(reached) == 1 and [equations[i].params["jaxpr"] for i in places] == reached
-    in_tree = jax.tree.structure(arguments.shapes)
 
     @functools.cache
     def retrace(rows: int) -> list[Equation]:
-        leaves = resized(jax.tree.leaves(arguments.shapes), arguments.batch, rows)
         try:
             stopping = stopping_at_loss() if may_stop else contextlib.nullcontext()
             with _of_slice(rows, size), stopping:
-                again, _ = make(jax.tree.unflatten(in_tree, leaves))
+                again, _ = make(arguments.with_rows(rows))
         except LossReachedError as end:
             bind = functools.partial(loss_p.bind, **end.params)
             (eqn,) = make_jaxpr(bind, *end.avals).eqns
             return [eqn.replace(source_info=equations[places[0]].source_info)]
         found = [again.eqns[place] for place in find_losses(fun, again.eqns)]
-        if len(found) != len(places):
-            raise BatchError(
-                f"the step has {len(places)} losses on the whole batch of {size} and {len(found)} "
-                f"on {rows} rows; their number must not depend on the batch's"
-            )
+        _check_count(len(places), size, len(found), rows)
         return found
 
     def split(number: int, place: int) -> SplitLoss:
@@ -212,9 +206,17 @@ def trace_step(
     return _chained(closed, arguments, out_shape, losses, constants)
 
 
+def _check_count(whole: int, size: int, part: int, rows: int) -> None:
+    if part != whole:
+        raise BatchError(
+            f"the step has {whole} losses on the whole batch of {size} and {part} on {rows} rows; "
+            "their number must not depend on the batch's"
+        )
+
+
 @contextlib.contextmanager
 def _of_slice(rows: int, size: int) -> Iterator[None]:
-    """Say of what the step raises that it is traced on a slice of the batch."""
+    """Turn an error of the step, traced on a slice of the batch, into a BatchError."""
     try:
         yield
     except TraceError:

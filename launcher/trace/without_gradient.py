@@ -1,4 +1,4 @@
-"""Which parameters no gradient reaches: they stay as they are, and a person should know. Pure."""
+"""Parameters that no gradient reaches, and the note that names them. Pure."""
 
 from __future__ import annotations
 

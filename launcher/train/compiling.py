@@ -1,18 +1,24 @@
-"""The compilation of a run's steps in a worker, as it goes on in the background."""
+"""Compile the steps of a plan in a worker in the background, or a plan on trial."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from launcher.base.spans import SpanRecorder
 from launcher.plan import Plan, make_forward_plan
-from launcher.runtime import Executable, StepCompilation, Ways, wait_for_more
+from launcher.runtime import Executable, StepCompilation, Ways, compile_step, wait_for_more
+from launcher.train.feed import own_rows
 from launcher.train.program import Program
+
+if TYPE_CHECKING:
+    from launcher.runtime import Transport
+    from launcher.train.program import Program
 
 
 class Compiling:
@@ -56,3 +62,35 @@ class Compiling:
     @property
     def _all(self) -> list[Future[Any]]:
         return [*self._train.programs, *(self._evaluate.programs if self._evaluate else [])]
+
+
+class TriedPlan:
+    """A plan's step, compiled, with a first state and a batch; nothing of it stays.
+
+    Args:
+        program: the run's program.
+        plan: the plan to try.
+        transport: moves arrays between processes.
+
+    Raises:
+        Exception: the plan cannot be compiled, or its state does not fit.
+    """
+
+    def __init__(self, program: Program, plan: Plan, transport: Transport | None) -> None:
+        gc.collect()  # what the trial before has held
+        self._step = compile_step(program.train, plan, jax.devices(), transport=transport)
+        self._state = self._step.create(program.init, program.seed)
+        rows = self._step.batch_rows()
+        self._batch: Any = own_rows(program.dataset.train, program.batch, rows)(0)
+
+    def run(self, steps: int) -> float:
+        """Return the mean seconds of a step over `steps` consecutive steps.
+
+        All workers call it together, with the same number.
+        """
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._state, metrics = self._step(self._state, self._batch)
+        arrays = jax.tree.leaves((self._state, metrics))
+        jax.block_until_ready([array for array in arrays if array.addressable_shards])
+        return (time.perf_counter() - began) / steps

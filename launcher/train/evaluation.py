@@ -9,8 +9,9 @@ import numpy as np
 
 from launcher.recipes import InputError
 from launcher.runtime import Executable
+from launcher.train.feed import filled
 from launcher.train.program import Program
-from launcher.train.rows import filled
+from launcher.train.step_result import fetched_values
 
 
 class Evaluator:
@@ -47,20 +48,13 @@ class Evaluator:
         for count, part in filled(held_out, batch, self._program.batch, self._rows):
             self._evaluated.append((count, self._step(model, part)))
             if len(self._evaluated) > 1:  # wait for the one before while this one runs
-                _fetch(self._evaluated[-2][1])
+                fetched_values(self._evaluated[-2][1])
         if batch + 1 != self._program.eval_batches:
             return None
         if not self._evaluated:
             raise InputError("the first batch of held-out data has no rows; hold some out")
-        fetched = [(count, _fetch(metrics)) for count, metrics in self._evaluated]
+        fetched = [(count, fetched_values(metrics)) for count, metrics in self._evaluated]
         return {name: _mean([(n, values[name]) for n, values in fetched]) for name in fetched[0][1]}
-
-
-def _fetch(metrics: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Wait for this process's metrics and return them."""
-    here = {name: x.addressable_data(0) for name, x in metrics.items() if x.addressable_shards}
-    values: dict[str, np.ndarray] = jax.device_get(here)
-    return values
 
 
 def _mean(found: list[tuple[int, np.ndarray]]) -> float:

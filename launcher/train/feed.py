@@ -1,16 +1,29 @@
-"""Prefetches batches in a background thread."""
+"""Make batches as a process takes them, ahead of time: its own rows, and each held-out row once.
+
+Every program is compiled for full batches. A held-out batch with fewer rows is therefore evaluated
+in pieces, each of a size that divides a full batch, and a piece is repeated until it fills one. So
+all its rows count alike, in a mean of any kind and under any plan, and an evaluation weighs each
+piece by the rows that it stands for.
+"""
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-Batch = TypeVar("Batch")
+import jax
+import numpy as np
+
+from launcher.recipes import Batches
+
+if TYPE_CHECKING:
+    from launcher.recipes import Batch
 
 
-class Feeder(Generic[Batch]):
+class Feeder:
     """Calls `batch_at(k)` in a background thread, a little ahead of the requests.
 
     Batches are addressed by index, so there is no position to store, seek or lose. A thread is
@@ -53,3 +66,77 @@ class Feeder(Generic[Batch]):
         for ahead in range(k, min(k + self._look_ahead + 1, self._stop)):
             if ahead not in self._ready:
                 self._ready[ahead] = self._thread.submit(self._batch_at, ahead)
+
+
+def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:
+    """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample."""
+    if not isinstance(batches, Batches):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(0))
+    sample = batches.a_sample
+    number = batches.numbers(0)[:1] if sample is None else np.array([sample], np.int64)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype),
+        batches.gather(number),
+    )
+
+
+def own_rows(
+    batches: Callable[[int], Batch], shapes: Any, rows: np.ndarray | None
+) -> Callable[[int], Batch]:
+    """Return a function from k to batch k, in which the rows of other processes are zeros.
+
+    Those are not made, if `batches` are `Batches`, and many of them take no memory.
+
+    Args:
+        batches: the numbered batches.
+        shapes: the shapes of a full batch.
+        rows: the rows that this process needs; None: all of them.
+    """
+    if not isinstance(batches, Batches):
+        return batches
+    return lambda k: _gathered(batches, batches.numbers(k), shapes, rows)
+
+
+def filled(
+    batches: Callable[[int], Batch], k: int, shapes: Any, rows: np.ndarray | None
+) -> Iterator[tuple[int, Batch]]:
+    """Yield held-out batch k as full batches, each with the number of rows that it stands for.
+
+    Args:
+        batches: the numbered batches; one with fewer rows than a full batch is the last.
+        k: the number of the batch.
+        shapes: the shapes of a full batch.
+        rows: as in `own_rows`.
+    """
+    (batch_size,) = {shape.shape[0] for shape in jax.tree.leaves(shapes)}
+    if isinstance(batches, Batches):
+        numbers = batches.numbers(k)
+        for start, stop in pieces(len(numbers), batch_size):
+            repeated = np.repeat(numbers[start:stop], batch_size // (stop - start))
+            yield stop - start, _gathered(batches, repeated, shapes, rows)
+        return
+    batch = batches(k)
+    for start, stop in pieces(len(jax.tree.leaves(batch)[0]), batch_size):
+        repeated = np.repeat(np.arange(start, stop), batch_size // (stop - start))
+        yield stop - start, jax.tree.map(operator.itemgetter(repeated), batch)
+
+
+def pieces(num_rows: int, batch_size: int) -> Iterator[tuple[int, int]]:
+    """Yield `(start, stop)` of consecutive pieces of rows, whose sizes divide `batch_size`."""
+    start = 0
+    while start < num_rows:
+        largest = min(num_rows - start, batch_size)
+        size = next(size for size in range(largest, 0, -1) if batch_size % size == 0)
+        yield start, start + size
+        start += size
+
+
+def _gathered(batches: Batches, numbers: np.ndarray, shapes: Any, rows: np.ndarray | None) -> Batch:
+    """Return the rows of these sample numbers, a full batch; zeros but for `rows`."""
+    if rows is None or len(rows) == len(numbers):
+        return batches.gather(numbers)
+    whole: Batch = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
+    if len(rows):
+        made = batches.gather(numbers[rows])
+        jax.tree.map(lambda array, own: array.__setitem__(rows, own), whole, made)
+    return whole

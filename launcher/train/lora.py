@@ -29,7 +29,7 @@ from launcher.trace.ir.jaxpr import (
     make_jaxpr_and_shape,
     splice,
 )
-from launcher.train.matrices import matrix_axes
+from launcher.train.muon import matrix_axes
 
 
 def with_adapters(model: Model, options: Lora) -> Model:

@@ -7,14 +7,55 @@ weight decays are those of AdamW.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from launcher.checkpoint.names import map_named, matches
-from launcher.train.matrices import matrix_axes
+
+STACKED = "layers"  # what families name the module whose parameters a scan stacks
+_EXPERTS = "experts_"  # how the names of arrays begin that hold a matrix for each expert
+
+
+class Axes(NamedTuple):
+    """The axes of an array, in order: those of a stack, and a matrix's rows and columns.
+
+    Attributes:
+        stack: the number of axes along which matrices lie beside one another.
+        rows: the number of axes that are the rows.
+    """
+
+    stack: int
+    rows: int
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+        """Return the sizes of the stack's axes, and the numbers of rows and columns."""
+        middle = self.stack + self.rows
+        inside = shape[self.stack : middle], shape[middle:]
+        return shape[: self.stack], math.prod(inside[0]), math.prod(inside[1])
+
+
+def matrix_axes(name: str, shape: tuple[int, ...]) -> Axes | None:
+    """Return how a parameter is a matrix; None: it is none.
+
+    With more than two axes, such as attention's heads, the leading axes are inputs and the trailing
+    ones outputs, divided where the matrix is nearest to square; that is right for products that
+    read or make a whole hidden state.
+    """
+    words = name.split(".")
+    stack = (STACKED in words) + words[-1].startswith(_EXPERTS)
+    inner = shape[stack:]
+    if len(inner) < 2:
+        return None
+
+    def slenderness(cut: int) -> float:
+        return abs(math.log(math.prod(inner[:cut]) / math.prod(inner[cut:])))
+
+    return Axes(stack, min(range(1, len(inner)), key=slenderness))
+
 
 _RMS = 0.2  # of an update, about that of Adam's
 

@@ -92,7 +92,7 @@ def _users_own(
     """Return what the module `optimizer.module` builds."""
     key = f"optimizer.module={options.module}"
     module = users_module("optimizer.module", options.module, ("build",))
-    made = module.build(SimpleNamespace(**options.options), total_steps)
+    made: tuple[Any, Schedule] = module.build(SimpleNamespace(**options.options), total_steps)
     is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[1])
     if not is_pair or not all(callable(getattr(made[0], n, None)) for n in ("init", "update")):
         raise InputError(
@@ -182,10 +182,11 @@ def build_schedule(options: Scheduled, total_steps: int) -> Schedule:
     def decay(count: Any) -> Any:
         return final + (peak - final) * shape(count)
 
-    return optax.join_schedules([rise, decay], [warmup])
+    joined: Schedule = optax.join_schedules([rise, decay], [warmup])
+    return joined
 
 
-# From 1 to 0 over so many steps: shapes and not rates, so that a peak of 0 is no special case.
+# From 1 to 0 over `steps` steps: shapes and not rates, so that a peak of 0 is no special case.
 _DECAYS: dict[str, Callable[[int], Schedule]] = {
     "constant": lambda steps: optax.constant_schedule(1.0),
     "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
@@ -198,7 +199,8 @@ def _restarted_cosine(steps: int, parts: int) -> Schedule:
     ends = [steps * part // parts for part in range(1, parts + 1)]
     lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     cosines = [optax.cosine_decay_schedule(1.0, max(1, length)) for length in lengths]
-    return optax.join_schedules(cosines, ends[:-1])
+    joined: Schedule = optax.join_schedules(cosines, ends[:-1])
+    return joined
 
 
 def _scale_by_momentum(momentum: float) -> optax.GradientTransformation:

@@ -20,9 +20,9 @@ from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import Batches, InputError, build_dataset, build_model
 from launcher.trace import TracedStep, trace_step
 from launcher.trace.ir.cudnn import described_cudnn
+from launcher.train.feed import shapes_of
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
-from launcher.train.rows import shapes_of
 from launcher.train.step import init_state, make_train_step
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What was recorded of steps, read in a thread of its own while training goes on."""
+"""Read recordings of steps in a background thread during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model writes in the middle of a training, under any plan."""
+"""Sample text from a model during its training, under any plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from launcher.checkpoint.adapters import adapted_kernel, adapters_of, without_ad
 from launcher.checkpoint.names import flat_name, map_named
 from launcher.config.schema import Config
 from launcher.inference.model_layout import layout_of
-from launcher.inference.placed_model import ModelPlaces, everywhere
-from launcher.inference.text_model import TextModel
+from launcher.inference.placed_model import ModelPlaces, everywhere, text_generator
 from launcher.plan import Plan
+from launcher.recipes.models.decoding import Generator
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sample:
 
 
 class Sampler:
-    """Goes on with prompts by the parameters of a training; its programs are compiled once.
+    """Continues prompts with the current parameters; its programs are compiled once.
 
     The parameters are copied to where they lie for `task=generate`, as the plan shards them. One
     array, of a stack of layers one layer, is gathered at a time, and no process holds the whole
@@ -48,7 +48,7 @@ class Sampler:
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self._config, self._plan = config, plan
-        self._model: tuple[ModelPlaces, TextModel] | None = None
+        self._model: tuple[ModelPlaces, Generator] | None = None
 
     def sample(self, step: int, params: Any, prompts: Sequence[Sequence[int]], most: int) -> Sample:
         """Return the sample after `step`, or why there is none: that ends no training.
@@ -81,7 +81,7 @@ class Sampler:
         assert self._model is not None
         if not self._model[0].whole.addressable_devices:
             return ()
-        rows = list(self._model[1].generate(placed, prompts, most))
+        rows = list(self._model[1](placed, prompts, most))
         return tuple(tuple(int(token) for token in column) for column in zip(*rows, strict=True))
 
     def placed(self, params: Any) -> Any:
@@ -92,7 +92,7 @@ class Sampler:
             shapes = {f"params.{flat_name(path)}": leaf.shape for path, leaf in leaves}
             layout = layout_of(self._plan, shapes, jax.device_count())
             places = ModelPlaces(layout, jax.devices())
-            self._model = places, TextModel(self._config, places)
+            self._model = places, text_generator(self._config, places)
         places, _ = self._model
         return map_named(
             lambda name, leaf: places.place(

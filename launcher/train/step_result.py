@@ -1,12 +1,53 @@
-"""What a training worker tells of one step. Plain data, that is pickled."""
+"""The result of a step in a worker: sent to the devices, awaited, and measured."""
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+
+import jax
+import numpy as np
 
 from launcher.runtime import Copies, StageTimes
 from launcher.schedule import Task
 from launcher.train.recordings import Recording
+
+
+def fetched_values(metrics: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Wait for the metrics of this process and return them."""
+    here = {name: x.addressable_data(0) for name, x in metrics.items() if x.addressable_shards}
+    values: dict[str, np.ndarray] = jax.device_get(here)
+    return values
+
+
+def fetched_metrics(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
+    """Wait for this process's metrics; return them, and `time.perf_counter()` at that time."""
+    values = fetched_values(metrics)
+    completed = time.perf_counter()
+    return {name: float(value) for name, value in values.items()}, completed
+
+
+def memory_bytes(counted: int | None) -> dict[str, float]:
+    """Return the memory of this process, and of the fullest of its devices, by their metrics.
+
+    Args:
+        counted: what stands for the peak of a device that is this CPU: what the step's programs
+            say. Such devices have no memory of their own that could be asked.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    found: dict[str, float] = {"perf/process_peak_bytes": process}
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        found["perf/memory_bytes"] = max(s["bytes_in_use"] for s in stats)
+        found["perf/peak_memory_bytes"] = max(s["peak_bytes_in_use"] for s in stats)
+    elif counted is not None:
+        found["perf/peak_memory_bytes"] = counted
+    return found
 
 
 @dataclass(frozen=True)
@@ -36,3 +77,63 @@ def with_stage_times(result: StepResult, times: StageTimes) -> StepResult:
     busy = enumerate(times.stage_seconds)
     stages = {f"pipeline/stage_{i}_seconds": seconds for i, seconds in busy}
     return replace(result, metrics=result.metrics | stages, task_seconds=times.task_seconds)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step that the devices are working on.
+
+    Attributes:
+        step: its number.
+        outcome: its metrics, and `time.perf_counter()` when it was complete.
+        wait_seconds: the wait for its batch.
+        stall_seconds: of these, those in which no step was under way.
+        digests: of its replicas, if they are checked.
+    """
+
+    step: int
+    outcome: Future[tuple[dict[str, float], float]]
+    wait_seconds: float
+    stall_seconds: float
+    digests: list[jax.Array]
+
+
+def finished(
+    sent: Sent,
+    before: float,
+    copies: Callable[[list[jax.Array]], Copies] | None,
+    counted: int | None,
+) -> tuple[StepResult, float]:
+    """Wait for a step; return its result, and `time.perf_counter()` when it was complete.
+
+    Args:
+        sent: the step.
+        before: when the step before was complete.
+        copies: finishes the digests of its replicas, if there are any.
+        counted: `Executable.peak_bytes` of the step.
+    """
+    values, completed = sent.outcome.result()
+    metrics = {f"train/{name}": value for name, value in values.items()}
+    metrics |= {
+        "perf/step_seconds": completed - before,
+        **memory_bytes(counted),
+        "data/wait_seconds": sent.wait_seconds,
+        "data/stall_seconds": sent.stall_seconds,
+    }
+    completed_at = time.time() - (time.perf_counter() - completed)
+    made = (copies(sent.digests),) if copies and sent.digests else ()
+    return StepResult(sent.step, metrics, completed_at, copies=made), completed
+
+
+def stalled_seconds(waited: float, before: Sent | None) -> float:
+    """Return for how much of the wait for a batch, which has just ended, no step was under way.
+
+    Args:
+        waited: the seconds of the wait.
+        before: the step that was sent before, if its result has not been fetched.
+    """
+    if before is None:
+        return waited
+    if not before.outcome.done():
+        return 0.0
+    return max(0.0, min(waited, time.perf_counter() - before.outcome.result()[1]))

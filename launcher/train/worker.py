@@ -34,22 +34,25 @@ from launcher.runtime import (
     with_first_replicas,
     with_values,
 )
-from launcher.train.compiling import Compiling
+from launcher.train.compiling import Compiling, TriedPlan
 from launcher.train.evaluation import Evaluator
-from launcher.train.feed import Feeder
-from launcher.train.measured_here import fetched_metrics
+from launcher.train.feed import Feeder, own_rows
 from launcher.train.program import Program, build_program
 from launcher.train.recordings import Recordings, trace_folder
-from launcher.train.rows import own_rows
 from launcher.train.sampling import Sample, Sampler
 from launcher.train.saver import Saver
-from launcher.train.sent import Sent, finished, stalled_seconds
 from launcher.train.start import averaged_model, with_stored_model
-from launcher.train.step_result import StepResult, with_stage_times
-from launcher.train.trial import TriedPlan
+from launcher.train.step_result import (
+    Sent,
+    StepResult,
+    fetched_metrics,
+    finished,
+    stalled_seconds,
+    with_stage_times,
+)
 
 if TYPE_CHECKING:
-    from launcher.recipes import Batch
+    pass
 
 
 class TrainWorker(Peer):
@@ -61,7 +64,7 @@ class TrainWorker(Peer):
 
     _config: Config
     _state: TrainState
-    _feeder: Feeder[Batch]
+    _feeder: Feeder
     _evaluated: dict[str, Any]  # the model, during an evaluation
 
     def __init__(self) -> None:
@@ -129,7 +132,7 @@ class TrainWorker(Peer):
             self._trial = TriedPlan(self._program, Plan.from_dict(plan), self._transport)
 
     def run_trial(self, steps: int) -> float:
-        """Return the seconds of a step by the plan of `begin_trial`, over so many."""
+        """Return the mean seconds of a step by the plan of `begin_trial`, over `steps` steps."""
         assert self._trial is not None
         return self._trial.run(steps)
 
@@ -196,8 +199,8 @@ class TrainWorker(Peer):
             step: the number of the step, from 1.
             profile: run the step alone and task by task. All results from this call on then include
                 its stage times.
-            record: run the step alone, but as ever, and record it. A later result has what was
-                recorded.
+            record: drain the pipeline, then run and record one normal step. A later result has the
+                recording.
             trace_in: the folder to keep the trace of JAX's profiler in, if there is to be one.
 
         Returns:
@@ -263,7 +266,7 @@ class TrainWorker(Peer):
         return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | named)
 
     def sample(self, step: int, prompts: list[list[int]], most: int) -> Sample:
-        """Return how the model goes on with prompts, given as tokens, after `step`, the newest."""
+        """Continue prompts, given as tokens, with the parameters after `step`, the newest."""
         if self._sampler is None:
             self._sampler = Sampler(self._config, self._train.plan)
         params = averaged_model(self._state, self._placed())["params"]
@@ -310,7 +313,8 @@ class TrainWorker(Peer):
 
     def _placed(self) -> TrainState:
         """Return the state's shapes with their shardings."""
-        return jax.tree.map(spec_at, self._program.state, self._train.in_shardings[0])
+        shapes: TrainState = jax.tree.map(spec_at, self._program.state, self._train.in_shardings[0])
+        return shapes
 
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over

@@ -9,8 +9,8 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from launcher.base.files import missing_path
 from launcher.recipes import InputError
@@ -19,7 +19,8 @@ from launcher.recipes import InputError
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-class FileSlice(NamedTuple):
+@dataclass(frozen=True, order=True)
+class FileSlice:
     """A part of one file.
 
     Attributes:
@@ -133,7 +134,7 @@ def split(
             return pieces, []
         (piece,) = pieces
         middle = piece.stop - budget
-        return [piece._replace(stop=middle)], [piece._replace(start=middle)]
+        return [replace(piece, stop=middle)], [replace(piece, start=middle)]
 
     ranked = sorted(pieces, key=lambda piece: hashlib.sha256(os.fsencode(piece.name)).digest())
     held_out: set[FileSlice] = set()

@@ -1,4 +1,4 @@
-"""Rows that hold several documents: what a batch tells of them, and who may see whom."""
+"""Rows packed with several documents: their numbering and attention mask."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-# Of each token its document's number and its place in that, int32 [batch, length] each.
+# Each token's document number and its position in the document, int32 [batch, length].
 Packed = tuple[jax.Array, jax.Array] | None
 
 

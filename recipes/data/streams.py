@@ -20,8 +20,8 @@ class StreamedBatches:
     k if `begin` gives the same stream each time. Each process makes whole batches.
 
     Args:
-        begin: returns an iterator over batches, of which it has passed over the first so many; how
-            is its own affair: reading and dropping them, or seeking.
+        begin: takes a number, and returns an iterator over batches that skips as many, by reading
+            and dropping them or by seeking.
     """
 
     def __init__(self, begin: Callable[[int], Iterator[Batch]]) -> None:

@@ -12,8 +12,14 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from launcher.trace.primitives import mark_pipeline_boundary
+
+
+def dtype_of(precision: str) -> Any:
+    """Return the type of activations and products, "fp32" or "bf16"."""
+    return jnp.bfloat16 if precision == "bf16" else jnp.float32
 
 
 def blocks_in_a_row(
@@ -44,15 +50,16 @@ def blocks_in_a_row(
     if scanned:
         scan = nn.scan(
             lambda module, x: (call(module, x, *arrays), None),
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "cache": 0},
             split_rngs={"params": True, "dropout": True},
             length=count,
         )
         return scan(make(name="layers"), x)[0]
     begins = parent.is_initializing()
     begin, apply = jax.jit(_first_function(make, call)), jax.jit(_function(make, call))
-    # While intermediate values are written, each block is itself.
-    shared = begins or not (draws or parent.is_mutable_collection("intermediates"))
+    # While intermediate values or a cache are written, each block is itself.
+    writes = any(map(parent.is_mutable_collection, ("intermediates", "cache")))
+    shared = begins or not (draws or writes)
     for index in range(count):
         if index > 0:
             mark_pipeline_boundary()

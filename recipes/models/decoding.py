@@ -1,27 +1,24 @@
 """Text from a language model: reading with a cache, and sampling.
 
-A family that can go on with a text has, in its folder, a module `decoder` with
-`build_decoder(options, precision) -> Decoder`. A user's own model has that function in its module,
-and a dataset of text `tokenizer(options) -> Tokenizer` in its own.
+A family that continues texts has, beside `build`, `build_decoder(options, precision) -> Decoder`,
+and so does a user's own model; a dataset of text has `tokenizer(options) -> Tokenizer`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher.config.families import family_module
+from launcher.config.families import builder_of
 from launcher.recipes import InputError, users_function
 
 _SHORT = 16  # tokens that take less time one by one than a program takes to compile for them
@@ -50,13 +47,15 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0: the likeliest token is taken.
-        top_k: draws from so many of the likeliest alone; 0: from all.
-        top_p: draws from the likeliest alone whose probabilities add up to this.
+        top_k: draws from the `top_k` likeliest tokens alone; 0: from all.
+        top_p: draws from the likeliest tokens alone whose probabilities sum to this.
+        seed: of the random numbers.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    seed: int = 0
 
 
 def build_decoder(options: Any, precision: str) -> Decoder:
@@ -72,15 +71,15 @@ def build_decoder(options: Any, precision: str) -> Decoder:
                 f"model.module={options.module} cannot generate text: it has no function "
                 "build_decoder; write one, of launcher.recipes.models.decoding.without_cache"
             )
-    else:
-        name = family_module(type(options), "decoder")
-        if find_spec(name) is None:
-            raise InputError(
-                f"model.name={options.name} cannot generate text: it has no decoder; "
-                "model=gpt, model=llama and model=moe have one"
-            )
-        build = functools.partial(import_module(name).build_decoder, options)
-    decoder: Decoder = build(precision)
+        decoder: Decoder = build(precision)
+        return decoder
+    family = import_module(builder_of(type(options)))
+    if not hasattr(family, "build_decoder"):
+        raise InputError(
+            f"model.name={options.name} cannot generate text: it has no decoder; "
+            "model=gpt, model=llama and model=moe have one"
+        )
+    decoder = family.build_decoder(options, precision)
     return decoder
 
 
@@ -135,24 +134,23 @@ def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _width(length: int) -> int:
-    """Return how many tokens to read at a time of texts, the longest of which has so many."""
+    """Return how many tokens to read at a time, given the length of the longest text."""
     return 1 if length <= _SHORT else length
 
 
-class TextPlaces(NamedTuple):
-    """Where the arrays of a generation lie.
+class TextPlaces(Protocol):
+    """Shardings of the arrays of a generation."""
 
-    Attributes:
-        whole: the sharding of what all devices have.
-        cache: returns the sharding of an array of the cache, of its shape.
-    """
+    @property
+    def whole(self) -> Any:
+        """The sharding of arrays that all devices have."""
 
-    whole: Any
-    cache: Callable[[tuple[int, ...]], Any]
+    def cache(self, shape: tuple[int, ...]) -> Any:
+        """Return the sharding of an array of the cache."""
 
 
 class Generator:
-    """Goes on with texts; its programs are compiled for the parameters of its first call, and stay.
+    """Continues texts; its programs are compiled for the parameters of its first call and kept.
 
     Compiling often takes longer than writing a text. So all programs that a text will need are
     compiled at its beginning, in threads, and short texts need none but that for single tokens.
@@ -175,18 +173,16 @@ class Generator:
         self._read: dict[tuple[int, int], Future[Any]] = {}
 
     def __call__(
-        self, params: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0
+        self, params: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> Iterator[np.ndarray]:
-        """Yield the next token of each prompt, int32 [batch], so many times.
+        """Yield the next token of each prompt, int32 [batch], `max_new_tokens` times.
 
-        All rows are read together. Where a text becomes longer than the model can read, it goes on
-        from the newer half of that.
+        All rows are read together. A text that outgrows the model continues from its newer half.
 
         Args:
             params: the model's parameters.
             prompts: the tokens of each prompt, at least one.
             max_new_tokens: how many tokens to yield.
-            seed: of the random numbers.
         """
         longest = self._decoder.length
         half = max(longest // 2, 1)
@@ -199,7 +195,7 @@ class Generator:
             self._begin(params, rows, _width(half))
         cache, known = None, np.zeros(rows, np.int32)
         for number in range(max_new_tokens):
-            own = np.array([seed, number], np.uint32)
+            own = np.array([self._sampling.seed, number], np.uint32)
             if cache is None or max(known) >= longest:
                 if cache is not None:
                     texts = [text[-half:] for text in texts]

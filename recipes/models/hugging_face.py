@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,8 @@ CONFIG = "config.json"
 PREFIX = "hf:"  # of a path that is a folder of this kind
 
 
-class Tensor(NamedTuple):
+@dataclass(frozen=True)
+class Tensor:
     """An array there and here.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The losses of models of tokens: a cross-entropy each, and the mean over those that count."""
+"""Losses of model families: cross-entropies of tokens and of classes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+Metrics = dict[str, jax.Array]
 Scores = dict[str, jax.Array]  # of each token, float32 [batch, length]
 
 
 def next_token_loss(
     hidden: jax.Array, params: Any, batch: Any, dtype: Any, chunks: int, evaluates: bool
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Metrics]:
     """Return the mean loss of a language model, and the metrics beside it.
 
     Args:
@@ -35,7 +36,7 @@ def output_matrix(params: Any) -> jax.Array:
     return cast(jax.Array, params["word_embeddings"]["embedding"].T)
 
 
-def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, Metrics]:
     """Return the mean of the tokens' losses, and the metrics beside it.
 
     Args:
@@ -57,9 +58,9 @@ def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]
 
 
 def scores_of(logits: jax.Array, targets: jax.Array, evaluates: bool) -> Scores:
-    """Return of each token its cross-entropy, and whether its target is the likeliest.
+    """Return each token's cross-entropy, and whether its target is the likeliest.
 
-    Of tokens that are equally likely the first is, as for argmax.
+    Among equally likely tokens the first counts, as for argmax.
 
     Args:
         logits: float [batch, length, vocab_size].
@@ -117,3 +118,17 @@ def scores_in_chunks(
         lambda carry, chunk: (carry, again(*chunk)), None, (in_chunks(hidden), in_chunks(targets))
     )
     return {name: jnp.moveaxis(x, 0, 1).reshape(targets.shape) for name, x in scores.items()}
+
+
+def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Return the mean cross-entropy of classes, and the accuracy as a metric.
+
+    An example counts as right if its class is the likeliest, of equals the first.
+
+    Args:
+        logits: float [batch, classes].
+        labels: int32 [batch].
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    right = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+    return jnp.mean(losses), {"accuracy": jnp.mean(right)}

@@ -122,7 +122,8 @@ def _as_dict(tree: Any) -> dict[str, Any]:
 
     The parts of a list are numbered there as text.
     """
-    return _with_text_keys(nnx.to_pure_dict(tree))
+    named: dict[str, Any] = _with_text_keys(nnx.to_pure_dict(tree))
+    return named
 
 
 def _with_text_keys(tree: Any) -> Any:

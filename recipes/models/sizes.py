@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from launcher.config.errors import ConfigError, advice
@@ -15,37 +16,58 @@ from launcher.config.families import ModelOptions
 from launcher.config.fields import LARGEST
 from launcher.recipes.models.hugging_face import PREFIX, dimensions_in
 
+_REQUIRED = object()  # of a setting that has no value unless it is given
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
+def dimension(minimum: float = 1, maximum: float | None = None, **more: Any) -> Any:
+    """Make a whole number that a size, or else the user, must give."""
+    return feature(_REQUIRED, minimum, maximum, **more)
+
+
+def feature(
+    otherwise: Any, minimum: float | None = None, maximum: float | None = None, **more: Any
+) -> Any:
+    """Make a setting that a size may give; it is `otherwise` where neither does nor the user."""
+    bounds = {"minimum": minimum, "maximum": maximum, "otherwise": otherwise}
+    return field(default=None, metadata={**bounds, **more})
+
+
+@dataclass(frozen=True)
 class SizedOptions(ModelOptions):
     """The settings of a family whose `size` names a row of `sizes`, which fills what is not set.
 
-    A subclass has the fields `size` and `sizes`, and each setting of a row as a field whose default
-    is None. Once a configuration is loaded all of them are set and `sizes` is empty.
+    The settings of a row are fields made by `dimension` and `feature`. They are null until
+    `filled`, which loading a configuration calls; then all are set and `sizes` is empty.
 
     Attributes:
-        dimensions: the whole numbers that a size, or the user, must give.
-        features: the settings that a size may give, each with its value where it does not.
-        optional: the features that may stay None.
+        size: a row of `sizes`, or `hf:<folder>`.
+        sizes: rows by their names.
+        row: the settings of a row.
+        optional: those of them that may stay None.
     """
 
-    size: str | None
-    sizes: dict[str, dict[str, Any]]
-    dimensions: ClassVar[tuple[str, ...]]
-    features: ClassVar[Mapping[str, Any]] = {}
+    name: str = ""
+    size: str | None = "nano"
+    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    row: ClassVar[Mapping[str, Any]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         """Let a size stand for all that its row may hold."""
-        cls.shorthands = {"size": ("sizes", *cls.dimensions, *cls.features)}
+        own = {name: one for name, one in vars(cls).items() if isinstance(one, dataclasses.Field)}
+        more = {
+            name: one.metadata["otherwise"]
+            for name, one in own.items()
+            if "otherwise" in one.metadata
+        }
+        cls.row = {**cls.row, **more}
+        cls.shorthands = {"size": ("sizes", *cls.row)}
 
     @property
     def layers(self) -> int:
         """The number of pipeline layers: one more than the model's marks."""
-        found = getattr(self, "num_layers", None)
-        assert found is not None, "the size has not been filled in"
-        return int(found)
+        return int(self.num_layers)  # type: ignore[attr-defined]
 
     def filled(self) -> Self:
         """Return the settings with every one of a row set; one that was set stays.
@@ -54,23 +76,23 @@ class SizedOptions(ModelOptions):
             ConfigError: a size that `sizes` lacks, a row with a name that is none of a row's, a
                 dimension that neither the user nor the size gives, a value of the wrong type.
         """
-        settings = (*self.dimensions, *self.features)
-        needed = [name for name in settings if name not in self.optional]
+        needed = [name for name in self.row if name not in self.optional]
         is_full = all(getattr(self, name) is not None for name in needed)
         row = {} if is_full and self._from_files() else self._row()
         filled: dict[str, Any] = {}
-        for name in settings:
-            own = getattr(self, name)
-            filled[name] = row.get(name, self.features.get(name)) if own is None else own
-            if name in row and own is None:
+        for name, otherwise in self.row.items():
+            filled[name] = getattr(self, name)
+            if filled[name] is not None:
+                continue
+            filled[name] = row.get(name, otherwise)
+            if name in row:
                 self._check_value(name, row[name])
-        for name in self.dimensions:
-            if filled[name] is None:
+            elif otherwise is _REQUIRED:
                 raise ConfigError(
                     f"model.{name} is not set",
                     f"Choose a model.size, or give model.{name}=VALUE.",
                 )
-        return dataclasses.replace(self, sizes={}, **filled)  # type: ignore[type-var]
+        return dataclasses.replace(self, sizes={}, **filled)
 
     def _from_files(self) -> bool:
         return (self.size or "").startswith(PREFIX)
@@ -90,26 +112,26 @@ class SizedOptions(ModelOptions):
                 ["model.size"],
             )
         row = self.sizes[self.size]
-        known = (*self.dimensions, *self.features)
         for name in row:
-            if name not in known:
+            if name not in self.row:
                 raise ConfigError(
                     f"model.sizes.{self.size}.{name} is not a dimension",
-                    advice(name, known),
+                    advice(name, list(self.row)),
                     [f"model.sizes.{self.size}.{name}"],
                 )
         return row
 
     def _check_value(self, name: str, value: Any) -> None:
         """Refuse a value of a row that its setting could not have."""
-        [kind] = {*typing.get_args(typing.get_type_hints(type(self))[name])} - {type(None)}
+        hint = typing.get_type_hints(type(self))[name]
+        kind, *_ = typing.get_args(hint) or (hint,)
         key = "model.size" if self._from_files() else f"model.sizes.{self.size}.{name}"
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)) and not (
             kind is float and is_number
         ):
             raise ConfigError(f"{key} must be {_KINDS[kind]}, not {value!r}", keys=[key])
-        bounds = next(f.metadata for f in dataclasses.fields(self) if f.name == name)  # type: ignore[arg-type]
+        bounds = next(f.metadata for f in dataclasses.fields(self) if f.name == name)
         least = bounds.get("minimum")
         most = bounds.get("maximum") or LARGEST
         if least is not None and value < least:

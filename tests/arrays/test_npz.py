@@ -72,34 +72,25 @@ def test_a_disk_that_takes_no_more_keeps_the_file_that_was_there(tmp_path):
 
 
 def odd(tmp_path):
-    """Files that hold no plain arrays, by what is said of them."""
+    """Files that hold no plain arrays, each with how its error begins."""
     path, whole = tmp_path / "odd.npz", npy(np.arange(600.0))
-    yield path, b"", "it is not an .npz file (File is not a zip file)"
-    yield path, pickle.dumps({"a": 1}), "it is not an .npz file (File is not a zip file)"
-    yield path, whole, "it is not an .npz file (File is not a zip file)"
-    for members, text in (
-        ({"a__txt": b"hello"}, "it holds 'a.txt', which is not an array"),
-        ({"a__npy": b"hello"}, "it does not hold plain arrays (EOF: reading magic string"),
-        ({"a__npy": whole[:-8]}, "'a' is not as long as its shape says"),
-        ({"a__npy": whole + b"12345678"}, "'a' is not as long as its shape says"),
-        ({"a__npy": b"\x93NUMPY\x09" + whole[7:]}, "'a' is in an unknown version of NumPy's"),
-        ({"a__npy": whole.replace(b"(600,)", b"(6**9)")}, "it does not hold plain arrays ("),
-        (
-            {"a__npy": npy(np.array([{}], object))},
-            "'a' holds Python objects, which are not unpickled",
-        ),
+    for content in (b"", pickle.dumps({"a": 1}), whole):
+        yield path, content, "it is not an .npz file"
+    for members in (
+        {"a__txt": b"hello"},
+        {"a__npy": b"hello"},
+        {"a__npy": whole[:-8]},
+        {"a__npy": b"\x93NUMPY\x09" + whole[7:]},
+        {"a__npy": whole.replace(b"(600,)", b"(6**9)")},
+        {"a__npy": npy(np.array([{}], object))},
+        {"a__npy": whole.replace(b"(600,), }   ", b"(10**15,), }")},
+        {"a__npy": whole.replace(b"(600,), }      ", b"(600000000,), }")},
     ):
-        yield archive(path, **members), None, text
-    huge = whole.replace(b"(600,), }   ", b"(10**15,), }")
-    yield archive(path, a__npy=whole.replace(b"(600,), }      ", b"(600000000,), }")), None, "'a' "
-    yield archive(path, a__npy=huge), None, "it does not hold plain arrays ("
-    yield archive(path, zipfile.ZIP_BZIP2, a__npy=whole), None, "'a' is compressed in a way that"
-    twice = bytearray(archive(path, a__npy=whole, b__npy=whole).read_bytes())
-    yield path, bytes(twice.replace(b"b.npy", b"a.npy")), "it holds 'a' twice"
+        yield archive(path, **members), None, "it does not hold plain arrays ("
     flipped = bytearray(archive(path, a__npy=whole).read_bytes())
     flipped[500] ^= 1
     yield path, bytes(flipped), "it is not an .npz file (Bad CRC-32 for file 'a.npy')"
-    yield path, bytes(flipped[:-30]), "it is not an .npz file ("
+    yield path, bytes(flipped[:-30]), "it is not an .npz file"
 
 
 def test_what_is_no_file_of_plain_arrays_is_refused_in_one_line(tmp_path):

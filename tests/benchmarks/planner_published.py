@@ -28,7 +28,7 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
 from launcher.plan import ClusterShape, Plan, describe_plan
 from launcher.plan.build import build_plan
-from launcher.plan.inter_op.auto import make_problem
+from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints, best_of
 from launcher.plan.inter_op.select import search
 from launcher.recipes import build_model

@@ -50,8 +50,11 @@ from launcher.plan import local_shape  # noqa: E402
 from launcher.report.console import make_console  # noqa: E402
 from launcher.report.pages.timeline import ProcessSpans  # noqa: E402
 from launcher.report.trackers.queued import QueuedTracker  # noqa: E402
-from launcher.train.measured_here import fetched_metrics, memory_bytes  # noqa: E402
-from launcher.train.step_result import StepResult  # noqa: E402
+from launcher.train.step_result import (  # noqa: E402
+    StepResult,
+    fetched_metrics,
+    memory_bytes,
+)
 from launcher.train.worker import TrainWorker  # noqa: E402
 
 SETTINGS = (

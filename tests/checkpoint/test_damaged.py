@@ -150,7 +150,7 @@ def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
         tmp_path / "none": "does not exist",
         tmp_path / ("a" * 300): "cannot be read (File name too long)",
         tmp_path / "empty": "holds no checkpoint",
-        checkpoints / "6" / "checksums.json": "cannot be used: it is not an .npz file (File",
+        checkpoints / "6" / "checksums.json": "cannot be used: it is not an .npz file",
         checkpoints / "6": f"is damaged: {damaged}",
         checkpoints: f"holds no intact checkpoint; in 6, {damaged}",
     }.items():
@@ -229,10 +229,10 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_this_ones(config, checkpoi
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"data": {"next_batch": 5}}, "goes on at batch 5, after 6 steps"),
-        ({"data": {"next_batch": True}}, "goes on at batch True, after 6 steps"),
+        ({"data": {"next_batch": 5}}, "continues at batch 5, after 6 steps"),
+        ({"data": {"next_batch": True}}, "continues at batch True, after 6 steps"),
         ({"data": []}, "is not a run's"),
-        ({"metrics": {"next_step": 4}}, "goes on at step 4, not 7"),
+        ({"metrics": {"next_step": 4}}, "continues at step 4, not 7"),
         ({"config": {"run": {"id": 7}}}, "names no run"),
         ({"config": None}, "is not a run's"),
     ],

@@ -81,7 +81,8 @@ def settings(cls: Any = Config, prefix: str = "", beside: Any = None) -> Iterato
         elif key != next(iter(beside or ()), None):  # which names the variant
             options = [option for option in typing.get_args(hint) if option is not type(None)]
             kind = options[0] if type(None) in typing.get_args(hint) else hint
-            optional = kind is not hint or "auto" in field.metadata
+            may_be_null = "auto" in field.metadata or field.default is None
+            optional = kind is not hint or may_be_null
             kind = typing.get_origin(kind) or kind
             yield Setting(key, kind, optional, field.metadata, beside or {})
 

@@ -127,8 +127,7 @@ def test_the_examples_of_the_help_are_right(
 def test_the_defaults_of_yaml_and_schema_agree() -> None:
     composed = load([])
     assert isinstance(composed.model, GPTOptions)
-    unfilled = (*GPTOptions.dimensions, *GPTOptions.features)
-    model = dataclasses.replace(composed.model, **dict.fromkeys(unfilled))
+    model = dataclasses.replace(composed.model, **dict.fromkeys(GPTOptions.row))
     assert dataclasses.replace(composed, model=model) == build(Config, {})
     assert load(["model=mlp", "dataset=synthetic"]).model == MLPOptions()
 

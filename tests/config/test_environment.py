@@ -70,6 +70,13 @@ def test_a_job_resolves_them_where_it_reads_them(
     )
 
 
+def test_a_frozen_file_may_hold_settings_that_have_been_deleted(here: Path) -> None:
+    tree = to_written(load([]))
+    tree["sweep"] |= {"stop_early": "never", "resubmit": False}
+    Path("config.yaml").write_text(yaml.safe_dump(tree))
+    assert load_frozen(Path("config.yaml")) == load([])
+
+
 @pytest.mark.parametrize(
     "text",
     ["${x}", r"\${x}", r"\\${x}", "a\\", r"a\b${y}c\d", "${", "x ${ y", "$x", "${oc.env:STEPS}"],

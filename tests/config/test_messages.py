@@ -204,8 +204,8 @@ COMMAND_LINES = [
     (
         "cluster=ray cluster.address=ray://head:10001",
         f"cluster.address=ray://head:10001 is not a usable address {CLI}. That is a Ray Client, "
-        "which runs this program's calls in another process: run the launcher on a node of that "
-        'Ray and give "auto", or the host:port that `ray start` told.',
+        "which runs this program's calls in another process: run the launcher on one of its "
+        'nodes and give "auto", or the host:port that `ray start` printed.',
     ),
     (
         "cluster=ray cluster.address=head",
@@ -315,7 +315,7 @@ COMMAND_LINES = [
     ),
     (
         "cluster=emulated cluster.transport=collective",
-        "cluster.transport=collective is a way between processes, and cluster.hosts=1 is one "
+        "cluster.transport=collective moves arrays between processes, and cluster.hosts=1 is one "
         f"(cluster.transport {CLI[1:-1]}, cluster.hosts in {CONF}/cluster/emulated.yaml:7). "
         "Leave it at auto.",
     ),
@@ -505,8 +505,7 @@ FILES = [
         "recipe/mine.yaml",
         "# @package _global_\nwandb: &a {name: x, group: *a}\n",
         "recipe=mine",
-        "my_conf/recipe/mine.yaml has an anchor inside what it stands for, which has no end. "
-        "It must hold names and values.",
+        "my_conf/recipe/mine.yaml is nested too deeply. It must hold names and values.",
     ),
     (
         "recipe/mine.yaml",

@@ -1,4 +1,4 @@
-"""`launcher/inference/model_layout.py`, `text_model.py`: where a model that speaks lies."""
+"""`launcher/inference/model_layout.py`, `placed_model.py`: a generating model on its devices."""
 
 import dataclasses
 import json
@@ -12,8 +12,7 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.inference.model_layout import ModelLayout, layout_of
-from launcher.inference.placed_model import ModelPlaces, everywhere
-from launcher.inference.text_model import TextModel
+from launcher.inference.placed_model import ModelPlaces, everywhere, text_generator
 from launcher.train.program import build_program
 
 HERE = Path(__file__).parent
@@ -106,7 +105,7 @@ def test_processes_of_a_training_speak_as_one_device_does(words, share):
     params = jax.jit(program.init)(program.seed).params
     greedy = dataclasses.replace(config.generate, temperature=0.0)
     places = ModelPlaces(ModelLayout({}, {}), jax.devices())
-    model = TextModel(dataclasses.replace(config, generate=greedy), places)
-    wanted = [row.tolist() for row in model.generate(params, prompts, 8)]
+    generate = text_generator(dataclasses.replace(config, generate=greedy), places)
+    wanted = [row.tolist() for row in generate(params, prompts, 8)]
     assert [tokens for tokens, _ in told] == [wanted] * 2
     assert all(of_device <= share for _, of_device in told)

@@ -15,10 +15,10 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION
 from launcher.plan.build import build_plan
 from launcher.plan.cost.stage_seconds import links_of
-from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.explain import reason
+from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints
-from launcher.plan.inter_op.runners_up import reason
 from launcher.plan.inter_op.select import search
 from launcher.plan.links import link_seconds, once_seconds
 from launcher.plan.pipeline import Pipeline, estimated, timeline

@@ -1,4 +1,4 @@
-"""What options and plans refuse, in words that say what to change; and what they make."""
+"""Options and plans: the plans they make, and refusals that name what to change."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What goes through parameter servers by a plan: by which of them, and how long it takes."""
+"""Exchanges through parameter servers in a plan: the server of each, and the time it takes."""
 
 import dataclasses
 import json

@@ -1,23 +1,21 @@
 """Decoders with a cache against the whole model; sampling; tokens and text."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import filled_params
+from whole_logits import whole_logits
 
 from launcher.recipes import InputError, build_model
 from launcher.recipes.models import decoding
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder, draw
-from launcher.recipes.models.gpt.model import GPT
 from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.llama.model import Llama
 from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.losses import output_matrix
 from launcher.recipes.models.mlp.options import MLPOptions
-from launcher.recipes.models.moe.model import MoE
 from launcher.recipes.models.moe.options import MoEOptions
 
 SMALL = {"vocab_size": 40, "sequence_length": 16, "num_layers": 2, "num_heads": 4}
@@ -43,22 +41,12 @@ PROMPTS = [[1, 2, 3], [7, 8, 9, 10, 11], [39]]
 
 def whole(options, params):
     """The logits of all tokens of a text, without a cache; of experts, that drop none."""
-    if options.name == "moe":
-        module, more = MoE(dataclasses.replace(options, capacity_factor=0.0), jnp.float32), {}
-    elif options.name == "llama":
-        module, more = Llama(options, jnp.float32), {}
-    else:
-        module, more = GPT(options, jnp.float32), {"deterministic": True}
-
-    @jax.jit
-    def forward(tokens):
-        out = module.apply({"params": params}, tokens, **more)
-        return (out[0] @ output_matrix(params) if options.name == "moe" else out)[0]
+    forward = jax.jit(functools.partial(whole_logits, options, params))
 
     def logits(text):
         """What stands behind a token changes nothing for it: one program for all lengths."""
         padded = [*text, *[0] * (options.sequence_length - len(text))]
-        return forward(jnp.array([padded]))[: len(text)]
+        return forward(jnp.array([padded]))[0, : len(text)]
 
     return logits
 
@@ -181,7 +169,7 @@ def test_the_same_seed_draws_the_same():
     params, decoder = trained(options), build_decoder(options, "fp32")
 
     def told(seed):
-        return np.array(list(Generator(decoder, Sampling())(params, PROMPTS, 8, seed))).tolist()
+        return np.array(list(Generator(decoder, Sampling(seed=seed))(params, PROMPTS, 8))).tolist()
 
     assert told(1) == told(1) != told(2)
 

@@ -51,7 +51,7 @@ def test_a_glob_is_asked_for_a_folder_of_tokens_and_then_trains(given, tmp_path)
     path = str(tmp_path / "*.jsonl")
     model = load(["dataset=synthetic"]).model
     (error,) = Documents(path=path).check(model)
-    assert str(error).startswith(f"dataset.path={path} is a glob, which tells no folder for its")
+    assert str(error).startswith(f"dataset.path={path} is a glob, which implies no folder for its")
     assert "such as dataset.tokens=" in str(error)
     named = replace(given, path=path, tokens=str(tmp_path / "out"))
     assert prepare_dataset(named, 1, lambda share: None).startswith("40 documents, ")

@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_files_stay_whole_and_validation_gets_about_its_fraction(fraction):
 
 
 def test_names_decide_not_sizes_alone():
-    renamed = [piece._replace(name=f"other/{piece.name}") for piece in MANY]
+    renamed = [replace(piece, name=f"other/{piece.name}") for piece in MANY]
     chosen = {piece.path for piece in split(MANY, 0.5, 10)[1]}
     assert chosen != {piece.path for piece in split(renamed, 0.5, 10)[1]}
 
@@ -51,7 +52,7 @@ def test_nothing_is_held_out_where_no_file_is_long_enough():
 def test_a_single_file_is_cut_at_its_end():
     (piece,) = whole({"a": 1000})
     train, validation = split([piece], 0.05, 50)
-    assert (train, validation) == ([piece._replace(stop=950)], [piece._replace(start=950)])
+    assert (train, validation) == ([replace(piece, stop=950)], [replace(piece, start=950)])
     assert split([piece], 0.05, 51) == ([piece], [])
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import filled_params
+from whole_logits import whole_logits
 
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.model import GPT
@@ -43,13 +44,9 @@ def loss_of(model, params, batch, key=None):
     return loss
 
 
-def make_gpt(dtype=jnp.float32):
-    return GPT(GPTOptions(**TINY).filled(), dtype)
-
-
 @jax.jit
 def logits_of(params, tokens):
-    return make_gpt().apply({"params": params}, tokens, True)
+    return whole_logits(GPTOptions(**TINY).filled(), params, tokens)
 
 
 def names_of(params):
@@ -155,7 +152,7 @@ def test_bf16_computes_in_bf16_and_keeps_parameters_and_loss_in_fp32():
     assert dtypes_of([e.outvars[0].aval for e in exponentials]) == {"float32"}
 
     activations = jax.eval_shape(
-        lambda p, t: make_gpt(jnp.bfloat16).apply(
+        lambda p, t: GPT(GPTOptions(**TINY).filled(), jnp.bfloat16).apply(
             {"params": p}, t, True, capture_intermediates=True
         ),
         params,

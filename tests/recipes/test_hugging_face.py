@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import weakref
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
+from whole_logits import whole_logits
 
 from launcher import checkpoint
 from launcher.checkpoint import hugging_face
@@ -26,15 +28,10 @@ from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import export
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
-from launcher.recipes.models.bert.model import BERT
 from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.gpt.model import GPT
 from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.recipes.models.hugging_face import family_named
-from launcher.recipes.models.llama.model import Llama
 from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.losses import output_matrix
-from launcher.recipes.models.moe.model import MoE
 from launcher.recipes.models.moe.options import MoEOptions
 from launcher.testing import assert_allclose
 
@@ -82,14 +79,7 @@ TOKENS = np.arange(24).reshape(2, 12) * 7 % 64
 
 def apply(options, params, tokens):
     """Our logits."""
-    if isinstance(options, BERTOptions):
-        return jax.jit(BERT(options, jnp.float32).apply)({"params": params}, tokens)
-    if isinstance(options, MoEOptions):
-        hidden, _ = jax.jit(MoE(options, jnp.float32).apply)({"params": params}, tokens)
-        return hidden @ output_matrix(params)
-    if isinstance(options, LlamaOptions):
-        return Llama(options, jnp.float32).apply({"params": params}, tokens)
-    return GPT(options, jnp.float32).apply({"params": params}, tokens, True)
+    return jax.jit(functools.partial(whole_logits, options))(params, tokens)
 
 
 def random_params(options, seed=0):

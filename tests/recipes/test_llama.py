@@ -1,6 +1,7 @@
 """`recipes/models/llama/model.py`: layers, loss, positions, windows, shared heads."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import filled_params
+from whole_logits import whole_logits
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.recipes import build_model
-from launcher.recipes.models.llama.model import Llama, rotary_frequencies, rotate
+from launcher.recipes.models.llama.model import rotary_frequencies, rotate
 from launcher.recipes.models.llama.options import LlamaOptions
 
 pytestmark = pytest.mark.devices
@@ -32,7 +34,7 @@ def random_batch(rows=4, length=16, vocabulary=256):
 
 
 def logits_of(options, params, tokens):
-    return jax.jit(Llama(options, jnp.float32).apply)({"params": params}, tokens)
+    return jax.jit(functools.partial(whole_logits, options))(params, tokens)
 
 
 def test_each_block_is_a_pipeline_layer_and_one_array_crosses_each_boundary():

@@ -13,9 +13,8 @@ from launcher.config.errors import ConfigError
 from launcher.recipes import build_model
 from launcher.recipes.models.bert.options import BERTOptions
 from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.images import classification
 from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.losses import mean_of, scores_in_chunks, scores_of
+from launcher.recipes.models.losses import classification, mean_of, scores_in_chunks, scores_of
 
 SIZES = {
     "vocab_size": 2048, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 64,

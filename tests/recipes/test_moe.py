@@ -112,7 +112,7 @@ def test_no_example_depends_on_another():
 
 
 def test_groups_and_choices_that_cannot_be_are_refused():
-    row = {name: getattr(OPTIONS, name) for name in MoEOptions.dimensions}
+    row = {name: getattr(OPTIONS, name) for name in MoEOptions.row}
     with pytest.raises(ConfigError, match=r"model.experts_per_token=5"):
         from_dict({"model": {"name": "moe", **row, "experts_per_token": 5}})
     with pytest.raises(ConfigError, match=r"model.group_size=3"):

@@ -26,7 +26,7 @@ from launcher.recipes.datasets.pictures import decode
 from launcher.recipes.datasets.pictures import index as index_module
 from launcher.recipes.datasets.pictures.decode import Fitting
 from launcher.recipes.datasets.pictures.options import Pictures
-from launcher.train.rows import own_rows, shapes_of
+from launcher.train.feed import own_rows, shapes_of
 
 VIT = SimpleNamespace(name="vit", image_size=8, channels=3, num_classes=3)
 UNET = SimpleNamespace(name="unet", image_size=8, channels=3)

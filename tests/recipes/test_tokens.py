@@ -12,7 +12,7 @@ from launcher.recipes.data.corpus.meta import CorpusMeta, TokenPart, write_meta
 from launcher.recipes.datasets.mixture.options import Mixture
 from launcher.recipes.datasets.text.options import Text
 from launcher.recipes.datasets.tokens.options import Tokens
-from launcher.train.rows import own_rows, shapes_of
+from launcher.train.feed import own_rows, shapes_of
 
 LENGTH = 4
 

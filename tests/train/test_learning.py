@@ -22,7 +22,7 @@ from launcher.plan import local_shape
 from launcher.recipes import InputError, build_model
 from launcher.runtime import compile_step
 from launcher.train.lora import with_adapters
-from launcher.train.matrices import matrix_axes
+from launcher.train.muon import matrix_axes
 from launcher.train.program import build_program, build_steps
 from launcher.train.step import init_state, make_train_step
 from launcher.train.worker import TrainWorker

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from launcher.recipes.data.batches import batches, held_out
-from launcher.train.rows import filled, own_rows, pieces, shapes_of
+from launcher.train.feed import filled, own_rows, pieces, shapes_of
 
 SHAPES = {"x": jax.ShapeDtypeStruct((6, 2), np.float32)}
 

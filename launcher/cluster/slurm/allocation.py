@@ -145,7 +145,7 @@ def _interface_address(interface: str) -> str:
             f"cluster.slurm.network_interface={interface} has no IPv4 address on "
             f"{os.environ.get('SLURMD_NODENAME', 'this node')}, which has: {', '.join(interfaces)}"
         )
-    return found[0]
+    return str(found[0])
 
 
 def _node_address(node: str) -> str:

@@ -1,4 +1,4 @@
-"""What sharding a program costs: the operations left to a device, and the bytes of its collectives.
+"""Cost of sharding a program: the operations left to a device, and the bytes of its collectives.
 
 Counted equation by equation, as `spmd` says that each runs. A sum over a dimension that is cut ends
 in an all-reduce of the result, or in a reduce-scatter where the result is cut along the same axis;
@@ -233,10 +233,10 @@ def loads(sharding: Sharding, flows: Flow) -> list[tuple[Use, Load]]:
 def loads_again(
     again: Recomputed, spec: Callable[[Var], Spec], sizes: Mapping[str, int], flows: Flow
 ) -> list[tuple[Use, Load]]:
-    """Return the load of every equation that a backward pass computes again.
+    """Return the load of every equation that a backward pass recomputes.
 
     Args:
-        again: what it computes again.
+        again: what it recomputes.
         spec: returns the spec of a value of the forward pass.
         sizes: the devices along each mesh axis.
         flows: as for `loads`.

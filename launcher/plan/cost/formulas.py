@@ -169,10 +169,10 @@ class PassParts:
 
     Attributes:
         work: of the forward pass, without communication.
-        work_back: of the backward pass, without what is computed again.
-        again: of what the backward pass computes again, without communication.
+        work_back: of the backward pass, without what is recomputed.
+        again: of what the backward pass recomputes, without communication.
         sums: of the collectives of the forward pass.
-        sums_back: of the collectives of the backward pass, with those of what it computes again.
+        sums_back: of the collectives of the backward pass, with those of what it recomputes.
         gather: of gathering the parameters that are sharded along data (ZeRO-3).
         scatter: of reducing and scattering their gradients.
     """

@@ -202,7 +202,7 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) ->
 
 
 def _spreads(eqn: Equation) -> bool:
-    """Return whether the result is a broadcast, which is computed again at no cost."""
+    """Return whether the result is a broadcast, which is recomputed at no cost."""
     read = max((v.aval.size for v in eqn.invars), default=1)
     return eqn.primitive.name in BROADCASTS and read < eqn.outvars[0].aval.size
 

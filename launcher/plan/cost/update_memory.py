@@ -1,4 +1,4 @@
-"""What a device needs beside its state while the update of a step runs. Pure."""
+"""Memory that the update of a step needs on a device beside its state. Pure."""
 
 from __future__ import annotations
 

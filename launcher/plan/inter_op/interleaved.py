@@ -14,13 +14,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from launcher.base.remat_name import parse_remat
-from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.sharding.layout import MODEL
+from launcher.partition.assignment import Assignment
 from launcher.plan.inter_op.layer_table import LayerTable
-from launcher.plan.inter_op.problem import Constraints, Problem
-from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, meshes_of, recompute_in
+from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
 from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
-from launcher.plan.inter_op.submeshes import Mesh, place_submeshes
+from launcher.plan.inter_op.stage_profiling import ZERO_LEVELS, choice_on, meshes_of, recompute_in
 from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4
@@ -66,8 +64,12 @@ def interleaved_plans(
             for remats, (meshes, each) in itertools.product(bounds.remats, cuts):
                 seconds = bounds.least(remats, meshes, meshes * each)
                 if seconds < below:
-                    way = mesh, zero, remats
-                    found.append((seconds, _assignment(problem, point, way, meshes, each)))
+                    stages, (remat, last) = meshes * each, remats
+                    one = choice_on(mesh, zero, remat, table)
+                    choices = [one] * (stages - 1) + [dataclasses.replace(one, remat=last)]
+                    length = len(problem.groups) // stages
+                    runs = [(s * length, (s + 1) * length) for s in range(stages)]
+                    found.append((seconds, assignment_of(problem, point, runs, choices, meshes)))
     return sorted(found, key=lambda one: one[0])
 
 
@@ -133,31 +135,6 @@ def _in_flight(schedule: Schedule, meshes: int, count: int, each: int) -> np.nda
     return np.array([bound(mesh, meshes, count, each) for mesh in range(meshes - 1)])
 
 
-Way = tuple[Mesh, int, tuple[str, str]]  # ZeRO level, remats
-
-
-def _assignment(
-    problem: Problem, point: SearchPoint, way: Way, meshes: int, each: int
-) -> Assignment:
-    mesh, zero, (remat, last) = way
-    stages, logical_mesh = meshes * each, (mesh.data, mesh.size(MODEL))
-    return Assignment(
-        method="auto",
-        layers=_turns(problem.groups, (len(problem.groups) // meshes,) * meshes, each),
-        submeshes=tuple(
-            Submesh(devices, logical_mesh)
-            for devices in place_submeshes([mesh.devices] * meshes, problem.cluster)
-        ),
-        mesh_of=tuple(s % meshes for s in range(stages)),
-        num_micro_batches=point.num_micro_batches,
-        schedule=point.schedule,
-        remat=(*(remat,) * (stages - 1), last),
-        zero=(zero,) * stages,
-        sequence=(problem.table.is_sequence(mesh.row),) * stages,
-        reduction=point.reduction,
-    )
-
-
 def interleaved_like(
     assignment: Assignment, problem: Problem, wanted: Constraints, schedule: str
 ) -> Iterator[Assignment]:
@@ -169,7 +146,7 @@ def interleaved_like(
     count, total = len(assignment.submeshes), len(problem.groups)
     if wanted.num_stages is not None:
         return
-    # Stages are shorter: where some layers were computed again all are. The last stage does both
+    # Stages are shorter: where some layers were recomputed all are. The last stage does both
     # passes at once, and holds few microbatches, unlike those before it.
     *remats, last = (wanted.remat or parse_remat(word).policy for word in assignment.remat)
     for each in range(2, _MOST_STAGES_A_MESH + 1):

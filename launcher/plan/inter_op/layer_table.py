@@ -173,7 +173,7 @@ class LayerTable:
         num_distinct: number of layers that are different programs.
         sequence: whether each model axis cuts the data along its sequence, and not the parameters;
             empty: none does.
-        selective: whether it is known what layers cost that are computed again selectively.
+        selective: whether it is known what layers cost that are selectively recomputed.
         update_share: bytes that the update stores, of those of the gradients.
         groups: the step's layers in each layer of the table; empty: the same.
         measured: the layers' measured seconds, instead of the cost model's.

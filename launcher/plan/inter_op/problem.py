@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,9 @@ from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cost.formulas import Links
 from launcher.plan.inter_op.layer_table import PER_SAMPLE, LayerTable
 from launcher.plan.inter_op.recompute import FEWEST
-from launcher.plan.inter_op.stage_choices import Outline, Outlines, Priced, StageChoice, price
+from launcher.plan.inter_op.stage_construction import BestStages, best_stages, lower_bound
 from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
-from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
+from launcher.plan.inter_op.stage_profiling import Outline, Outlines, Priced, StageChoice, price
 from launcher.plan.inter_op.submeshes import Mesh, place_submeshes, spread_divisors, submesh_sizes
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
@@ -177,7 +178,7 @@ def alike_but_replicas(every: Iterable[SearchPoint]) -> Iterator[list[SearchPoin
 def remat_choices(wanted: Constraints, schedule: str) -> tuple[str, ...]:
     """Return the words for rematerialisation that a stage may have under a schedule.
 
-    A schedule that splits backward passes is searched for what is not computed again, unless it is
+    A schedule that splits backward passes is searched for what is not recomputed, unless it is
     asked for: there may be none.
     """
     if SCHEDULES[schedule].splits_backward and wanted.schedule is None:
@@ -193,24 +194,46 @@ def candidate_of(
     """Return stages that were found as an assignment."""
     count = len(found.stages)
     at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
-    groups = [problem.groups[first:end] for first, end, _ in found.stages]
     chosen = [priced.choices[int(priced.chosen[i])] for i in at]
+    recomputes = [problem.table.recomputes[int(priced.recomputed[i])] for i in at]
+    runs = [(first, end) for first, end, _ in found.stages]
     choices = tuple(
-        dataclasses.replace(one, remat=problem.table.recomputes[priced.recomputed[i]].remat(of))
+        dataclasses.replace(one, remat=recompute.remat(problem.groups[first:end]))
         if one.remat == FEWEST
         else one
-        for one, i, of in zip(chosen, at, groups, strict=True)
+        for one, recompute, (first, end) in zip(chosen, recomputes, runs, strict=True)
     )
-    sizes = [priced.candidates.sizes[j] for _, _, j in found.stages]
-    devices = place_submeshes(sizes, problem.cluster)
-    layers = tuple(tuple(layer for group in of for layer in group) for of in groups)
-    assignment = Assignment(
+    assignment = assignment_of(problem, point, runs, choices)
+    memory = tuple(float(priced.memory[i]) for i in at)
+    return Candidate(assignment, found.objective, choices, memory)
+
+
+def assignment_of(
+    problem: Problem,
+    point: SearchPoint,
+    runs: Sequence[tuple[int, int]],
+    choices: Sequence[StageChoice],
+    num_meshes: int | None = None,
+) -> Assignment:
+    """Return stages of runs of layer groups as an assignment.
+
+    Args:
+        problem: the problem.
+        point: the values held fixed.
+        runs: the groups of each stage, `(first, end)`.
+        choices: how each stage uses its devices.
+        num_meshes: the submeshes, on which the stages take turns; None: each has its own.
+    """
+    count = num_meshes or len(runs)
+    shapes = [choice.logical_mesh for choice in choices[:count]]
+    devices = place_submeshes([math.prod(shape) for shape in shapes], problem.cluster)
+    return Assignment(
         method="auto",
-        layers=layers,
-        submeshes=tuple(
-            Submesh(of, choice.logical_mesh) for of, choice in zip(devices, choices, strict=True)
+        layers=tuple(
+            tuple(itertools.chain.from_iterable(problem.groups[first:end])) for first, end in runs
         ),
-        mesh_of=tuple(range(count)),
+        submeshes=tuple(map(Submesh, devices, shapes)),
+        mesh_of=tuple(s % count for s in range(len(runs))),
         num_micro_batches=point.num_micro_batches,
         schedule=point.schedule,
         remat=tuple(choice.remat for choice in choices),
@@ -218,5 +241,3 @@ def candidate_of(
         sequence=tuple(choice.sequence for choice in choices),
         reduction=point.reduction,
     )
-    memory = tuple(float(priced.memory[i]) for i in at)
-    return Candidate(assignment, found.objective, choices, memory)

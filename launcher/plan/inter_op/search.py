@@ -15,8 +15,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from launcher.partition.assignment import Assignment
-from launcher.plan.inter_op.equal_stages import equal_stages
-from launcher.plan.inter_op.found import Found
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import (
     Constraints,
@@ -28,16 +26,25 @@ from launcher.plan.inter_op.problem import (
     remat_choices,
     settings,
 )
-from launcher.plan.inter_op.stage_choices import Outline, Outlines, Priced, hidden_forwards, price
-from launcher.plan.inter_op.stage_cost import SearchPoint
-from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
-from launcher.plan.inter_op.stage_enumeration import (
+from launcher.plan.inter_op.refine import (
+    SearchResult,
+    equal_stages,
+    on_few_devices,
+    recounted,
+    under_every_schedule,
+)
+from launcher.plan.inter_op.stage_construction import (
+    BestStages,
     Crossings,
+    best_stages,
     enumeration_cells,
+    least_cover,
+    lower_bound,
     stages_by_objective,
 )
+from launcher.plan.inter_op.stage_cost import SearchPoint
+from launcher.plan.inter_op.stage_profiling import Outline, Outlines, Priced, hidden_forwards, price
 from launcher.plan.inter_op.submeshes import submesh_sizes
-from launcher.plan.inter_op.variants import on_few_devices, recounted, schedule_variants
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 
 Bounded = tuple[float, Assignment | None]  # neither this nor what comes later is below the seconds
@@ -51,18 +58,18 @@ _MOST_CELLS = 50_000_000  # of the tables that tell which are worth it: else the
 
 def find_plans(
     problem: Problem, wanted: Constraints, progress: Progress = lambda share: None
-) -> Found:
+) -> SearchResult:
     """Return the best plans and a lower bound; no plans where nothing fits."""
-    found = Found(problem)
+    found = SearchResult(problem, wanted)
     if problem.cluster.hosts > 1:
         # Behind slow links the bounds show late that the other hosts are better left idle.
         alone = find_plans(_on_one_host(problem), wanted)
         for assignment, _ in alone.ranked[:1] if alone.estimates else ():
             found.add(assignment)
-    every = enumerate(_branches(problem, wanted, found))
+    every = enumerate(_branches(found))
     branches = [(bound, k, branch) for k, (bound, branch) in every]
-    found.add_equal_stages(wanted)
-    found.recount(wanted)
+    found.add_equal_stages()
+    found.recount()
     heapq.heapify(branches)
     total = len(branches)
     left: list[float] = []  # lower bounds on what was left out
@@ -82,21 +89,19 @@ def find_plans(
         if following[1]:
             found.add(following[1])
     left += [bound for bound, _, _ in branches[:1]]
-    found.recount(wanted)
-    found.reschedule(wanted)
-    found.climb(wanted)
+    found.refine()
     found.least_seconds = min([found.best, *left])
     return found
 
 
-def plans_on_one_machine(problem: Problem, wanted: Constraints, progress: Progress) -> Found:
-    """Return the best plans where devices share a machine, without a bound (`variants`)."""
-    found = Found(problem)
+def plans_on_one_machine(problem: Problem, wanted: Constraints, progress: Progress) -> SearchResult:
+    """Return the best plans where devices share a machine, without a bound (`refine`)."""
+    found = SearchResult(problem, wanted)
     assignments = [candidate.assignment for candidate in best_of(problem, wanted, progress)]
     for best in assignments[:1]:
         more = recounted(best, problem, wanted)
         assignments = [best, *more, *assignments[1:]]
-    for one in (v for given in assignments for v in schedule_variants(given, problem, wanted)):
+    for one in (v for given in assignments for v in under_every_schedule(given, problem, wanted)):
         found.add(one)
     if found.estimates:  # on fewer devices nothing fits that does not on all
         limit, on_all = found.best / _WORTH_IDLING, set(found.estimates)
@@ -104,15 +109,13 @@ def plans_on_one_machine(problem: Problem, wanted: Constraints, progress: Progre
             found.add(one)
             if one not in on_all and limit < found.seconds_of(one) < math.inf:
                 del found.estimates[one]
-    found.climb(wanted)
+    found.climb()
     return found
 
 
-def _branches(
-    problem: Problem, wanted: Constraints, found: Found
-) -> Iterator[tuple[float, Iterator[Bounded]]]:
-    """Yield what there is to search, each with a lower bound."""
-    asked = wanted.schedule
+def _branches(found: SearchResult) -> Iterator[tuple[float, Iterator[Bounded]]]:
+    """Yield the branches of the search, each with a lower bound."""
+    problem, wanted, asked = found.problem, found.wanted, found.wanted.schedule
     others = [
         one
         for one in SCHEDULES.values()
@@ -129,14 +132,14 @@ def _branches(
                 found.equal += equal_stages(problem, point, known)
             if not math.isfinite(least):
                 continue
-            yield least, _stages(problem, wanted, point, known, found)
+            yield least, _stages(found, point, known)
             taken = least_cover(known.device_seconds)
             for other, every in zip(others, outlines_under, strict=True):
                 under = _under(other, point, wanted)
                 if other.interleaves:
-                    branch = _interleaved(problem, wanted, under, taken, found)
+                    branch = _interleaved(found, under, taken)
                 else:
-                    branch = _stages_under(problem, wanted, under, every, found)
+                    branch = _stages_under(found, under, every)
                 yield taken / devices, branch
 
 
@@ -146,19 +149,16 @@ def _under(schedule: Schedule, point: SearchPoint, wanted: Constraints) -> Searc
     return dataclasses.replace(point, schedule=schedule.name, remats=remats)
 
 
-def _stages_under(
-    problem: Problem, wanted: Constraints, point: SearchPoint, outlines: Outlines, found: Found
-) -> Iterator[Bounded]:
+def _stages_under(found: SearchResult, point: SearchPoint, outlines: Outlines) -> Iterator[Bounded]:
     """Yield plans under a schedule that the point was not outlined for yet."""
     known = outlines.of(point)
-    yield sum(lower_bound(known.candidates, problem.cluster.num_devices)), None
-    yield from _stages(problem, wanted, point, known, found)
+    yield sum(lower_bound(known.candidates, found.problem.cluster.num_devices)), None
+    yield from _stages(found, point, known)
 
 
-def _stages(
-    problem: Problem, wanted: Constraints, point: SearchPoint, known: Outline, found: Found
-) -> Iterator[Bounded]:
+def _stages(found: SearchResult, point: SearchPoint, known: Outline) -> Iterator[Bounded]:
     """Yield plans by what they take at least, the best stages first."""
+    problem, wanted = found.problem, found.wanted
     devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, point)
     useful = known.useful(devices, found.limit)
     priced = price(*of, problem.sizes, useful=useful)
@@ -219,7 +219,8 @@ def _crossings(problem: Problem, point: SearchPoint) -> Crossings | None:
 
 
 def _interleaved(
-    problem: Problem, wanted: Constraints, point: SearchPoint, device_seconds: float, found: Found
+    found: SearchResult, point: SearchPoint, device_seconds: float
 ) -> Iterator[Bounded]:
-    yield from interleaved_plans(problem, wanted, point, found.limit, device_seconds)
+    of = found.problem, found.wanted, point
+    yield from interleaved_plans(*of, found.limit, device_seconds)
     yield math.inf, None

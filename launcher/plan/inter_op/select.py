@@ -13,20 +13,23 @@ from launcher.partition.assignment import Assignment
 from launcher.plan.build import PlanBuilder
 from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.followers.further import lead_of
-from launcher.plan.inter_op.alternatives import next_best
-from launcher.plan.inter_op.auto import make_problem
-from launcher.plan.inter_op.climb import fewest_again, ungrouped
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.fewer_rows import fewer_rows_note
-from launcher.plan.inter_op.found import Estimated, Found
-from launcher.plan.inter_op.infeasible import leanest, nothing_fits
+from launcher.plan.inter_op.explain import (
+    fewer_rows_note,
+    leanest,
+    most_bytes,
+    next_best,
+    nothing_fits,
+    runners_up,
+)
+from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints, Problem
-from launcher.plan.inter_op.runners_up import most_bytes, runners_up
+from launcher.plan.inter_op.refine import Estimated, SearchResult, fewest_again, ungrouped
 from launcher.plan.inter_op.search import find_plans, plans_on_one_machine
 from launcher.plan.notes import refused_notes
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
-from launcher.plan.words import describe_plan
+from launcher.plan.stage_plan import describe_plan
 from launcher.trace.errors import BatchError, JoinedError
 from launcher.trace.step import TracedStep
 
@@ -35,8 +38,8 @@ _MOST_BUILT = 3  # of those that fit
 # with it. So a plan that was taken to fit may not.
 _SEARCHES = 3  # at most: the next where nothing that was built fits
 _MARGIN = 0.98  # of the memory that the next one gets
-_REFITS = 3  # at most, of what a plan computes again
-_PRECISION = 1.002  # relative error of an estimate's seconds: plans within it are not told apart
+_REFITS = 3  # at most, of what a plan recomputes
+_PRECISION = 1.002  # relative error of an estimate's seconds: plans within it are not distinguished
 
 
 def search(
@@ -128,7 +131,7 @@ def _leanest(
     raise nothing_fits(problem, wanted, least, plan)
 
 
-def _find(problem: Problem, wanted: Constraints, progress: Callable[[float], None]) -> Found:
+def _find(problem: Problem, wanted: Constraints, progress: Callable[[float], None]) -> SearchResult:
     """Return the best plans by their simulated timelines; none where nothing fits.
 
     Raises:
@@ -164,7 +167,7 @@ def _of_every_depth(
 
 
 def _selected(
-    built: Sequence[tuple[Plan, Estimated]], found: Found, refused: Mapping[int, BatchError]
+    built: Sequence[tuple[Plan, Estimated]], found: SearchResult, refused: Mapping[int, BatchError]
 ) -> tuple[Plan, Estimated]:
     """Return the best of the plans that fit, with the next best ones, and its estimate.
 
@@ -198,7 +201,7 @@ def _build(
         estimates: the estimates, best first.
         most: the bytes of a device.
         progress: called after each.
-        problem: the problem, if what a plan computes again may be changed so that it fits.
+        problem: the problem, if what a plan recomputes may be changed so that it fits.
 
     Returns:
         The plans, and why the batch cannot be cut into a number of slices, by that number.
@@ -239,7 +242,7 @@ def _build(
 
 
 def _leaner(plan: Plan, of: Estimated, problem: Problem) -> Estimated | None:
-    """Return a plan that was built with more layers computed again, and its estimate.
+    """Return a plan that was built with more layers recomputed, and its estimate.
 
     They are as many as make up for what the estimate of each stage's memory was too low by. None:
     they do not suffice.

@@ -92,10 +92,9 @@ class StageCosts:
     """Costs of all stages on some logical meshes: arrays `[mesh, first, end]`, of seconds or bytes.
 
     A stage is the layers `first … end - 1`. Its memory and its passes depend on what it recomputes,
-    a `Recompute`; None: each of `choices`, along a leading axis.
+    a `Recompute`; None: each of the table's `recomputes`, along a leading axis.
 
     Attributes:
-        choices: everything that a stage may recompute.
         known: the results of methods, by name and arguments.
         whole: the costs that these are a part of, and the positions of the meshes there.
     """
@@ -133,10 +132,6 @@ class StageCosts:
         self._links = [links or links_within(mesh, cluster) for mesh in meshes]
         self._slices = [point.num_micro_batches * mesh.data for mesh in meshes]
 
-    @property
-    def choices(self) -> tuple[Recompute, ...]:  # noqa: D102 (an attribute)
-        return self.table.recomputes
-
     def among(self, kept: Sequence[int], point: SearchPoint) -> StageCosts:
         """Return the costs on the meshes at `kept`, in a point that differs in its replicas alone.
 
@@ -164,21 +159,20 @@ class StageCosts:
         return self._column([getattr(one, axis, inside) for one in self._links])
 
     def _all_reduce(
-        self, axis: str, size: Amount, count: Amount | None, devices: Amount | None = None
+        self, axis: str, size: Amount, count: Amount, devices: Amount | None = None
     ) -> Any:
         """Return the seconds of all-reduces along an axis.
 
         Args:
             axis: the axis.
             size: bytes of all arrays.
-            count: number of arrays; None: without latency.
+            count: number of arrays; 0: without latency.
             devices: the devices of each ring, if they are a part of the axis.
         """
         ring = self._size(axis) if devices is None else devices
-        latency = (0.0,) if count is None else (self.cluster.latency, count)
-        return all_reduce_seconds(size, ring, self._rate(axis), *latency)
+        return all_reduce_seconds(size, ring, self._rate(axis), self.cluster.latency, count)
 
-    def _gather(self, axis: str, size: Amount, count: Amount | None) -> Any:
+    def _gather(self, axis: str, size: Amount, count: Amount) -> Any:
         """Return the seconds of all-gathers or reduce-scatters along an axis."""
         return self._all_reduce(axis, size, count) / 2
 
@@ -218,38 +212,40 @@ class StageCosts:
 
     # Recomputation
 
-    def _selective(self, recompute: Recompute | None) -> Any:
-        """Return whether layers are recomputed selectively."""
+    @_kept
+    def _parts(self, recompute: Recompute | None) -> tuple[Any, Any, Any]:
+        """Return how many layers are recomputed in full, whether the others are, how many are."""
+        most = self.table.num_layers
         if recompute is not None:
-            return recompute.selective
-        return np.array([one.selective for one in self.choices])[:, None, None, None]
-
-    def _full(self, recompute: Recompute | None) -> int | np.ndarray:
-        """Return how many layers are recomputed in full."""
-        return (
-            recompute.full
-            if recompute is not None
-            else np.array([one.full for one in self.choices])
-        )
+            full, selective, _ = recompute
+            return full, selective, most if selective else full
+        pairs = [(one.full, one.selective) for one in self.table.recomputes]
+        counts, chosen = (np.array(of) for of in zip(*pairs, strict=True))
+        return counts, chosen[:, None, None, None], np.where(chosen, most, counts)
 
     def _in_full(self, of: np.ndarray, recompute: Recompute | None) -> np.ndarray:
         """Return the costs of the layers that are recomputed in full."""
-        return first_layers(of, self._full(recompute))
-
-    def _others(self, of: np.ndarray, recompute: Recompute | None, selectively: bool) -> np.ndarray:
-        """Return the costs of the other layers if they are recomputed selectively, or if not."""
-        is_so = self._selective(recompute) == selectively
-        if recompute is not None and not is_so:
-            return np.zeros_like(of)
-        others = other_layers(of, self._full(recompute))
-        return others if recompute is not None else np.where(is_so, others, 0.0)
+        return first_layers(of, self._parts(recompute)[0])
 
     def _recomputed(self, of: np.ndarray, recompute: Recompute | None) -> np.ndarray:
         """Return the costs of the layers that are recomputed in either way."""
-        full, most = self._full(recompute), self.table.num_layers
-        if recompute is not None:
-            return first_layers(of, most if recompute.selective else full)
-        return first_layers(of, np.where(self._selective(None)[:, 0, 0, 0], most, full))
+        return first_layers(of, self._parts(recompute)[2])
+
+    def _others(self, of: np.ndarray, recompute: Recompute | None, selectively: bool) -> np.ndarray:
+        """Return the costs of the other layers if they are recomputed selectively, or if not."""
+        full, selective, _ = self._parts(recompute)
+        if recompute is None:
+            return np.where(selective == selectively, other_layers(of, full), 0.0)
+        return other_layers(of, full) if selective == selectively else np.zeros_like(of)
+
+    def _repeated(
+        self, of: np.ndarray, selectively: np.ndarray, recompute: Recompute | None
+    ) -> np.ndarray:
+        """Return the costs that recomputation repeats: of layers in full, else `selectively`."""
+        found = self._in_full(of, recompute)
+        if self._may_be_selective(recompute):
+            found = found + self._others(selectively, recompute, selectively=True)
+        return found
 
     def _may_be_selective(self, recompute: Recompute | None) -> bool:
         return self.table.selective if recompute is None else recompute.selective
@@ -291,16 +287,14 @@ class StageCosts:
     @_kept
     def _state_bytes(self, zero: int) -> Arrays:
         data = self._size(DATA)
-        state: Amount = self._of("parameter_bytes")
-        whole: Amount = 0.0
-        if zero == 3:  # a pass has them whole, and their gradients
-            state = sharded_bytes(state, self._sharded(zero, "parameter_bytes"), data)
-            whole = 2 * self._sharded(zero, "parameter_bytes")
+        cut = self._sharded(zero, "parameter_bytes") * (zero == 3)
+        state = sharded_bytes(self._of("parameter_bytes"), cut, data)
         state = state + sharded_bytes(*self._whole_and_sharded(zero, "optimizer_bytes"), data)
         running, summing, updating = self._gradient_bytes(zero)
         updating = updating * (1 + self.table.update_share)
         return (
-            np.asarray(self._of("batch_bytes") / data + state + whole + running),
+            # A pass has what is sharded whole, and its gradients.
+            np.asarray(self._of("batch_bytes") / data + state + 2 * cut + running),
             np.asarray(state + np.maximum(summing, updating)),
         )
 
@@ -398,30 +392,55 @@ class StageCosts:
 
     @_shared
     def _work(self) -> Arrays:
-        """Return the seconds of both passes without communication."""
+        """Return the seconds of both passes, and of selective recomputation, without sums."""
         rows = [self.point.batch_size / slices for slices in self._slices]
         pairs = [
             self.table.work_seconds(mesh.row, slices, row)
             for mesh, slices, row in zip(self.meshes, self._slices, rows, strict=True)
         ]
-        return tuple(np.stack(of) for of in zip(*pairs, strict=True))
-
-    @_shared
-    def _along_model(self) -> Arrays:
-        """Return the seconds along model of both passes, and those the backward pass may repeat."""
-        backward = self._a_slice("backward_bytes") + self._of("fixed_backward_bytes")
-        return (
-            self._all_reduce(MODEL, self._a_slice("forward_bytes"), self._of("forward_sums")),
-            self._all_reduce(MODEL, backward, self._of("backward_sums")),
-            self._all_reduce(MODEL, self._a_slice("repeated_bytes"), self._of("repeated_sums")),
-        )
-
-    @_shared
-    def _selective_parts(self) -> Arrays:
-        """Return the seconds of work and of sums that selective recomputation repeats."""
+        work, back = (np.stack(of) for of in zip(*pairs, strict=True))
+        if not self.table.selective:
+            return work, back, work
         share = self._each(lambda mesh, slices: self.table.selective_share(mesh.row, slices))
-        size, count = self._a_slice("selective_bytes"), self._of("selective_sums")
-        return self._work()[0] * share, self._all_reduce(MODEL, size, count)
+        return work, back, work * share
+
+    @_shared
+    def _along_model(self, latency: bool) -> Arrays:
+        """Return the seconds along model of the forward pass and of the backward pass.
+
+        Then come those of what the backward pass gathers as the forward pass did, and of what
+        selective recomputation sums; all with latency, or without.
+        """
+        found = []
+        for name in ("forward", "backward", "repeated", "selective"):
+            size, count = self._a_slice(f"{name}_bytes"), latency * self._of(f"{name}_sums")
+            if name == "backward":
+                size = size + self._of("fixed_backward_bytes")
+            found.append(self._all_reduce(MODEL, size, count))
+        return tuple(found)
+
+    def _sums(
+        self, gathers: bool, recompute: Recompute | None, latency: bool
+    ) -> tuple[np.ndarray, np.ndarray, Amount, Amount]:
+        """Return the seconds of a microbatch's collectives but its row sums.
+
+        They are the all-reduces along model of the forward and of the backward pass, the all-gather
+        of parameters that are sharded along data, and the reduce-scatter of their gradients.
+        """
+        forward, backward, repeated, selectively = self._along_model(latency)
+        backward = backward + np.where(self.runs_as_one(recompute), 0.0, repeated)
+        backward = backward + self._repeated(forward, selectively, recompute)
+        if not gathers:
+            return forward, backward, 0.0, 0.0
+        size, count = self._sharded(3, "parameter_bytes"), self._sharded(3, "parameters")
+        gather = self._gather(DATA, size, latency * count)
+        return forward, backward, gather, self._scatter_seconds(3, latency)
+
+    def _row_sums(self, latency: bool) -> Any:
+        """Return the seconds to sum gradients along the devices that share a microbatch's rows."""
+        rows_axis = self._size(DATA) // (self.point.replicas or 1)
+        size, count = self._of("parameter_bytes"), latency * self._of("parameters")
+        return self._all_reduce(DATA, size, count, rows_axis)
 
     def passes(self, zero: int, recompute: Recompute | None) -> PassSeconds:
         """Return the seconds of a microbatch's passes."""
@@ -429,34 +448,13 @@ class StageCosts:
 
     @_kept
     def _passes(self, gathers: bool, recompute: Recompute | None) -> PassSeconds:
-        (work, back), (sums, sums_back, repeated) = self._work(), self._along_model()
-        as_one = self.runs_as_one(recompute)
-        sums_back = sums_back + np.where(as_one, 0.0, repeated) + self._in_full(sums, recompute)
-        sums_back, more = sums_back + self._row_sums(), self._in_full(work, recompute)
-        if self._may_be_selective(recompute):
-            own, own_sums = (
-                self._others(of, recompute, selectively=True) for of in self._selective_parts()
-            )
-            sums_back, more = sums_back + own_sums, more + own
-        gather: Amount = 0.0
-        scatter: Amount = 0.0
-        if gathers:
-            size, count = self._sharded(3, "parameter_bytes"), self._sharded(3, "parameters")
-            gather = self._gather(DATA, size, count)
-            scatter = self._scatter_seconds(3)
+        work, back, selectively = self._work()
+        sums, sums_back, gather, scatter = self._sums(gathers, recompute, latency=True)
+        sums_back = sums_back + self._row_sums(True)
+        more = self._repeated(work, selectively, recompute)
         parts = PassParts(work, back, more, sums, sums_back, gather, scatter)
-        splits = self._schedule.splits_backward
-        return pass_seconds(parts, self.cluster.dispatch_overhead, as_one, self._is_first, splits)
-
-    @_kept
-    def _row_sums(self) -> Amount:
-        """Return the seconds to sum gradients along the devices that share a microbatch's rows."""
-        size, count = self._of("parameter_bytes"), self._of("parameters")
-        return np.asarray(self._all_reduce(DATA, size, count, self._rows_axis))
-
-    @property
-    def _rows_axis(self) -> np.ndarray:
-        return np.asarray(self._size(DATA) // (self.point.replicas or 1))
+        splits, overhead = self._schedule.splits_backward, self.cluster.dispatch_overhead
+        return pass_seconds(parts, overhead, self.runs_as_one(recompute), self._is_first, splits)
 
     @_shared
     def _crossing_seconds(self) -> Arrays:
@@ -465,10 +463,9 @@ class StageCosts:
         They are those to the next stage, and those of its gradient to the one before. The other
         stage is taken to be no slower than this one, and on the same host if both fit there.
         """
-        rates, senders = zip(
-            *(mesh.link_to_next(self.cluster) for mesh in self.meshes), strict=True
-        )
-        out = np.asarray(self.sent() / self._column(rates) / self._column(senders))
+        links = [mesh.link_to_next(self.cluster) for mesh in self.meshes]
+        rates, senders = (self._column(of) for of in zip(*links, strict=True))
+        out = np.asarray(self.sent() / rates / senders)
         back = np.broadcast_to(out[..., 0, :-1, None], out.shape)
         return out, back, np.where(out > 0, self.cluster.latency, 0.0)
 
@@ -485,19 +482,19 @@ class StageCosts:
         Gradients are summed over the replicas beside the backward pass, and the update reads and
         writes the state.
         """
-        sums, buckets, gathers, state = self._once_parts(zero)
+        sums, buckets, gathers, state = self._once_parts(zero, True)
         backward = self.passes(zero, recompute).backward
         exposed = exposed_seconds(sums, buckets, beside_seconds(backward, self.cluster))
         return np.asarray(update_seconds(exposed + gathers, state, self.cluster.memory_bandwidth))
 
     def hidden(self, zero: int, recompute: Recompute) -> np.ndarray:
         """Return the seconds of the sums once a step that run under a backward pass."""
-        sums, buckets, _, _ = self._once_parts(zero)
+        sums, buckets, _, _ = self._once_parts(zero, True)
         backward = beside_seconds(self.passes(zero, recompute).backward, self.cluster)
         return np.asarray(sums - exposed_seconds(sums, buckets, backward))
 
     @_kept
-    def _once_parts(self, zero: int) -> tuple[Amount, Amount, Amount, Amount]:
+    def _once_parts(self, zero: int, latency: bool) -> tuple[Amount, Amount, Amount, Amount]:
         """Return the seconds of sums, their buckets, the seconds of gathers, the state's bytes."""
         owned, owned_cut = self._whole_and_sharded(zero, "owned_bytes")
         kept, kept_cut = self._whole_and_sharded(zero, "optimizer_bytes")
@@ -506,19 +503,20 @@ class StageCosts:
         sharded = kept_cut + (owned_cut if zero == 3 else 0.0)
         buckets = self._buckets(size - size_cut, count - count_cut)
         replicas, crossing = self.point.replicas or 1, self._crossing(size - size_cut)
-        sums = self._all_reduce(DATA, crossing, buckets, replicas)
+        sums = self._all_reduce(DATA, crossing, latency * buckets, replicas)
         gathers: Amount = 0.0
         if zero == 2:  # scattered, and gathered after the update
-            sums = sums + self._scatter_seconds(zero)
+            sums = sums + self._scatter_seconds(zero, latency)
             buckets = buckets + self._buckets(size_cut, count_cut)
-            names = self._sharded(zero, "parameters")
+            names = latency * self._sharded(zero, "parameters")
             gathers = self._gather(DATA, self._sharded(zero, "parameter_bytes"), names)
         return sums, buckets, gathers, sharded_bytes(owned + kept, sharded, self._size(DATA))
 
-    def _scatter_seconds(self, zero: int) -> Amount:
+    def _scatter_seconds(self, zero: int, latency: bool) -> Amount:
         """Return the seconds to reduce and scatter the gradients that are sharded along data."""
         size, count = self._sharded(zero, "gradient_bytes"), self._sharded(zero, "gradients")
-        return np.asarray(self._gather(DATA, self._crossing(size), self._buckets(size, count)))
+        buckets = latency * self._buckets(size, count)
+        return np.asarray(self._gather(DATA, self._crossing(size), buckets))
 
     def _buckets(self, size: Amount, count: Amount) -> Amount:
         """Return the number of buckets of gradients, by their bytes as they are accumulated."""
@@ -528,34 +526,17 @@ class StageCosts:
         """Return the bytes that cross, of gradients of 32 bits."""
         return size / 2 if self.point.reduction.dtype == "bf16" else size
 
-    # Occupied links, without latency
-
     @_kept
     def pass_rings(self, zero: int, recompute: Recompute) -> Mapping[str, Amount]:
-        """Return for how long a microbatch's collectives occupy the rings along each axis."""
-        as_one, forward = self.runs_as_one(recompute), self._a_slice("forward_bytes")
-        backward = self._a_slice("backward_bytes") + self._of("fixed_backward_bytes")
-        backward = backward + np.where(as_one, 0.0, self._a_slice("repeated_bytes"))
-        backward = backward + self._in_full(forward, recompute)
-        if self._may_be_selective(recompute):
-            more = self._others(self._a_slice("selective_bytes"), recompute, selectively=True)
-            backward = backward + more
-        along_data = self._all_reduce(DATA, self._of("parameter_bytes"), None, self._rows_axis)
-        if zero == 3:
-            gathered = np.where(as_one, 1, 2) * self._sharded(3, "parameter_bytes")
-            scattered = self._crossing(self._sharded(3, "gradient_bytes"))
-            along_data = along_data + self._gather(DATA, gathered + scattered, None)
-        return {MODEL: self._all_reduce(MODEL, forward + backward, None), DATA: along_data}
+        """Return how long a microbatch's collectives occupy the rings along each axis."""
+        forward, backward, gather, scatter = self._sums(zero == 3, recompute, latency=False)
+        gathers = np.where(self.runs_as_one(recompute), 1, 2) * gather
+        return {MODEL: forward + backward, DATA: self._row_sums(False) + gathers + scatter}
 
     def once_rings(self, zero: int) -> Mapping[str, Amount]:
-        """Return for how long the collectives once a step occupy the rings along each axis."""
-        whole, cut = self._whole_and_sharded(zero, "gradient_bytes")
-        replicas = self.point.replicas or 1
-        found = self._all_reduce(DATA, self._crossing(whole - cut), None, replicas)
-        if zero == 2:  # scattered, and gathered after the update
-            moved = self._crossing(cut) + self._sharded(zero, "parameter_bytes")
-            found = found + self._gather(DATA, moved, None)
-        return {DATA: found}
+        """Return how long the collectives once a step occupy the rings along each axis."""
+        sums, _, gathers, _ = self._once_parts(zero, False)
+        return {DATA: sums + gathers}
 
     # A stage in a pipeline
 
@@ -567,13 +548,13 @@ class StageCosts:
         A pipeline takes no less than the sum of the first over its stages and the most of the
         second. For the first microbatch goes through all stages and back; where a stage works on
         others meanwhile (`Schedule.hidden_forwards`), that is not part of everything else, nor is
-        what it may do while the last gradient goes on. A stage takes as long as its devices work,
-        or as long as it sends, whichever is more.
+        what it may do while the last gradient travels on. A stage takes as long as its devices work
+        or its links send, whichever is more.
 
         Args:
             zero: ZeRO level: 0, 2 or 3.
-            chosen: the recomputation; or its position in `choices` for each stage, `[stages behind,
-                mesh, first, end]`.
+            chosen: the recomputation; or for each stage its position in the table's `recomputes`,
+                `[stages behind, mesh, first, end]`.
             hidden: the forward passes that the first round trip hides, by the stages behind.
 
         Returns:
@@ -619,7 +600,7 @@ class StageCosts:
             wanted: the stages that matter, `[mesh, first, end]`; None: all.
 
         Returns:
-            The positions in `choices`, or `NOTHING` for all; and the peak bytes; both `[stages
+            The positions in `recomputes`, or `NOTHING` for all; and the peak bytes; both `[stages
             behind, mesh, first, end]`.
         """
         most, needs = self.point.memory_bytes or np.inf, self.memory(zero, NOTHING, in_flight)

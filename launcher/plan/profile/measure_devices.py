@@ -75,7 +75,7 @@ def main(path: str) -> None:
 
 
 def is_undisturbed(count: int, cores: int, every: Sequence[Call]) -> bool:
-    """Return whether other work left the cores to all devices for a call, as far as can be told.
+    """Return whether other work left the cores to all devices for a call, as far as is known.
 
     Args:
         count: number of devices.

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.base import measurements
 from launcher.plan.plan import Plan, Trial
-from launcher.plan.words import describe_plan
+from launcher.plan.stage_plan import describe_plan
 
 
 def trial_of(plan: Plan, seconds: float | None, failure: str = "") -> Trial:

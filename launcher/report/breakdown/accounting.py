@@ -171,7 +171,8 @@ class Accounting:
             "goodput": good.goodput,
             "cost": good.cost,
         }
-        return _finite(tree)
+        finite: dict[str, Any] = _finite(tree)
+        return finite
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> Accounting:

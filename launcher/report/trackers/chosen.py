@@ -48,7 +48,7 @@ def openers(names: Sequence[str]) -> dict[str, Opener]:
 def _own(name: str) -> Opener:
     module, _, last = name.rpartition(".")
     try:
-        found = getattr(import_module(module), last)
+        found: Opener = getattr(import_module(module), last)
         if not callable(found):
             raise TypeError(f"{last} is not a class or function")
     except Exception as error:

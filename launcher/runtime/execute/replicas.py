@@ -179,4 +179,5 @@ def _from_first(array: jax.Array) -> jax.Array:
 
     spec = sharding.spec
     every = jax.shard_map(local, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(every, out_shardings=sharding, donate_argnums=0)(array)
+    summed: jax.Array = jax.jit(every, out_shardings=sharding, donate_argnums=0)(array)
+    return summed

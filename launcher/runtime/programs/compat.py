@@ -44,7 +44,8 @@ def _bound(to: Sequence[Sharding]) -> Copy:
     semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(shardings)
 
     def bound(*arrays: jax.Array) -> list[jax.Array]:
-        return copy(list(arrays), devices, shardings, semantics)
+        copies: list[jax.Array] = copy(list(arrays), devices, shardings, semantics)
+        return copies
 
     return bound
 

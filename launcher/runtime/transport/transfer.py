@@ -28,10 +28,12 @@ def is_here(sharding: NamedSharding) -> bool:
 def place_array(value: Any, sharding: NamedSharding) -> jax.Array:
     """Return a value that every process has as one array; each process fills its own devices."""
     if sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
+        moved: jax.Array = jax.device_put(value, sharding)
+        return moved
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         data = place_array(np.asarray(jax.random.key_data(value)), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        return keys
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
@@ -40,7 +42,8 @@ def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array of which this process holds no part."""
     words, impl = plain_aval(aval)
     if impl is not None:
-        return jax.random.wrap_key_data(absent(words, sharding), impl=impl)
+        keys: jax.Array = jax.random.wrap_key_data(absent(words, sharding), impl=impl)
+        return keys
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
@@ -92,7 +95,8 @@ def local_transfer(
     alike = all(_cut_alike(*parts) for parts in zip(avals, src, dst, strict=True))
 
     def put(*arrays: jax.Array) -> list[jax.Array]:
-        return jax.device_put(list(arrays), shardings)
+        moved: list[jax.Array] = jax.device_put(list(arrays), shardings)
+        return moved
 
     return (batched_copy(shardings) if alike else None) or put
 
@@ -220,7 +224,8 @@ class _Leg:
         if self._absent is not None:
             return self._absent
         if self._simple and self._out:
-            return jax.device_put(parts[0], self._dst)
+            whole_array: jax.Array = jax.device_put(parts[0], self._dst)
+            return whole_array
         whole = {
             box: joined([parts[n] for n in found]) for box, (found, joined) in self._in.items()
         }

@@ -89,7 +89,7 @@ class Opener:
         self.equations: list[Equation] = []
 
     def take(self) -> list[Equation]:
-        """Return the new program so far, and begin another one that goes on from its values."""
+        """Return the new program so far, and begin another one that continues from its values."""
         taken, self.equations = self.equations, []
         return taken
 

@@ -125,7 +125,7 @@ def find_finish(whole: Equation, part: Equation, num_slices: int) -> Finish | No
 
 
 def _candidates(eqn: Equation) -> dict[int, Var]:
-    """Return the results of which nothing is said and nothing is differentiated."""
+    """Return the results without a `reduce` of the user's that are not differentiated."""
     outs = enumerate(zip(eqn.params["jaxpr"].outvars, eqn.params["reduce"], strict=True))
     first = 1 if eqn.params["wrt"] else 0
     return {i: v for i, (v, said) in outs if i >= first and said == "infer" and is_var(v)}

@@ -1,6 +1,6 @@
-"""How the slices' results of a loss are combined to those on the whole batch, and what cannot be.
+"""Reductions that combine the slices' results of a loss into those on the whole batch.
 
-The word for each result is read off its relation; what the user says is checked against it. Pure.
+The word for each result follows from its relation; the user's `reduce` is checked against it. Pure.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ def _check_said(name: str, said: str, word: str, relation: SliceRelation) -> Non
         where, what = "", {"concat": "a row of each example"}.get(word, "the same for all slices")
     at = f", reduced at {where}" if where else ""
     raise ReduceError(
-        f'{name} is {what}{at}, but reduce="{said}" is said of it; say "{word}", or leave reduce '
-        "out"
+        f'{name} is {what}{at}, but reduce="{said}" was given; say "{word}", or leave reduce out'
     )
 
 

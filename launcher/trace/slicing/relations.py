@@ -157,11 +157,11 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Sliced:
-    """What became of an equation.
+    """An equation's results in a slice, and the equations that compute them.
 
     Attributes:
         relations: of its results.
-        equations: what computes them in a slice; one of them is the equation itself.
+        equations: the slice's program for them; one of them is the equation itself.
         changed: whether they are other than the slice's own.
     """
 

@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
@@ -272,17 +272,6 @@ def _check_divides(batch_size: int, num_slices: int) -> None:
         )
 
 
-def resized(leaves: Iterable[Any], is_batch: Iterable[bool], rows: int) -> list[Any]:
-    """Return the shapes of a step's argument leaves for a batch of so many rows."""
-
-    def part(leaf: Any) -> Any:
-        shape = (rows, *leaf.shape[1:])
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
-
-    pairs = zip(leaves, is_batch, strict=True)
-    return [part(leaf) if cut and leaf.shape else leaf for leaf, cut in pairs]
-
-
 @dataclass(frozen=True, eq=False)
 class SplitLoss:
     """A loss, and what is computed around it.
@@ -315,7 +304,7 @@ def split_loss(
 
     @functools.cache
     def reference() -> TwoTraces | None:
-        with contextlib.suppress(TraceError):  # said where slices are asked for
+        with contextlib.suppress(TraceError):  # raised again where slices are requested
             return _two_traces(eqn, batch_size, retrace)
         return None
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens, of which the answers alone are to be learned."""
+"""Encode conversations as tokens and mask all but the answers."""
 
 from __future__ import annotations
 

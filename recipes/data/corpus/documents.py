@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.sources import SourcePiece, arrow_module
@@ -15,7 +15,8 @@ from launcher.recipes.data.corpus.values import checked_value
 _WHOLE = "the file"
 
 
-class FoundDocument(NamedTuple):
+@dataclass(frozen=True)
+class FoundDocument:
     """One document, or why there is none.
 
     Attributes:
@@ -38,29 +39,22 @@ class FoundDocument(NamedTuple):
 
     def refusal(self, path: str) -> InputError:
         """Return the error that names it and says what to do."""
-        told = self.problem(path).rstrip(".")  # of what a library says
-        return InputError(f"{told}; fix it, or leave bad documents out with dataset.bad=skip")
+        problem = self.problem(path).rstrip(".")  # a library's text may end in one
+        return InputError(f"{problem}; fix it, or leave bad documents out with dataset.bad=skip")
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How documents are read.
+def documents_in(piece: SourcePiece, format: str, field: str) -> Iterator[FoundDocument]:
+    """Yield the documents of a piece, bad ones too.
 
-    Attributes:
+    Args:
+        piece: the piece.
         format: text, jsonl, parquet or arrow.
         field: the name of the text, or of the messages, in a row.
+
+    Raises:
+        OSError: the file cannot be read.
     """
-
-    format: str
-    field: str
-
-    def documents(self, piece: SourcePiece) -> Iterator[FoundDocument]:
-        """Yield the documents of a piece, bad ones too.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        return _READERS[self.format](piece, self.field)
+    return _READERS[format](piece, field)
 
 
 def _text(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
@@ -93,8 +87,8 @@ def _jsonl(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
 
 
 def _lacks(kind: str, field: str, names: Iterable[str]) -> str:
-    told = ", ".join(names).encode(errors="backslashreplace").decode() or "none"
-    return f"it has no {kind} {field!r} (dataset.field), it has {told}"
+    listed = ", ".join(names).encode(errors="backslashreplace").decode() or "none"
+    return f"it has no {kind} {field!r} (dataset.field), it has {listed}"
 
 
 def _row(row: Any, field: str) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.chat import Encoded, chat_encoder
-from launcher.recipes.data.corpus.documents import FoundDocument, Reading
+from launcher.recipes.data.corpus.documents import FoundDocument, documents_in
 from launcher.recipes.data.corpus.sources import SourcePiece
 from launcher.recipes.data.corpus.tokenizers import Tokenizer, load_tokenizer
 
@@ -83,10 +84,10 @@ def encoded_documents(
             if len(tokens):
                 yield EncodedDocument(np.concatenate([tokens, end]), len(one.value.encode()))
             else:
-                bad.add(piece.path, one._replace(why="it has no token"))
+                bad.add(piece.path, replace(one, why="it has no token"))
         waiting.clear()
 
-    for found in Reading(work.format, work.field).documents(piece):
+    for found in documents_in(piece, work.format, work.field):
         if found.value is None:
             bad.add(piece.path, found)
         elif isinstance(found.value, str):
@@ -100,7 +101,7 @@ def encoded_documents(
             except InputError:
                 raise
             except ValueError as error:
-                bad.add(piece.path, found._replace(why=str(error)))
+                bad.add(piece.path, replace(found, why=str(error)))
                 continue
             # The end of the last answer is to be learned as well.
             last = np.full(len(end), learned[-1])

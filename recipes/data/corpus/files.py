@@ -213,11 +213,11 @@ class Stream:
         return np.array([0, *itertools.accumulate(file.count for file in self.files)], np.int64)
 
     @functools.cached_property
-    def _open(self) -> functools._lru_cache_wrapper[_Opened]:
+    def _open(self) -> Callable[[Path], _Opened]:
         return functools.lru_cache(_OPEN_FILES)(_Opened)
 
     @functools.cached_property
-    def _mapped(self) -> functools._lru_cache_wrapper[np.ndarray]:
+    def _mapped(self) -> Callable[[Path], np.ndarray]:
         return functools.lru_cache(_OPEN_FILES)(lambda path: np.memmap(path, np.int64, "r"))
 
     def place(self, position: int) -> tuple[TokenFile, int]:
@@ -246,7 +246,7 @@ class Stream:
     def text_bytes(self, start: int, count: int) -> float | None:
         """Return how long the text of a range of tokens is as UTF-8; None where it is not known.
 
-        Of a document that lies partly in the range the share of its tokens counts.
+        A document that is partly in the range counts by the share of its tokens.
         """
         total = 0.0
         for file, first, number, _ in self._ranges(start, count):
@@ -265,7 +265,7 @@ class Stream:
         Args:
             start: the range's first token.
             tokens: the tokens there.
-            end_token: what ends a document in files that do not tell; None: nothing does.
+            end_token: what ends a document in files without ends; None: nothing does.
         """
         found = np.zeros(len(tokens), bool)
         found[0] = True

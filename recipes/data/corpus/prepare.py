@@ -1,4 +1,4 @@
-"""Turn a corpus into a folder of token files, in parallel; a killed run goes on where it was.
+"""Turn a corpus into a folder of token files, in parallel; a killed run resumes where it was.
 
 The folder holds, for each part of the source: `<part>.bin`, its tokens; `<part>.ends`, where its
 documents end; `<part>.bytes`, where their text ends; `<part>.mask` of conversations; and
@@ -13,12 +13,17 @@ import hashlib
 import itertools
 import json
 import logging
+import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,9 +31,56 @@ from launcher.base.files import FULL, write_whole
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.encoded import BadDocuments, encoded_documents
 from launcher.recipes.data.corpus.meta import META, CorpusMeta, TokenPart, read_meta, write_meta
-from launcher.recipes.data.corpus.pool import results_of
 from launcher.recipes.data.corpus.sources import SourcePiece, find_sources, pieces_of, stamp_of
 from launcher.recipes.data.corpus.tokenizers import Tokenizer, load_tokenizer, tokenizer_fingerprint
+
+T = TypeVar("T")
+
+
+def results_of(
+    function: Callable[..., T], given: Sequence[tuple[Any, ...]], processes: int
+) -> Iterator[T]:
+    """Yield what a function returns for each of the arguments, in the order in which it does.
+
+    Args:
+        function: one of a module, called in a process of its own unless there is only one.
+        given: the arguments of each call.
+        processes: how many processes, at most.
+    """
+    if processes == 1 or len(given) <= 1:
+        yield from (function(*each) for each in given)
+        return
+    context = multiprocessing.get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(processes, len(given)), context, _begin, (theirs,))
+    try:
+        for future in as_completed([pool.submit(function, *each) for each in given]):
+            yield future.result()
+    except KeyboardInterrupt:
+        ours.close()  # nobody waits for what is half done
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        theirs.close()
+        ours.close()
+
+
+def _begin(parents: Connection) -> None:
+    """Prepare a process of the pool: Ctrl-C is the parent's.
+
+    Args:
+        parents: ends when the parent does, or no longer wants anything.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+
+    def watch() -> None:
+        with suppress(EOFError, OSError):
+            parents.recv_bytes()
+        signal.raise_signal(signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +136,7 @@ class Preparation:
 def prepare_corpus(
     work: Preparation, processes: int, progress: Callable[[float], None] = lambda share: None
 ) -> CorpusMeta:
-    """Write the folder of token files, or what is missing of it, and return what it holds.
+    """Write the missing token files of the folder, and return its metadata.
 
     Args:
         work: what is to be prepared.
@@ -218,13 +270,13 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def _finished(work: Preparation, name: str, key: str) -> TokenPart | None:
-    """Return a part that is there already, made of the same."""
+    """Return an existing part that was made of the same; None if there is none."""
     base = work.folder / name
     try:
         part = TokenPart(**json.loads(base.with_suffix(".json").read_text()))
         size = base.with_suffix(".ends").stat().st_size
-        told = part.text_bytes is not None
-        sizes = base.with_suffix(".bytes").stat().st_size if told else size
+        has_sizes = part.text_bytes is not None
+        sizes = base.with_suffix(".bytes").stat().st_size if has_sizes else size
         bytes_each = base.with_suffix(".bin").stat().st_size / max(part.tokens, 1)
     except (OSError, ValueError, TypeError):
         return None

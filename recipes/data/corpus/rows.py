@@ -33,7 +33,7 @@ class RowMaker:
         vocab_size: tokens are smaller.
         packed: whether attention is to keep within documents.
         masked: whether some tokens are not to be learned.
-        end_token: what ends a document where the files do not tell.
+        end_token: what ends a document in files without ends.
         skipping: has another row in the place of one with a token outside the vocabulary; None:
             such a row is refused.
     """

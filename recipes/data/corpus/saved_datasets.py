@@ -54,9 +54,9 @@ def saved_files(folder: Path, source: str) -> list[Path]:
 
 
 def read_splits(path: str) -> list[ChosenSplit]:
-    """Return which splits are read of what `dataset.path` names, of each dictionary that is there.
+    """Return the split to read from each dictionary of splits below `dataset.path`.
 
-    Of a dictionary it is `train`, or the only one.
+    It is `train`, or the only one.
 
     Raises:
         InputError: none is the one, or a folder's list of them cannot be read.

@@ -106,7 +106,7 @@ def _cut(path: Path, format: str, size: int) -> Iterator[SourcePiece]:
 
 
 def stamp_of(path: str | Path) -> str:
-    """Return what tells that a file has changed: its name, size and time, wherever it lies."""
+    """Return a stamp of a file that changes with it: its name, size and time."""
     status = os.stat(path)
     return f"{Path(path).name} {status.st_size} {status.st_mtime_ns}"
 

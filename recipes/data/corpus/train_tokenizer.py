@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.base.files import write_whole
-from launcher.recipes.data.corpus.documents import Reading
+from launcher.recipes.data.corpus.documents import documents_in
 from launcher.recipes.data.corpus.prepare import Preparation
 from launcher.recipes.data.corpus.sources import find_sources, pieces_of
 
@@ -45,10 +45,9 @@ def train_tokenizer(work: Preparation, vocab_size: int, path: Path) -> int:
 
 
 def _texts(work: Preparation) -> Iterator[str]:
-    reading = Reading(work.format, work.field)
     for group in pieces_of(find_sources(work.path, work.pattern, work.format), work.format):
         for piece in group:
-            for found in reading.documents(piece):
+            for found in documents_in(piece, work.format, work.field):
                 if isinstance(found.value, str):
                     yield found.value
                 elif found.value is not None:

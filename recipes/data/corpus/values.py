@@ -1,4 +1,4 @@
-"""What a row's field may hold as a document: a text, or the messages of a conversation."""
+"""Check a row's field as a document: a text, or the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def checked_value(value: Any) -> Any:
-    """Return a document's text, or its messages, of which each has its content as one text.
+    """Return a document's text, or its messages, each with its content as one text.
 
     The content of a message may be a list of parts, such as `{"type": "text", "text": "hello"}`;
     they are joined.

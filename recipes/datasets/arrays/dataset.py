@@ -143,7 +143,7 @@ def _read(path: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 
 def _wanted(model: Any) -> dict[str, _Wanted]:
-    """Return what a model takes, by the arrays' names; nothing if its settings do not tell."""
+    """Return the arrays that a model takes, by name; empty if its settings do not imply them."""
     if hasattr(model, "vocab_size") and hasattr(model, "sequence_length"):
         row = _Wanted((model.sequence_length,), True, "model.sequence_length")
         return {"tokens": row, "targets": row}
@@ -166,9 +166,9 @@ def _check_rows(source: str, headers: dict[str, Header]) -> None:
             )
     lengths = {name: header.shape[0] for name, header in headers.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {rows}" for name, rows in lengths.items())
+        counts = ", ".join(f"{name} {rows}" for name, rows in lengths.items())
         raise InputError(
-            f"{source}: its arrays have different numbers of rows ({told}); a row of each is a "
+            f"{source}: its arrays have different numbers of rows ({counts}); a row of each is a "
             "sample: save as many, or say with dataset.names which to take"
         )
     if not max(lengths.values()):

@@ -47,7 +47,7 @@ def is_prepared(options: Documents) -> bool:
 
 
 def prepare(options: Documents, processes: int, progress: Callable[[float], None]) -> str:
-    """Tokenise the documents, or what is missing of them; see `prepare_corpus`.
+    """Tokenize the documents that are not tokenized yet; see `prepare_corpus`.
 
     Returns:
         What there is now, in a line, and before it which split was read and what was left out.

@@ -41,7 +41,7 @@ class Documents(TokenRows):
         is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
         if self.tokens is None and is_glob:
             yield ConfigError(
-                f"dataset.path={self.path} is a glob, which tells no folder for its tokens",
+                f"dataset.path={self.path} is a glob, which implies no folder for its tokens",
                 "Name one, such as dataset.tokens=talks.tokens.",
                 ["dataset.path"],
             )

@@ -73,7 +73,7 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         seed,
     )
     held = [part.held for part in parts]
-    masks = (part.mask_token for part in parts)  # of one tokenizer, where they tell of one
+    masks = (part.mask_token for part in parts)  # all made by one tokenizer, where known
     mask = next((mask for mask in masks if mask is not None), None)
     train, gather = (
         as_the_model_takes(model_options, _gather([part.makers[i] for part in parts], counts), mask)
@@ -116,7 +116,7 @@ def tokenizer(options: Mixture) -> Tokenizer:
 
 
 def check_tokenizers(options: Mixture) -> None:
-    """Raise InputError if parts were made by different tokenizers, as far as they tell."""
+    """Raise InputError if parts are known to be made by different tokenizers."""
     first: tuple[str, CorpusMeta] | None = None
     for name, part in options.parts.items():
         key = f"dataset.parts.{name}.path"

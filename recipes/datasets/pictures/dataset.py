@@ -263,7 +263,8 @@ def _labels(
             f"dataset.path={options.path} has {len(known):,} classes, of numbers up to {most}, "
             f"more than model.num_classes={wanted}; set model.num_classes={most + 1}"
         )
-    return np.array([known[name] for name in index.classes], np.int64)[index.label]
+    labels: np.ndarray = np.array([known[name] for name in index.classes], np.int64)[index.label]
+    return labels
 
 
 def _left_out(index: PictureIndex) -> str:

@@ -1,4 +1,4 @@
-"""Where all pictures of a dataset lie: scanned once, and kept in the launcher's cache folder.
+"""Index of a dataset's pictures: scanned once, kept in the launcher's cache folder.
 
 What is kept is valid while the names, sizes and times of the files are the same, of folders their
 own. It is written whole or not at all, so that several processes may make it at once.
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ def _whole(
         for first in range(0, len(pictures), _AT_ONCE):
             some = pictures[first : first + _AT_ONCE]
             for one, why in zip(some, pool.map(reason, some), strict=True):
-                (bad if why else good).append(one._replace(why=why))
+                (bad if why else good).append(replace(one, why=why))
             progress(0.5 + (first + len(some)) / len(pictures) / 2)
     return good, bad
 
@@ -216,7 +216,7 @@ def _home(source: PictureSource) -> Path:
 
 
 def _stamp(source: PictureSource) -> str:
-    """Return what tells that files, or folders and what is in them, have changed."""
+    """Return a stamp that changes with the files, or with the folders and their entries."""
     files: Iterable[Path] = source_files(source.path, source.format, source.key)
     lines = [str(_FORMAT)]
     for file in files:

@@ -7,8 +7,8 @@ import glob
 import os
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,8 @@ _CLASS = "cls"  # the ending of a member that holds a class
 _LIST = ".csv"
 
 
-class FoundPicture(NamedTuple):
+@dataclass(frozen=True)
+class FoundPicture:
     """One picture, or why there is none.
 
     Attributes:

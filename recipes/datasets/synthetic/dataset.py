@@ -13,12 +13,43 @@ import numpy as np
 
 from launcher.recipes import Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out, next_token_batch
-from launcher.recipes.data.masking import as_the_model_takes
+from launcher.recipes.data.masking import Gather, as_the_model_takes
 from launcher.recipes.datasets.synthetic.options import Synthetic
-from launcher.recipes.datasets.synthetic.samples import pictures
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch
+
+_NOISE = 0.3  # of pictures, beside patterns of deviation 1
+
+
+def pictures(model: Any) -> Gather:
+    """Return pictures: a pattern for each class, and noise; with labels, if the model has classes.
+
+    A pattern has a wave's phase and direction of its own in each channel.
+    """
+    size, channels = model.image_size, model.channels
+    classes = getattr(model, "num_classes", None)
+    y, x = np.mgrid[:size, :size][..., None] / size
+
+    def pattern(kind: int) -> np.ndarray:
+        rng = np.random.default_rng([3, kind])
+        turns = rng.integers(-2, 3, (2, channels))
+        phase = rng.uniform(0, 2 * np.pi, channels)
+        wave = np.sin(2 * np.pi * (turns[0] * x + turns[1] * y) + phase)
+        return np.asarray(2**0.5 * wave)
+
+    def gather(which: np.ndarray) -> Batch:
+        images = np.empty((len(which), size, size, channels), np.float32)
+        labels = np.empty(len(which), np.int32)
+        for row, sample in enumerate(which):
+            rng = np.random.default_rng([1, sample])
+            labels[row] = rng.integers(classes or 10)
+            noise = _NOISE * rng.standard_normal((size, size, channels))
+            images[row] = pattern(int(labels[row])) + noise
+        return {"image": images, "label": labels} if classes else {"image": images}
+
+    return gather
+
 
 # From inputs [rows, input_size] and normal noise [rows, output_size] to targets, like the noise.
 Targets = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -63,7 +94,7 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
     `W x + b` with noise, or noise alone, as `options.targets` says. For one of masked tokens
     (`mask_every`) also `weights`: see `masking`. For one of pictures (`image_size`, `channels`)
     `image`, float32 [global_batch_size, image_size, image_size, channels], and `label`: see
-    `synthetic_samples`.
+    `pictures`.
 
     Args:
         options: the dataset's settings.
@@ -91,7 +122,7 @@ def _gatherer(options: Synthetic, model_options: Any) -> Callable[[np.ndarray], 
 
 
 def _kind(model_options: Any) -> str:
-    """Return "tokens", "vectors" or "pictures", which a model takes as its options tell."""
+    """Return what a model takes by its options: "tokens", "vectors" or "pictures"."""
     if hasattr(model_options, "vocab_size") and hasattr(model_options, "sequence_length"):
         return "tokens"
     if hasattr(model_options, "input_size") and hasattr(model_options, "output_size"):
@@ -153,7 +184,7 @@ def _linear(model: Any) -> Targets:
 
 
 def _noise(model: Any) -> Targets:
-    """Return targets that no input tells anything of."""
+    """Return targets that are independent of the inputs."""
     return lambda x, noise: noise
 
 

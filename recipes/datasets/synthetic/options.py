@@ -24,7 +24,7 @@ class Synthetic(DatasetOptions):
             ("dataset.targets",),
             ("model.name",),
             lambda config: not any(hasattr(config.model, n) for n in ("vocab_size", "image_size")),
-            "the model takes tokens or pictures, which tell their targets",
+            "the model takes tokens or pictures, which determine their targets",
             "choose a model of vectors, such as model=mlp",
         ),
     )

@@ -176,8 +176,8 @@ def check_vocabulary(source: str, vocab_size: int, model_options: Any) -> None:
     """Raise InputError if a model takes no tokens, or not as many as there are.
 
     Args:
-        source: what has so many tokens, in words.
-        vocab_size: how many.
+        source: the data or tokenizer, in words.
+        vocab_size: the number of its tokens.
         model_options: the model's settings.
     """
     wanted = getattr(model_options, "vocab_size", None)
@@ -203,8 +203,9 @@ def _check_fit(corpus: Corpus, options: Tokens, model_options: Any) -> None:
 def _describe(ranges: TokenRanges, count: int, held: int) -> str:
     corpus = ranges.train
     files, end = len(corpus.files), f"{held:,} rows held out for validation"
-    told = f", {corpus.meta.documents:,} documents" if corpus.meta is not None else ""
+    size = f"{corpus.count:,} tokens"
+    size += f", {corpus.meta.documents:,} documents" if corpus.meta is not None else ""
     return (
-        f"{corpus.source}: {files} file{'s' if files > 1 else ''}, {corpus.count:,} tokens{told}; "
+        f"{corpus.source}: {files} file{'s' if files > 1 else ''}, {size}; "
         f"{count:,} rows, {end if held else 'none held out'}"
     )

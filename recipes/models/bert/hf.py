@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.base.files import DamagedError
@@ -12,7 +13,7 @@ from launcher.recipes.models.hugging_face import Tensor, expect
 MODEL_TYPES = ("bert",)
 CHOICES = ("mask_token",)
 
-_KINDS = 2  # of sentences; a model here is told of one kind only
+_KINDS = 2  # of sentences; a model here gets one kind only
 _FIXED = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
@@ -58,7 +59,7 @@ def config_of(options: BERTOptions) -> dict[str, Any]:
         "num_hidden_layers": options.num_layers,
         "num_attention_heads": options.num_heads,
         "hidden_size": options.hidden_size,
-        "intermediate_size": (options.mlp_ratio or 0) * (options.hidden_size or 0),
+        "intermediate_size": options.mlp_ratio * options.hidden_size,
         **_FIXED,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
@@ -77,8 +78,8 @@ def current_name(name: str) -> str | None:
 
 def tensors(options: BERTOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
-    length = options.sequence_length or 0
+    hidden, vocabulary = options.hidden_size, options.vocab_size
+    length = options.sequence_length
     place, head = "bert.embeddings", "cls.predictions"
     yield Tensor(
         f"{place}.word_embeddings.weight", "word_embeddings.embedding", (vocabulary, hidden)
@@ -86,10 +87,10 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
     yield Tensor(f"{place}.position_embeddings.weight", "position_embeddings", (length, hidden))
     yield Tensor(f"{place}.token_type_embeddings.weight", "kind_embeddings", (_KINDS, hidden))
     yield from _norm(f"{place}.LayerNorm", "embedding_layernorm", hidden)
-    for i in range(options.num_layers or 0):
+    for i in range(options.num_layers):
         for one in _block(options, hidden):
             theirs, ours = f"bert.encoder.layer.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield one._replace(theirs=theirs, ours=ours)
+            yield replace(one, theirs=theirs, ours=ours)
     yield from _dense(f"{head}.transform.dense", "head_dense", hidden, hidden)
     yield from _norm(f"{head}.transform.LayerNorm", "head_layernorm", hidden)
     yield Tensor(f"{head}.bias", "head_bias", (vocabulary,))
@@ -97,7 +98,7 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
 
 def _block(options: BERTOptions, hidden: int) -> Iterator[Tensor]:
     """Yield the arrays of a block, by their names in it; queries, keys and values are one here."""
-    heads, width = options.num_heads or 1, (options.mlp_ratio or 0) * hidden
+    heads, width = options.num_heads, options.mlp_ratio * hidden
     size = hidden // heads
     for number, name in enumerate(("query", "key", "value")):
         theirs, ours = f"attention.self.{name}", "linear_qkv"

@@ -1,7 +1,7 @@
 """BERT on one device: an encoder that fills in masked tokens.
 
-(Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers".) Of its two losses
-it has the masked one, as RoBERTa has it; all sentences are of one kind. Parameters, norms, softmax
+(Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers".) It has the
+masked loss alone, as RoBERTa does; all sentences are of one kind. Parameters, norms, softmax
 and loss are float32; `dtype` is the type of activations and matrix products.
 """
 
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from launcher.recipes import Model
 from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
 from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock, gelu
-from launcher.recipes.models.losses import mean_of, output_matrix, scores_in_chunks
+from launcher.recipes.models.losses import Metrics, mean_of, output_matrix, scores_in_chunks
 
 _EPSILON = 1e-12
 
@@ -30,19 +30,14 @@ class BERT(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, with_logits: bool = True) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
-
-        Args:
-            tokens: the tokens.
-            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
-        """
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Map tokens, int32 [batch, length], to the last hidden values, [batch, length, hidden]."""
         options, normal = self.options, nn.initializers.normal(INIT_SCALE)
-        hidden, vocab_size = cast(int, options.hidden_size), cast(int, options.vocab_size)
+        hidden, vocab_size = options.hidden_size, options.vocab_size
         words = nn.Embed(
             vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
         )
-        shape = cast(int, options.sequence_length), hidden
+        shape = options.sequence_length, hidden
         positions = self.param("position_embeddings", normal, shape)
         kinds = self.param("kind_embeddings", normal, (2, hidden))  # all tokens are of the first
 
@@ -53,21 +48,19 @@ class BERT(nn.Module):
         x = norm("embedding_layernorm")(x)
         block = functools.partial(
             EncoderBlock,
-            cast(int, options.num_heads),
-            cast(int, options.mlp_ratio) * hidden,
+            options.num_heads,
+            options.mlp_ratio * hidden,
             _EPSILON,
             False,
             options.attention,
             self.dtype,
         )
-        count, scans = cast(int, options.num_layers), options.scan_layers
+        count, scans = options.num_layers, options.scan_layers
         x = blocks_in_a_row(self, block, count, x, scanned=scans)
         x = nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="head_dense")(x)
-        x = norm("head_layernorm")(gelu(x))
-        if not with_logits:
-            return x
-        bias = self.param("head_bias", nn.initializers.zeros, (vocab_size,))
-        return words.attend(x) + bias.astype(self.dtype)
+        if self.is_initializing():  # the loss adds it
+            self.param("head_bias", nn.initializers.zeros, (vocab_size,))
+        return norm("head_layernorm")(gelu(x))
 
 
 def build(options: BERTOptions, precision: str) -> Model:
@@ -80,15 +73,13 @@ def build(options: BERTOptions, precision: str) -> Model:
         options: the dimensions, all of them set.
         precision: "fp32" or "bf16".
     """
-    bert = BERT(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
+    bert = BERT(options, dtype_of(precision))
 
     def init(key: jax.Array) -> Any:
         return bert.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        hidden = bert.apply({"params": params}, batch["tokens"], with_logits=False)
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
+        hidden = bert.apply({"params": params}, batch["tokens"])
         scores = scores_in_chunks(
             cast(jax.Array, hidden),
             output_matrix(params),

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from launcher.recipes.models.sizes import SizedOptions, uneven
-
-_DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
-_FEATURES = {
-    "mlp_ratio": 4,
-    "mask_token": None,  # the tokenizer's, or the vocabulary's last
-}
+from launcher.recipes.models.sizes import SizedOptions, dimension, feature, uneven
 
 
 @register
@@ -24,22 +18,18 @@ class BERTOptions(SizedOptions):
     """An encoder. A size names a row of `sizes`; a field that is set beats it."""
 
     name: str = "bert"
-    size: str | None = "nano"
-    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    vocab_size: int | None = number(None, minimum=2)
-    sequence_length: int | None = number(None, minimum=1)
-    num_layers: int | None = number(None, minimum=1, maximum=1000)
-    num_heads: int | None = number(None, minimum=1)
-    hidden_size: int | None = number(None, minimum=1)
-    mlp_ratio: int | None = number(None, minimum=1)
+    vocab_size: int = dimension(2)
+    sequence_length: int = dimension()
+    num_layers: int = dimension(maximum=1000)
+    num_heads: int = dimension()
+    hidden_size: int = dimension()
+    mlp_ratio: int = feature(4, 1)
     mask_every: int = number(7, minimum=2)
-    mask_token: int | None = number(None, minimum=0)
+    mask_token: int | None = feature(None, 0)  # the tokenizer's, or the last token
     scan_layers: bool = False
     loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
-    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
-    features: ClassVar[Mapping[str, Any]] = _FEATURES
     optional: ClassVar[tuple[str, ...]] = ("mask_token",)
 
     def check(self) -> Iterator[ConfigError]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.base.files import DamagedError
@@ -47,7 +48,7 @@ def config_of(options: GPTOptions) -> dict[str, Any]:
         "n_layer": options.num_layers,
         "n_head": options.num_heads,
         "n_embd": options.hidden_size,
-        "n_inner": (options.mlp_ratio or 0) * (options.hidden_size or 0),
+        "n_inner": options.mlp_ratio * options.hidden_size,
         **_FIXED,
         "resid_pdrop": options.dropout,
         "attn_pdrop": options.dropout,
@@ -58,14 +59,14 @@ def config_of(options: GPTOptions) -> dict[str, Any]:
 
 def tensors(options: GPTOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
-    length = options.sequence_length or 0
+    hidden, vocabulary = options.hidden_size, options.vocab_size
+    length = options.sequence_length
     yield Tensor("transformer.wte.weight", "word_embeddings.embedding", (vocabulary, hidden))
     yield Tensor("transformer.wpe.weight", "position_embeddings", (length, hidden))
-    for i in range(options.num_layers or 0):
+    for i in range(options.num_layers):
         for one in _block(options, hidden):
             theirs, ours = f"transformer.h.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield one._replace(theirs=theirs, ours=ours)
+            yield replace(one, theirs=theirs, ours=ours)
     yield from _norm("transformer.ln_f", "final_layernorm", hidden)
     if not options.tie_embeddings:
         yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
@@ -73,8 +74,8 @@ def tensors(options: GPTOptions) -> Iterator[Tensor]:
 
 def _block(options: GPTOptions, hidden: int) -> Iterator[Tensor]:
     """Yield the arrays of a block, by their names in it; matrices are [inputs, outputs] there."""
-    heads = options.num_heads or 1
-    size, width = hidden // heads, (options.mlp_ratio or 0) * hidden
+    heads = options.num_heads
+    size, width = hidden // heads, options.mlp_ratio * hidden
     qkv, mixed = "self_attention.linear_qkv", "self_attention.linear_proj"
     yield from _norm("ln_1", "input_layernorm", hidden)
     yield from _norm("ln_2", "pre_mlp_layernorm", hidden)

@@ -9,20 +9,26 @@ layer-norm statistics and loss are float32; `dtype` is the type of activations a
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.data.packing import Packed, packing_of, same_document
-from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.data.packing import Packed, same_document
+from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
+from launcher.recipes.models.decoding import Decoder
 from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.losses import next_token_loss
+from launcher.recipes.models.language_model import (
+    attend_cached,
+    cached_decoder,
+    has_cache,
+    next_token_model,
+)
 
 _INIT_SCALE = 0.02
-EPSILON = 1e-5
+_EPSILON = 1e-5
 
 
 class Attention(nn.Module):
@@ -35,7 +41,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
-        (length, hidden), heads = x.shape[-2:], cast(int, self.options.num_heads)
+        (length, hidden), heads = x.shape[-2:], self.options.num_heads
         head_size = hidden // heads
         qkv = nn.DenseGeneral(
             (3, heads, head_size),
@@ -45,7 +51,9 @@ class Attention(nn.Module):
         )(x)
         query, key, value = (qkv[..., part, :, :] for part in range(3))
 
-        if self.options.attention == "cudnn" and packed is None:  # which takes no dropout
+        if packed and has_cache(self):
+            mixed = attend_cached(self, query, key, value, packed[1])
+        elif self.options.attention == "cudnn" and packed is None:  # which takes no dropout
             mixed = jax.nn.dot_product_attention(
                 query, key, value, is_causal=True, implementation="cudnn"
             )
@@ -82,7 +90,7 @@ class FeedForward(nn.Module):
         """Map float [batch, length, hidden] to the same."""
         hidden = x.shape[-1]
         x = nn.Dense(
-            cast(int, self.options.mlp_ratio) * hidden,
+            self.options.mlp_ratio * hidden,
             kernel_init=nn.initializers.normal(_INIT_SCALE),
             dtype=self.dtype,
             name="linear_fc1",
@@ -107,7 +115,7 @@ class Block(nn.Module):
         """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
 
         def norm(name: str) -> nn.LayerNorm:
-            return nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name=name)
+            return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
 
         shared = (self.options, self.output_scale, self.dtype)
         attention = Attention(*shared, name="self_attention")
@@ -127,33 +135,21 @@ class GPT(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(
-        self,
-        tokens: jax.Array,
-        deterministic: bool,
-        packed: Packed = None,
-        with_logits: bool = True,
-    ) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+    def __call__(self, tokens: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
+        """Map tokens, int32 [batch, length], to the last hidden values, [batch, length, hidden].
 
         Args:
             tokens: the tokens.
             deterministic: whether nothing is dropped.
             packed: of rows that hold several documents, each token's document and its place there.
-            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
         """
         options, normal = self.options, nn.initializers.normal(_INIT_SCALE)
-        num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
+        num_layers, hidden = options.num_layers, options.hidden_size
+        vocab_size, shape = options.vocab_size, (options.sequence_length, hidden)
         words = nn.Embed(
-            cast(int, options.vocab_size),
-            hidden,
-            embedding_init=normal,
-            dtype=self.dtype,
-            name="word_embeddings",
+            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
         )
-        positions = self.param(
-            "position_embeddings", normal, (cast(int, options.sequence_length), hidden)
-        )
+        positions = self.param("position_embeddings", normal, shape)
         places = positions[packed[1]] if packed else positions[: tokens.shape[1]]
         x = words(tokens) + places.astype(self.dtype)
         x = nn.Dropout(options.dropout)(x, deterministic)
@@ -171,47 +167,23 @@ class GPT(nn.Module):
             scanned=options.scan_layers,
         )
 
-        x = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name="final_layernorm")(x)
-        if not with_logits:
-            return x
-        if options.tie_embeddings:
-            return words.attend(x)
-        return nn.Dense(
-            cast(int, options.vocab_size),
-            use_bias=False,
-            kernel_init=normal,
-            dtype=self.dtype,
-            name="output_layer",
-        )(x)
+        x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x)
+        if not options.tie_embeddings and self.is_initializing():  # the loss multiplies by it
+            nn.Dense(vocab_size, False, kernel_init=normal, name="output_layer")(x)
+        return x
+
+
+def build_decoder(options: GPTOptions, precision: str) -> Decoder:
+    """Return the decoder of a GPT; arguments as for `build`."""
+    shape = options.num_heads, options.hidden_size // options.num_heads
+    return cached_decoder(GPT(options, dtype_of(precision)), options, shape, deterministic=True)
 
 
 def build(options: GPTOptions, precision: str) -> Model:
-    """Return a GPT whose loss is the mean cross-entropy of the next token.
-
-    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
-    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
+    """Return a GPT; see `next_token_model`.
 
     Args:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    gpt = GPT(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
-
-    def init(key: jax.Array) -> Any:
-        return gpt.init(key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]
-
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        hidden = gpt.apply(
-            {"params": params},
-            batch["tokens"],
-            deterministic=key is None,
-            packed=packing_of(batch),
-            with_logits=False,
-            rngs=None if key is None else {"dropout": key},
-        )
-        last, chunks = cast(jax.Array, hidden), options.loss_chunks
-        return next_token_loss(last, params, batch, gpt.dtype, chunks, evaluates=key is None)
-
-    return Model(init, loss)
+    return next_token_model(GPT(options, dtype_of(precision)), options, draws=True)

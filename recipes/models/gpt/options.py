@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from launcher.recipes.models.sizes import SizedOptions, uneven
-
-_DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
-_FEATURES = {"mlp_ratio": 4, "tie_embeddings": True}
+from launcher.recipes.models.sizes import SizedOptions, dimension, feature, uneven
 
 
 @register
@@ -24,24 +21,20 @@ class GPTOptions(SizedOptions):
     """
 
     name: str = "gpt"
-    size: str | None = "nano"
-    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    vocab_size: int | None = number(None, minimum=2)
-    sequence_length: int | None = number(None, minimum=1)
+    vocab_size: int = dimension(2)
+    sequence_length: int = dimension()
     # Each is traced by itself: more than the deepest published (DeepNet, 2022) would take hours.
-    num_layers: int | None = number(None, minimum=1, maximum=1000)
-    num_heads: int | None = number(None, minimum=1)
-    hidden_size: int | None = number(None, minimum=1)
-    mlp_ratio: int | None = number(None, minimum=1)
+    num_layers: int = dimension(maximum=1000)
+    num_heads: int = dimension()
+    hidden_size: int = dimension()
+    mlp_ratio: int = feature(4, 1)
     dropout: float = number(0.0, minimum=0.0, maximum=1.0)
-    tie_embeddings: bool | None = None
+    tie_embeddings: bool = feature(True)
     scan_layers: bool = False
     loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     keeps_documents: ClassVar[bool] = True
-    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
-    features: ClassVar[Mapping[str, Any]] = _FEATURES
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where heads, or parts of the loss, cannot be equal."""

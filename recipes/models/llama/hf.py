@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.base.files import DamagedError
@@ -121,7 +122,7 @@ def config_of(options: LlamaOptions) -> dict[str, Any]:
     if kind == "mistral":
         found["sliding_window"] = options.sliding_window or None
     elif options.sliding_window:
-        layers = options.num_layers or 0
+        layers = options.num_layers
         found |= {"use_sliding_window": True, "sliding_window": options.sliding_window}
         found |= {"max_window_layers": 0, "layer_types": ["sliding_attention"] * layers}
     return found
@@ -172,7 +173,7 @@ def _kind(options: LlamaOptions) -> str:
 
 def tensors(options: LlamaOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    mlp = list(feed_forward(options.hidden_size or 0, options.mlp_size or 0))
+    mlp = list(feed_forward(options.hidden_size, options.mlp_size))
     yield from tensors_around(options, lambda index: mlp)
 
 
@@ -185,13 +186,13 @@ def tensors_around(
         options: the settings.
         mlp: returns the arrays of a block's MLP, by their names in the block.
     """
-    hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
+    hidden, vocabulary = options.hidden_size, options.vocab_size
     offset = 1.0 if options.scale_embeddings else 0.0  # Gemma stores its norms less 1
     yield Tensor("model.embed_tokens.weight", "word_embeddings.embedding", (vocabulary, hidden))
-    for i in range(options.num_layers or 0):
+    for i in range(options.num_layers):
         for one in (*_attention_and_norms(options, hidden, offset), *mlp(i)):
             theirs, ours = f"model.layers.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield one._replace(theirs=theirs, ours=ours)
+            yield replace(one, theirs=theirs, ours=ours)
     yield Tensor("model.norm.weight", "final_layernorm.scale", (hidden,), offset=offset)
     if not options.tie_embeddings:
         yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
@@ -199,8 +200,8 @@ def tensors_around(
 
 def _attention_and_norms(options: LlamaOptions, hidden: int, offset: float) -> Iterator[Tensor]:
     """Yield the arrays of a block but for those of its MLP, by their names in it."""
-    size = options.head_size or 0
-    heads, shared = options.num_heads or 0, options.num_kv_heads or 0
+    size = options.head_size
+    heads, shared = options.num_heads, options.num_kv_heads
     for name, count in (("q", heads), ("k", shared), ("v", shared)):
         theirs, ours = f"self_attn.{name}_proj", f"self_attention.linear_{name}"
         split = (count, size, hidden)

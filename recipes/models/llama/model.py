@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,10 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.recipes import Model
-from launcher.recipes.data.packing import Packed, packing_of, same_document
-from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.data.packing import Packed, same_document
+from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
+from launcher.recipes.models.decoding import Decoder
+from launcher.recipes.models.language_model import (
+    attend_cached,
+    cached_decoder,
+    has_cache,
+    next_token_model,
+)
 from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.losses import next_token_loss
 
 INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
@@ -71,10 +77,10 @@ class Attention(nn.Module):
         """Map float [batch, length, hidden] to the same; a `packed` batch by its documents."""
         options = self.options
 
-        def heads(count: int | None, name: str) -> jax.Array:
+        def heads(count: int, name: str) -> jax.Array:
             return nn.DenseGeneral(
-                (cast(int, count), cast(int, options.head_size)),
-                use_bias=bool(options.qkv_bias),
+                (count, options.head_size),
+                use_bias=options.qkv_bias,
                 kernel_init=nn.initializers.normal(INIT_SCALE),
                 dtype=self.dtype,
                 name=name,
@@ -84,26 +90,28 @@ class Attention(nn.Module):
         key = heads(options.num_kv_heads, "linear_k")
         value = heads(options.num_kv_heads, "linear_v")
         if options.head_norm:
-            norm = functools.partial(
-                nn.RMSNorm, epsilon=cast(float, options.norm_epsilon), dtype=self.dtype
-            )
+            norm = functools.partial(nn.RMSNorm, epsilon=options.norm_epsilon, dtype=self.dtype)
             query, key = norm(name="q_norm")(query), norm(name="k_norm")(key)
         # Made here, in each block, so that no block waits for an array of another one.
         positions = packed[1] if packed else jax.lax.iota(jnp.int32, x.shape[1])
-        frequencies = rotary_frequencies(
-            cast(int, options.head_size),
-            cast(float, options.rope_base),
-            cast(float, options.rope_factor),
+        stretch = options.rope_base, options.rope_factor
+        frequencies, window = (
+            rotary_frequencies(options.head_size, *stretch),
+            options.sliding_window,
         )
-        mixed = jax.nn.dot_product_attention(
-            rotate(query, positions, frequencies),
-            rotate(key, positions, frequencies),
-            value,
-            mask=same_document(packed[0]) if packed else None,
-            is_causal=True,
-            local_window_size=(options.sliding_window - 1, 0) if options.sliding_window else None,
-            implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
-        )
+        query, key = rotate(query, positions, frequencies), rotate(key, positions, frequencies)
+        if packed and has_cache(self):
+            mixed = attend_cached(self, query, key, value, positions, window)
+        else:
+            mixed = jax.nn.dot_product_attention(
+                query,
+                key,
+                value,
+                mask=same_document(packed[0]) if packed else None,
+                is_causal=True,
+                local_window_size=(window - 1, 0) if window else None,
+                implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
+            )
         return nn.DenseGeneral(
             x.shape[-1],
             axis=(-2, -1),
@@ -125,9 +133,9 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
 
-        def dense(size: int | None, name: str, scale: float = INIT_SCALE) -> nn.Dense:
+        def dense(size: int, name: str, scale: float = INIT_SCALE) -> nn.Dense:
             return nn.Dense(
-                cast(int, size),
+                size,
                 use_bias=False,
                 kernel_init=nn.initializers.normal(scale),
                 dtype=self.dtype,
@@ -135,7 +143,7 @@ class FeedForward(nn.Module):
             )
 
         width = self.options.mlp_size
-        activation = ACTIVATIONS[cast(str, self.options.activation)]
+        activation = ACTIVATIONS[self.options.activation]
         if self.options.gated_mlp:
             inner = activation(dense(width, "linear_gate")(x)) * dense(width, "linear_up")(x)
         else:
@@ -153,7 +161,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
-        epsilon = cast(float, self.options.norm_epsilon)
+        epsilon = self.options.norm_epsilon
 
         def norm(name: str) -> nn.RMSNorm:
             return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
@@ -174,71 +182,60 @@ class Llama(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(
-        self, tokens: jax.Array, packed: Packed = None, with_logits: bool = True
-    ) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+    def __call__(self, tokens: jax.Array, packed: Packed = None) -> jax.Array:
+        """Map tokens, int32 [batch, length], to the last hidden values, [batch, length, hidden].
 
         Args:
             tokens: the tokens.
             packed: of rows that hold several documents, each token's document and its place there.
-            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
         """
-        options = self.options
-        num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
-        normal = nn.initializers.normal(INIT_SCALE)
-        words = nn.Embed(
-            cast(int, options.vocab_size),
-            hidden,
-            embedding_init=normal,
-            dtype=self.dtype,
-            name="word_embeddings",
-        )
-        x = words(tokens)
-        if options.scale_embeddings:
-            x = x * jnp.asarray(hidden**0.5, self.dtype)
+        options, x = self.options, embedded(self, tokens)
+        block = functools.partial(Block, options, output_scale(options), self.dtype)
+        count, scans = options.num_layers, options.scan_layers
+        return normed(self, blocks_in_a_row(self, block, count, x, packed, scanned=scans))
 
-        # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
-        block = functools.partial(Block, options, INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
-        x = blocks_in_a_row(self, block, num_layers, x, packed, scanned=options.scan_layers)
 
-        epsilon = cast(float, options.norm_epsilon)
-        x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
-        if not with_logits:
-            return x
-        if options.tie_embeddings:
-            return words.attend(x)
-        return nn.Dense(
-            cast(int, options.vocab_size),
-            use_bias=False,
-            kernel_init=normal,
-            dtype=self.dtype,
-            name="output_layer",
-        )(x)
+def embedded(model: Any, tokens: jax.Array) -> jax.Array:
+    """Return the embeddings of tokens, in the compact method of a model."""
+    options, normal = model.options, nn.initializers.normal(INIT_SCALE)
+    shape = options.vocab_size, options.hidden_size
+    words = nn.Embed(*shape, embedding_init=normal, dtype=model.dtype, name="word_embeddings")
+    x = words(tokens)
+    if options.scale_embeddings:
+        x = x * jnp.asarray(options.hidden_size**0.5, model.dtype)
+    return x
+
+
+def output_scale(options: LlamaOptions) -> float:
+    """Return the initial scale of the 2 * num_layers branches that are added to the hidden values.
+
+    It keeps their variance (GPT-2, section 2.3).
+    """
+    scale: float = INIT_SCALE / (2 * options.num_layers) ** 0.5
+    return scale
+
+
+def normed(model: Any, x: jax.Array) -> jax.Array:
+    """Return the last hidden values, in the compact method of a model."""
+    options, normal = model.options, nn.initializers.normal(INIT_SCALE)
+    epsilon = options.norm_epsilon
+    x = nn.RMSNorm(epsilon=epsilon, dtype=model.dtype, name="final_layernorm")(x)
+    if not options.tie_embeddings and model.is_initializing():  # the loss multiplies by it
+        nn.Dense(options.vocab_size, False, kernel_init=normal, name="output_layer")(x)
+    return x
+
+
+def build_decoder(options: LlamaOptions, precision: str) -> Decoder:
+    """Return the decoder of a Llama; arguments as for `build`."""
+    shape = options.num_kv_heads, options.head_size
+    return cached_decoder(Llama(options, dtype_of(precision)), options, shape)
 
 
 def build(options: LlamaOptions, precision: str) -> Model:
-    """Return a Llama whose loss is the mean cross-entropy of the next token.
-
-    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
-    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
+    """Return a Llama; see `next_token_model`.
 
     Args:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    llama = Llama(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
-
-    def init(key: jax.Array) -> Any:
-        return llama.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        hidden = llama.apply(
-            {"params": params}, batch["tokens"], packing_of(batch), with_logits=False
-        )
-        last, chunks = cast(jax.Array, hidden), options.loss_chunks
-        return next_token_loss(last, params, batch, llama.dtype, chunks, evaluates=key is None)
-
-    return Model(init, loss)
+    return next_token_model(Llama(options, dtype_of(precision)), options)

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from launcher.recipes.models.sizes import SizedOptions, uneven
+from launcher.recipes.models.sizes import SizedOptions, dimension, feature, uneven
 
-_DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
-_FEATURES = {
-    "num_kv_heads": None,  # as many as heads
-    "head_size": None,  # hidden_size / num_heads
-    "mlp_size": None,  # 8/3 of hidden_size, as in Llama 1
-    "activation": "silu",
-    "gated_mlp": True,
-    "norm_epsilon": 1e-5,
-    "rope_base": 10000.0,
-    "rope_factor": 1.0,
-    "sliding_window": 0,
-    "qkv_bias": False,
-    "head_norm": False,
-    "scale_embeddings": False,
-    "tie_embeddings": False,
-}
 _MULTIPLE = 32  # of the width of an MLP that is not given
-
-
-def _feature(minimum: float | None = None, **more: Any) -> Any:
-    return field(default=None, metadata={"minimum": minimum, "maximum": None, **more})
 
 
 @register
@@ -40,41 +21,33 @@ class LlamaOptions(SizedOptions):
     """A Llama. A size names a row of `sizes`; a setting that is not null beats it."""
 
     name: str = "llama"
-    size: str | None = "nano"
-    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    vocab_size: int | None = number(None, minimum=2)
-    sequence_length: int | None = number(None, minimum=1)
-    num_layers: int | None = number(None, minimum=1, maximum=1000)
-    num_heads: int | None = number(None, minimum=1)
-    hidden_size: int | None = number(None, minimum=1)
-    num_kv_heads: int | None = _feature(1)
-    head_size: int | None = _feature(2)
-    mlp_size: int | None = _feature(1)
-    activation: str | None = field(default=None, metadata={"choices": ("silu", "gelu")})
-    gated_mlp: bool | None = None
-    norm_epsilon: float | None = _feature(0.0)
-    rope_base: float | None = _feature(1.0)
-    rope_factor: float | None = _feature(1.0)
-    sliding_window: int | None = _feature(0)
-    qkv_bias: bool | None = None
-    head_norm: bool | None = None
-    scale_embeddings: bool | None = None
-    tie_embeddings: bool | None = None
+    vocab_size: int = dimension(2)
+    sequence_length: int = dimension()
+    num_layers: int = dimension(maximum=1000)
+    num_heads: int = dimension()
+    hidden_size: int = dimension()
+    num_kv_heads: int = feature(None, 1)  # as many as heads
+    head_size: int = feature(None, 2)  # hidden_size / num_heads
+    mlp_size: int = feature(None, 1)  # 8/3 of hidden_size, as in Llama 1
+    activation: str = feature("silu", choices=("silu", "gelu"))
+    gated_mlp: bool = feature(True)
+    norm_epsilon: float = feature(1e-5, 0.0)
+    rope_base: float = feature(10000.0, 1.0)
+    rope_factor: float = feature(1.0, 1.0)
+    sliding_window: int = feature(0, 0)
+    qkv_bias: bool = feature(False)
+    head_norm: bool = feature(False)
+    scale_embeddings: bool = feature(False)
+    tie_embeddings: bool = feature(False)
     scan_layers: bool = False
     loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     keeps_documents: ClassVar[bool] = True
-    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
-    features: ClassVar[Mapping[str, Any]] = _FEATURES
 
     def filled(self) -> Self:
         """Return the settings with all of a size's set, also those that follow from others."""
-        import dataclasses
-
         found = super().filled()
-        assert found.hidden_size is not None
-        assert found.num_heads is not None
         width = -(-8 * found.hidden_size // (3 * _MULTIPLE)) * _MULTIPLE
         return dataclasses.replace(
             found,

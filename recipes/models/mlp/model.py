@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
+from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.losses import Metrics
 from launcher.recipes.models.mlp.options import MLPOptions
 from launcher.trace.primitives import mark_pipeline_boundary
 
@@ -47,16 +49,14 @@ def build(options: MLPOptions, precision: str) -> Model:
         options: the widths of the layers.
         precision: "fp32" or "bf16".
     """
-    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
+    dtype = dtype_of(precision)
     widths = options.widths or [options.hidden_size] * (options.num_layers - 1)
     mlp = MLP(tuple(widths), options.output_size, options.output_relu, dtype)
 
     def init(key: jax.Array) -> Any:
         return mlp.init(key, jnp.zeros((1, options.input_size)))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         outputs = cast(jax.Array, mlp.apply({"params": params}, batch["x"]))
         return jnp.mean(jnp.square(outputs.astype(jnp.float32) - batch["y"])), {}
 

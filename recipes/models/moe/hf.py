@@ -17,7 +17,7 @@ from launcher.recipes.models.moe.options import MoEOptions
 MODEL_TYPES = ("mixtral", "qwen3_moe")
 CHOICES = ("capacity_factor",)
 
-# Of a layer with experts: what stands before its router and experts, and the names of the kernels
+# The prefix of a layer's router and experts, and the names of the kernels
 # that are gate, up and down here.
 _NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
@@ -108,9 +108,9 @@ def _kind(options: MoEOptions) -> str:
 
 def tensors(options: MoEOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    hidden, every = options.hidden_size or 0, options.expert_every or 1
+    hidden, every = options.hidden_size, options.expert_every
     experts = list(_experts(options, hidden))
-    dense = list(llama_hf.feed_forward(hidden, options.mlp_size or 0))
+    dense = list(llama_hf.feed_forward(hidden, options.mlp_size))
     yield from llama_hf.tensors_around(
         options, lambda index: experts if index % every == every - 1 else dense
     )
@@ -119,7 +119,7 @@ def tensors(options: MoEOptions) -> Iterator[Tensor]:
 def _experts(options: MoEOptions, hidden: int) -> Iterator[Tensor]:
     """Yield the router's array and those of each expert, which are stacked here."""
     place, names = _NAMES[_kind(options)]
-    count, width = options.num_experts or 0, options.expert_size or 0
+    count, width = options.num_experts, options.expert_size
     yield Tensor(f"{place}.gate.weight", "experts.router.kernel", (count, hidden), (1, 0))
     for expert in range(count):
         for theirs, ours in zip(names, ("gate", "up", "down"), strict=True):

@@ -1,10 +1,10 @@
 """A Llama with mixtures of experts, on one device.
 
 Each token goes to its best experts by a softmax (Shazeer et al., 2017, "Outrageously Large Neural
-Networks"). With a capacity, each expert takes so many tokens of a group, first choices first, and
-those beyond it pass by the layer (Lepikhin et al., 2021, "GShard"); without, every expert computes
-every token, and nothing is dropped. A group is a sequence or a part of one, so no example sees
-another. The router, its losses and the rest are float32 where Llama's are.
+Networks"). With a capacity, each expert takes at most that many tokens of a group, first choices
+first, and the others skip the layer (Lepikhin et al., 2021, "GShard"); without, every expert
+computes every token, and nothing is dropped. A group is a sequence or a part of one, so no example
+sees another. The router, its losses and the rest are float32 where Llama's are.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ import jax.numpy as jnp
 
 from launcher.recipes import Model
 from launcher.recipes.data.packing import Packed, packing_of
-from launcher.recipes.models.llama.model import ACTIVATIONS, INIT_SCALE, Attention, FeedForward
-from launcher.recipes.models.losses import next_token_loss
+from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.decoding import Decoder
+from launcher.recipes.models.language_model import cached_decoder
+from launcher.recipes.models.llama.model import (
+    ACTIVATIONS,
+    INIT_SCALE,
+    Attention,
+    FeedForward,
+    embedded,
+    normed,
+    output_scale,
+)
+from launcher.recipes.models.losses import Metrics, next_token_loss
 from launcher.recipes.models.moe.options import MoEOptions
 from launcher.trace.primitives import mark_pipeline_boundary
 
 
 def capacity(options: MoEOptions) -> int:
     """Return how many tokens of a group an expert takes."""
-    sent = cast(int, options.group_size) * cast(int, options.experts_per_token)
-    even = sent / cast(int, options.num_experts)
-    most = math.ceil(even * cast(float, options.capacity_factor))
-    return min(most, cast(int, options.group_size))
+    sent = options.group_size * options.experts_per_token
+    even = sent / options.num_experts
+    most = math.ceil(even * options.capacity_factor)
+    return min(most, options.group_size)
 
 
 def route_tokens(probabilities: jax.Array, chosen: int, places: int) -> tuple[jax.Array, jax.Array]:
@@ -73,9 +84,9 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Map float [batch, length, hidden] to the same and the losses of routing, float32 [2]."""
         options = self.options
-        experts, chosen = cast(int, options.num_experts), cast(int, options.experts_per_token)
+        experts, chosen = options.num_experts, options.experts_per_token
         batch, length, hidden = x.shape
-        group = min(cast(int, options.group_size), length)
+        group = min(options.group_size, length)
         groups = x.reshape(batch, length // group, group, hidden)
 
         gate = nn.Dense(
@@ -105,14 +116,14 @@ class Experts(nn.Module):
     def _inside(self, x: jax.Array) -> jax.Array:
         """Map each expert's tokens, float [experts, batch, groups, tokens, hidden], to the same."""
         options, (experts, *_, hidden) = self.options, x.shape
-        width = cast(int, options.expert_size)
+        width = options.expert_size
 
         def product(x: jax.Array, name: str, size: int, scale: float = INIT_SCALE) -> jax.Array:
             shape = experts, x.shape[-1], size
             kernel = self.param(name, nn.initializers.normal(scale), shape)
             return jnp.einsum("ebgtm,emh->ebgth", x, kernel.astype(self.dtype))
 
-        activation = ACTIVATIONS[cast(str, options.activation)]
+        activation = ACTIVATIONS[options.activation]
         inner = product(x, "experts_up", width)
         if options.gated_mlp:
             inner = activation(product(x, "experts_gate", width)) * inner
@@ -134,7 +145,7 @@ class Block(nn.Module):
         self, x: jax.Array, losses: jax.Array, packed: Packed = None
     ) -> tuple[jax.Array, jax.Array]:
         """Map float [batch, length, hidden] to the same; add the losses of routing."""
-        epsilon = cast(float, self.options.norm_epsilon)
+        epsilon = self.options.norm_epsilon
 
         def norm(name: str) -> nn.RMSNorm:
             return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
@@ -162,21 +173,13 @@ class MoE(nn.Module):
         the balance and the z loss.
         """
         options = self.options
-        num_layers, every = cast(int, options.num_layers), cast(int, options.expert_every)
-        normal = nn.initializers.normal(INIT_SCALE)
-        vocab_size, hidden = cast(int, options.vocab_size), cast(int, options.hidden_size)
-        words = nn.Embed(
-            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
-        )
-        x, losses = words(tokens), jnp.zeros(2)
-        if options.scale_embeddings:
-            x = x * jnp.asarray(hidden**0.5, self.dtype)
-        scale = INIT_SCALE / (2 * num_layers) ** 0.5
-        block = functools.partial(Block, options, scale, self.dtype)
+        num_layers, every = options.num_layers, options.expert_every
+        x, losses = embedded(self, tokens), jnp.zeros(2)
+        block = functools.partial(Block, options, output_scale(options), self.dtype)
         if options.scan_layers:
             scanned = nn.scan(
                 lambda module, carry: (module(*carry, packed), None),
-                variable_axes={"params": 0},
+                variable_axes={"params": 0, "cache": 0},
                 split_rngs={"params": True},
                 length=num_layers,
             )
@@ -187,11 +190,20 @@ class MoE(nn.Module):
                     mark_pipeline_boundary()
                 has_experts = index % every == every - 1
                 x, losses = block(has_experts, name=f"layers_{index}")(x, losses, packed)
-        epsilon = cast(float, options.norm_epsilon)
-        x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
-        if not options.tie_embeddings and self.is_initializing():
-            nn.Dense(vocab_size, False, kernel_init=normal, name="output_layer")(x)
-        return x, losses / max(num_layers // every, 1)
+        return normed(self, x), losses / max(num_layers // every, 1)
+
+
+def build_decoder(options: MoEOptions, precision: str) -> Decoder:
+    """Return the decoder of a mixture of experts; arguments as for `build`.
+
+    It drops no token, whatever `capacity_factor` the training had. With a capacity, whether an
+    expert takes a token would depend on those read with it: on where a text is split into prompt
+    and answer, and on later tokens, whose first choices come before its second one.
+    """
+    # Texts have any length, so each token is a group of its own.
+    alone = dataclasses.replace(options, capacity_factor=0.0, group_size=1)
+    shape = options.num_kv_heads, options.head_size
+    return cached_decoder(MoE(alone, dtype_of(precision)), options, shape)
 
 
 def build(options: MoEOptions, precision: str) -> Model:
@@ -204,14 +216,12 @@ def build(options: MoEOptions, precision: str) -> Model:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    moe = MoE(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
+    moe = MoE(options, dtype_of(precision))
 
     def init(key: jax.Array) -> Any:
-        return moe.init(key, jnp.zeros((1, cast(int, options.group_size)), jnp.int32))["params"]
+        return moe.init(key, jnp.zeros((1, options.group_size), jnp.int32))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         found = moe.apply({"params": params}, batch["tokens"], packing_of(batch))
         hidden, (balance, z) = cast(tuple[jax.Array, jax.Array], found)
         evaluates = key is None  # which compares models by what they predict

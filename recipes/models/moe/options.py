@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import number
 from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.sizes import uneven
-
-_DIMENSIONS = (*LlamaOptions.dimensions, "num_experts")
-_FEATURES = {
-    **LlamaOptions.features,
-    "experts_per_token": 2,
-    "expert_size": None,  # mlp_size
-    "shared_size": 0,
-    "expert_every": 1,
-    "capacity_factor": 1.25,
-    "group_size": None,  # sequence_length
-}
-
-
-def _feature(minimum: float) -> Any:
-    return field(default=None, metadata={"minimum": minimum, "maximum": None})
+from launcher.recipes.models.sizes import dimension, feature, uneven
 
 
 @register
@@ -35,18 +20,15 @@ class MoEOptions(LlamaOptions):
     """A Llama whose MLPs are mixtures of experts; see `LlamaOptions`."""
 
     name: str = "moe"
-    num_experts: int | None = number(None, minimum=1)
-    experts_per_token: int | None = _feature(1)
-    expert_size: int | None = _feature(1)
-    shared_size: int | None = _feature(0)
-    expert_every: int | None = _feature(1)
-    capacity_factor: float | None = _feature(0.0)
-    group_size: int | None = _feature(1)
+    num_experts: int = dimension()
+    experts_per_token: int = feature(2, 1)
+    expert_size: int = feature(None, 1)  # mlp_size
+    shared_size: int = feature(0, 0)
+    expert_every: int = feature(1, 1)
+    capacity_factor: float = feature(1.25, 0.0)
+    group_size: int = feature(None, 1)  # sequence_length
     balance_loss: float = number(0.01, minimum=0.0)
     router_z_loss: float = number(0.001, minimum=0.0)
-
-    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
-    features: ClassVar[Mapping[str, Any]] = _FEATURES
 
     def filled(self) -> Self:
         """Return the settings with all of a size's set, also those that follow from others."""
@@ -58,7 +40,7 @@ class MoEOptions(LlamaOptions):
         )
 
     def check(self) -> Iterator[ConfigError]:
-        """Yield an error where tokens cannot be routed as is said."""
+        """Yield an error for a routing that is impossible."""
         yield from super().check()
         chosen, there = self.experts_per_token, self.num_experts
         if chosen and there and chosen > there:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.models.images import classification
+from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.losses import Metrics, classification
 from launcher.recipes.models.resnet.options import BLOCKS, ResNetOptions
 from launcher.trace.primitives import mark_pipeline_boundary, per_slice
 
@@ -92,8 +93,8 @@ class ResNet(nn.Module):
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
         """Map float [batch, height, width, channels] to logits, `dtype` [batch, num_classes]."""
         options = self.options
-        width, depth = cast(int, options.width), cast(int, options.depth)
-        is_large = cast(int, options.image_size) >= _LARGE
+        width, depth = options.width, options.depth
+        is_large = options.image_size >= _LARGE
         x = nn.Conv(
             width,
             (7, 7) if is_large else (3, 3),
@@ -105,7 +106,7 @@ class ResNet(nn.Module):
         x = nn.relu(_norm(train, options.momentum, self.dtype, "norm_first")(x))
         if is_large:
             x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        factor = cast(int, options.width_factor) if options.has_bottlenecks else 0
+        factor = options.width_factor if options.has_bottlenecks else 0
         index = 0
         for group, count in enumerate(BLOCKS[depth]):
             for k in range(count):
@@ -122,7 +123,7 @@ class ResNet(nn.Module):
                 )(x)
                 index += 1
         x = x.mean((1, 2))
-        return nn.Dense(cast(int, options.num_classes), dtype=self.dtype, name="output_layer")(x)
+        return nn.Dense(options.num_classes, dtype=self.dtype, name="output_layer")(x)
 
 
 def build(options: ResNetOptions, precision: str) -> Model:
@@ -135,8 +136,8 @@ def build(options: ResNetOptions, precision: str) -> Model:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    net = ResNet(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
-    size, channels = cast(int, options.image_size), cast(int, options.channels)
+    net = ResNet(options, dtype_of(precision))
+    size, channels = options.image_size, options.channels
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         made = dict(net.init(key, jnp.zeros((1, size, size, channels)), train=False))
@@ -144,7 +145,7 @@ def build(options: ResNetOptions, precision: str) -> Model:
 
     def loss(
         params: Any, state: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+    ) -> tuple[jax.Array, tuple[Metrics, Any]]:
         logits, new = net.apply(
             {"params": params, **state},
             batch["image"],

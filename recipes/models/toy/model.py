@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from launcher.recipes import Model
+from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.nnx import model as nnx_model
 from launcher.recipes.models.toy.options import ToyOptions
 from launcher.trace.primitives import mark_pipeline_boundary, per_slice
@@ -54,7 +55,7 @@ def build(options: ToyOptions, precision: str) -> Model:
         options: the widths.
         precision: "fp32" or "bf16".
     """
-    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
+    dtype = dtype_of(precision)
 
     def loss(net: Toy, batch: Any) -> jax.Array:
         return jnp.mean(jnp.square(net(batch["x"]).astype(jnp.float32) - batch["y"]))

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.recipes import Model
+from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.losses import Metrics
 from launcher.recipes.models.unet.options import GROUPS, UNetOptions
 from launcher.trace.primitives import mark_pipeline_boundary
 
@@ -30,7 +32,7 @@ def _kept_share(time_steps: int) -> np.ndarray:
 
 
 class Block(nn.Module):
-    """A residual block, told the time."""
+    """A residual block, conditioned on the time."""
 
     channels: int
     dtype: Any
@@ -52,7 +54,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """A network that tells a picture's noise; each level is one pipeline layer, down and up."""
+    """A network that predicts a picture's noise; each level is one pipeline layer, down and up."""
 
     options: UNetOptions
     dtype: Any
@@ -61,17 +63,17 @@ class UNet(nn.Module):
     def __call__(self, images: jax.Array, time: jax.Array) -> jax.Array:
         """Map float [batch, height, width, channels] to the same; time: float32 [batch], 0 to 1."""
         options = self.options
-        width, blocks = cast(int, options.width), cast(int, options.blocks)
-        levels = cast(int, options.levels)
+        width, blocks = options.width, options.blocks
+        levels = options.levels
         turns = time[:, None] * 1000 * 1e4 ** (-jnp.arange(width // 2) / (width // 2))
-        told = jnp.concatenate([jnp.sin(turns), jnp.cos(turns)], -1)
-        told = nn.silu(nn.Dense(4 * width, dtype=self.dtype, name="time")(told))
+        embedded = jnp.concatenate([jnp.sin(turns), jnp.cos(turns)], -1)
+        embedded = nn.silu(nn.Dense(4 * width, dtype=self.dtype, name="time")(embedded))
 
         x = nn.Conv(width, (3, 3), dtype=self.dtype, name="conv_first")(images)
         skips = []
         for level in range(levels):
             for k in range(blocks):
-                x = Block(width * 2**level, self.dtype, name=f"down_{level}_{k}")(x, told)
+                x = Block(width * 2**level, self.dtype, name=f"down_{level}_{k}")(x, embedded)
             skips.append(x)
             if level < levels - 1:
                 x = nn.Conv(
@@ -81,7 +83,7 @@ class UNet(nn.Module):
         for level in reversed(range(levels)):
             x = jnp.concatenate([x, skips[level]], -1)
             for k in range(blocks):
-                x = Block(width * 2**level, self.dtype, name=f"up_{level}_{k}")(x, told)
+                x = Block(width * 2**level, self.dtype, name=f"up_{level}_{k}")(x, embedded)
             if level:
                 x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
                 x = nn.Conv(
@@ -93,7 +95,7 @@ class UNet(nn.Module):
 
 
 def build(options: UNetOptions, precision: str) -> Model:
-    """Return a U-Net; its loss is the mean squared error of the noise that it tells.
+    """Return a U-Net; its loss is the mean squared error of the predicted noise.
 
     A batch holds `image`, float32 [batch, image_size, image_size, channels]. Noise and times are
     drawn in each step; in an evaluation they are always the same.
@@ -102,24 +104,22 @@ def build(options: UNetOptions, precision: str) -> Model:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    net = UNet(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
-    size, channels = cast(int, options.image_size), cast(int, options.channels)
-    steps = cast(int, options.time_steps)
+    net = UNet(options, dtype_of(precision))
+    size, channels = options.image_size, options.channels
+    steps = options.time_steps
     kept = _kept_share(steps)
 
     def init(key: jax.Array) -> Any:
         return net.init(key, jnp.zeros((1, size, size, channels)), jnp.zeros(1))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         images = batch["image"]
         of_time, of_noise = jax.random.split(jax.random.key(0) if key is None else key)
         time = jax.random.randint(of_time, images.shape[:1], 0, steps)
         noise = jax.random.normal(of_noise, images.shape)
         share = jnp.asarray(kept)[time][:, None, None, None]
         noisy = jnp.sqrt(share) * images + jnp.sqrt(1 - share) * noise
-        told = cast(jax.Array, net.apply({"params": params}, noisy, time / steps))
-        return jnp.mean(jnp.square(told.astype(jnp.float32) - noise)), {}
+        predicted = cast(jax.Array, net.apply({"params": params}, noisy, time / steps))
+        return jnp.mean(jnp.square(predicted.astype(jnp.float32) - noise)), {}
 
     return Model(init, loss)

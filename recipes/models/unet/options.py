@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import number
-from launcher.recipes.models.sizes import SizedOptions
+from launcher.recipes.models.sizes import SizedOptions, dimension, feature
 
-_DIMENSIONS = ("image_size", "width", "levels", "blocks")
-_FEATURES = {"channels": 3, "time_steps": 1000}
 GROUPS = 8  # of the norms
 
 
@@ -22,22 +18,16 @@ class UNetOptions(SizedOptions):
     """A network with long skips that removes noise. A size names a row of `sizes`."""
 
     name: str = "unet"
-    size: str | None = "nano"
-    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    image_size: int | None = number(None, minimum=1)
-    channels: int | None = number(None, minimum=1)
-    width: int | None = number(None, minimum=GROUPS)
-    levels: int | None = number(None, minimum=1, maximum=10)
-    blocks: int | None = number(None, minimum=1)
-    time_steps: int | None = number(None, minimum=1)
-
-    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
-    features: ClassVar = _FEATURES
+    image_size: int = dimension()
+    channels: int = feature(3, 1)
+    width: int = dimension(GROUPS)
+    levels: int = dimension(maximum=10)
+    blocks: int = dimension()
+    time_steps: int = feature(1000, 1)
 
     @property
     def layers(self) -> int:
         """The number of pipeline layers: one more than the model's marks."""
-        assert self.levels is not None, "the size has not been filled in"
         return 2 * self.levels
 
     def check(self) -> Iterator[ConfigError]:

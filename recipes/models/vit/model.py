@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.models.blocks import blocks_in_a_row
+from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
 from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock
-from launcher.recipes.models.images import classification
+from launcher.recipes.models.losses import Metrics, classification
 from launcher.recipes.models.vit.options import ViTOptions
 
 _EPSILON = 1e-6
@@ -33,7 +33,7 @@ class ViT(nn.Module):
     def __call__(self, images: jax.Array) -> jax.Array:
         """Map float [batch, height, width, channels] to logits, `dtype` [batch, num_classes]."""
         options, normal = self.options, nn.initializers.normal(INIT_SCALE)
-        hidden, patch = cast(int, options.hidden_size), cast(int, options.patch_size)
+        hidden, patch = options.hidden_size, options.patch_size
         x = nn.Conv(
             hidden, (patch, patch), (patch, patch), "VALID", dtype=self.dtype, name="patches"
         )(images)
@@ -46,18 +46,18 @@ class ViT(nn.Module):
         x = x + positions.astype(self.dtype)
         block = functools.partial(
             EncoderBlock,
-            cast(int, options.num_heads),
+            options.num_heads,
             options.mlp_ratio * hidden,
             _EPSILON,
             True,
             options.attention,
             self.dtype,
         )
-        count, scans = cast(int, options.num_layers), options.scan_layers
+        count, scans = options.num_layers, options.scan_layers
         x = blocks_in_a_row(self, block, count, x, scanned=scans)
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x[:, 0])
         return nn.Dense(
-            cast(int, options.num_classes),
+            options.num_classes,
             kernel_init=normal,
             dtype=self.dtype,
             name="output_layer",
@@ -74,15 +74,13 @@ def build(options: ViTOptions, precision: str) -> Model:
         options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    vit = ViT(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
-    size = cast(int, options.image_size)
+    vit = ViT(options, dtype_of(precision))
+    size = options.image_size
 
     def init(key: jax.Array) -> Any:
-        return vit.init(key, jnp.zeros((1, size, size, cast(int, options.channels))))["params"]
+        return vit.init(key, jnp.zeros((1, size, size, options.channels)))["params"]
 
-    def loss(
-        params: Any, batch: Any, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         del key  # nothing is random
         return classification(
             cast(jax.Array, vit.apply({"params": params}, batch["image"])), batch["label"]

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 from rich.console import Console
+from whole_logits import whole_logits
 
 from launcher import checkpoint
 from launcher.config.compose import load, to_dict
@@ -25,13 +25,9 @@ from launcher.driver.tasks.generate import decoded_after, generate_text
 from launcher.inference.answers import stored_plan
 from launcher.inference.model_layout import layout_of
 from launcher.inference.model_workers import EvaluationWorker
-from launcher.inference.placed_model import ModelPlaces
-from launcher.inference.text_model import TextModel
+from launcher.inference.placed_model import ModelPlaces, text_generator
 from launcher.recipes import InputError, build_dataset, build_model
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
-from launcher.recipes.models.gpt.model import GPT
-from launcher.recipes.models.losses import output_matrix
-from launcher.recipes.models.moe.model import MoE
 from launcher.report.console import make_console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "train"))
@@ -112,12 +108,7 @@ def generated(capsys, *words):
 @functools.cache
 def logits_of(*words):
     """The whole model on one device: from parameters and tokens to logits; experts drop none."""
-    options = load(words).model
-    if options.name == "moe":
-        mixture = MoE(dataclasses.replace(options, capacity_factor=0.0), jnp.float32)
-        return jax.jit(lambda p, tokens: mixture.apply({"params": p}, tokens)[0] @ output_matrix(p))
-    module = GPT(options, jnp.float32)
-    return jax.jit(lambda p, tokens: module.apply({"params": p}, tokens, deterministic=True))
+    return jax.jit(functools.partial(whole_logits, load(words).model))
 
 
 def plain_loop(params, prompt, count, words=GPT_WORDS):
@@ -140,7 +131,7 @@ def spread(folder, name):
     stored = checkpoint.FinishedModel(home / "checkpoints" / "2", settings.optimizer.lora)
     layout = layout_of(stored_plan(home), stored.shapes, 8)
     places = ModelPlaces(layout, jax.devices())
-    return TextModel(settings, places), places.load(stored)["params"], layout
+    return text_generator(settings, places), places.load(stored)["params"], layout
 
 
 @pytest.mark.parametrize(
@@ -157,7 +148,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop_under_every_plan(runs, name):
     assert params[name]
     model, placed, layout = spread(folder, name)
     prompts = [list(b"def "), list(b"x")]
-    made = np.array(list(model.generate(placed, prompts, 20))).T.tolist()
+    made = np.array(list(model(placed, prompts, 20))).T.tolist()
     assert [p + m for p, m in zip(prompts, made, strict=True)] == [
         plain_loop(params[name], prompt, 20, RUNS[name]) for prompt in prompts
     ]

@@ -1,4 +1,4 @@
-"""What a cut costs: the work that is left on a device, and the bytes that are summed."""
+"""The cost of sharding: the work that is left on a device, and the bytes that are all-reduced."""
 
 import operator
 

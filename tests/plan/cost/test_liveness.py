@@ -1,4 +1,4 @@
-"""Which values of a program the compiler stores."""
+"""Values of a program that the compiler stores."""
 
 import jax
 import jax.numpy as jnp

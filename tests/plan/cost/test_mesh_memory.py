@@ -1,4 +1,4 @@
-"""What the memory estimate adds up; tests/runtime/test_memory_measured.py: that it is true."""
+"""The parts of the memory estimate; tests/runtime/test_memory_measured.py measures them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a plan is expected to take, by hand: links of each axis, transfers, the update."""
+"""Seconds of a plan, computed by hand: links of each axis, transfers, the update."""
 
 import dataclasses
 
@@ -12,9 +12,8 @@ from launcher.plan import local_shape, timeline
 from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.cost.formulas import Links
 from launcher.plan.cost.stage_seconds import links_of
-from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.layer_costs import cost_table
+from launcher.plan.inter_op.layer_construction import cost_table, make_problem
 from launcher.plan.inter_op.recompute import NOTHING
 from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
 from launcher.plan.inter_op.submeshes import Mesh

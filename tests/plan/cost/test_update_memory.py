@@ -1,4 +1,4 @@
-"""What the update of a step stores, beside the state and the gradients."""
+"""Memory that the update of a step takes beside the state and the gradients."""
 
 import sys
 from pathlib import Path

@@ -13,8 +13,8 @@ from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import microbatch_transfer_seconds
 from launcher.plan.build import build_plan
-from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.trace import trace_step
 from launcher.trace.interface import leaf_names
 

@@ -1,4 +1,4 @@
-"""What the whole search can be asked for, on a traced step."""
+"""Settings of the whole search, on a traced step."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Where the search joins layers, the stages of its best plan end at any layer all the same."""
+"""Stages of the best plan end at any layer, also between layers that the search joined."""
 
 import dataclasses
 

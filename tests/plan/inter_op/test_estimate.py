@@ -12,15 +12,15 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.errors import TooLargeError
-from launcher.plan.inter_op import infeasible
-from launcher.plan.inter_op.auto import make_problem
+from launcher.plan.inter_op import explain
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_like
+from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints
+from launcher.plan.inter_op.refine import under_every_schedule
 from launcher.plan.inter_op.search import find_plans
 from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.variants import schedule_variants
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.trace import trace_step
@@ -145,13 +145,13 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     assignment = assignment_of(problem, (1, 1), 4)
     by_name = {
         o.schedule: make_estimate(o, problem)
-        for o in schedule_variants(assignment, problem, Constraints())
+        for o in under_every_schedule(assignment, problem, Constraints())
     }
     seconds = {name: plan.predicted_step_seconds for name, plan in by_name.items()}
     assert seconds["interleaved_1f1b"] < seconds["1f1b"]
     assert set(seconds) == {"1f1b", "eager_1f1b", "zero_bubble", "interleaved_1f1b"}
     assert [
-        o.schedule for o in schedule_variants(assignment, problem, Constraints(schedule="1f1b"))
+        o.schedule for o in under_every_schedule(assignment, problem, Constraints(schedule="1f1b"))
     ] == ["1f1b"]
 
 
@@ -230,7 +230,7 @@ def test_what_was_taken_to_fit_and_does_not_is_searched_for_again(step, monkeypa
 
 def test_what_would_fit_is_only_searched_for_to_be_shown(step, monkeypatch):
     asked = []
-    monkeypatch.setattr(infeasible, "_changes", lambda *_: asked.append(1) or ["less"])
+    monkeypatch.setattr(explain, "_changes", lambda *_: asked.append(1) or ["less"])
     needed = max(stage.memory_bytes for stage in search(step, CLUSTER, Constraints())[0][0].stages)
     none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
     with pytest.raises(TooLargeError) as caught:

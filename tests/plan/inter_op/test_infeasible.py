@@ -11,9 +11,9 @@ from layered import layered_step
 from launcher.plan import describe_plan, local_shape
 from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.errors import TooLargeError, UnmeasuredError
-from launcher.plan.inter_op import infeasible
-from launcher.plan.inter_op.auto import make_problem
-from launcher.plan.inter_op.infeasible import _batch, leanest, nothing_fits
+from launcher.plan.inter_op import explain
+from launcher.plan.inter_op.explain import _batch, leanest, nothing_fits
+from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.layer_table import LayerCost, LayerTable, Parameters
 from launcher.plan.inter_op.problem import Constraints, Problem, best_of, of_batch
 from launcher.plan.inter_op.select import search
@@ -149,6 +149,6 @@ def test_where_layers_could_not_be_measured_it_is_the_lack_that_is_said(monkeypa
         raise UnmeasuredError("layer 0 could not be measured")
 
     monkeypatch.setattr(PlanBuilder, "build", unmeasured)
-    monkeypatch.setattr(infeasible, "make_estimate", unmeasured)
+    monkeypatch.setattr(explain, "make_estimate", unmeasured)
     with pytest.raises(TooLargeError, match=r"leanest plan found stage \d needs [\d.]+ GiB"):
         search(layered_step([(8192, 8192)] * 6, 65536), a100s(0.5), Constraints())

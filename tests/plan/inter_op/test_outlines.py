@@ -8,8 +8,8 @@ from random_problems import random_problem
 
 from launcher.plan.inter_op.problem import Constraints, alike_but_replicas, settings
 from launcher.plan.inter_op.recompute import FEWEST, OPEN
-from launcher.plan.inter_op.stage_choices import Outlines, hidden_forwards
 from launcher.plan.inter_op.stage_cost import StageCosts
+from launcher.plan.inter_op.stage_profiling import Outlines, hidden_forwards
 from launcher.plan.inter_op.submeshes import Mesh
 from launcher.schedule import SCHEDULES
 

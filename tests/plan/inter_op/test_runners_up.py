@@ -1,4 +1,4 @@
-"""What a plan that came next is said to lose by."""
+"""Reasons why a runner-up is slower than the best plan."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from random_problems import random_layers
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.runners_up import reason
+from launcher.plan.inter_op.explain import reason
 from launcher.plan.links import link_seconds
 
 

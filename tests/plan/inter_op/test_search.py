@@ -13,9 +13,13 @@ from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import Constraints, candidate_of, settings
 from launcher.plan.inter_op.search import _crossings, _on_one_host, _round_trips, find_plans
-from launcher.plan.inter_op.stage_choices import price
-from launcher.plan.inter_op.stage_dp import BestStages, StageTables, objective
-from launcher.plan.inter_op.stage_enumeration import stages_by_objective
+from launcher.plan.inter_op.stage_construction import (
+    BestStages,
+    StageTables,
+    objective,
+    stages_by_objective,
+)
+from launcher.plan.inter_op.stage_profiling import price
 from launcher.plan.inter_op.submeshes import submesh_sizes
 
 SCHEDULES = "1f1b", "eager_1f1b", "zero_bubble"

@@ -1,4 +1,4 @@
-"""What it costs to compute layers again selectively, by the search's table and by built plans."""
+"""The cost of selective recomputation, by the search's table and by built plans."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ import launcher
 from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.build import build_plan
-from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.recompute import every_recompute, recompute_of
 from launcher.plan.inter_op.search import find_plans

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from launcher.plan.inter_op.stage_dp import StageTables, best_stages, objective
+from launcher.plan.inter_op.stage_construction import StageTables, best_stages, objective
 
 
 def random_candidates(rng):

@@ -1,4 +1,4 @@
-"""Where submeshes go: no device twice, and on as few hosts as they can be."""
+"""Submeshes are placed with no device twice, on as few hosts as they can be."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What was measured of devices takes the place of nominal rates, where it can be used."""
+"""Measured rates of devices replace nominal ones where they can be used."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.sharding.layout import MODEL
 from launcher.plan.inter_op.layer_table import LayerTable
 from launcher.plan.inter_op.recompute import Recompute, recompute_of
+from launcher.plan.inter_op.stage_construction import StageTables, rests, with_others
 from launcher.plan.inter_op.stage_cost import SearchPoint, StageCosts
-from launcher.plan.inter_op.stage_dp import StageTables, rests, with_others
 from launcher.plan.inter_op.submeshes import Mesh
 from launcher.schedule import SCHEDULES
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from launcher.train.measured_here import memory_bytes
+from launcher.train.step_result import memory_bytes
 
 
 def test_an_emulated_device_has_what_is_counted_in_the_programs():

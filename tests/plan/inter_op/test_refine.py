@@ -9,10 +9,9 @@ from exhaustive import seconds_of
 from random_problems import random_layers
 
 from launcher.partition.assignment import Assignment, Submesh
-from launcher.plan.inter_op.climb import climbed, fewest_again
 from launcher.plan.inter_op.estimate import make_estimate, make_pipeline
 from launcher.plan.inter_op.problem import Constraints
-from launcher.plan.inter_op.search import Found
+from launcher.plan.inter_op.refine import SearchResult, climbed, fewest_again, no_moves
 
 
 def four_stages(seed, share):
@@ -86,7 +85,7 @@ def test_what_a_machine_shared_with_idle_devices_takes_is_left_to_the_timeline()
     )
     shared = dataclasses.replace(problem, cluster=cluster)
     estimate = make_estimate(assignment, shared)
-    less, faster = climbed(assignment, estimate, shared, lambda of: iter(()), [assignment], True)
+    less, faster = climbed(assignment, estimate, shared, no_moves, [assignment], True)
     assert set(less.remat) == {"none"}
     assert faster.predicted_step_seconds < estimate.predicted_step_seconds
 
@@ -94,9 +93,9 @@ def test_what_a_machine_shared_with_idle_devices_takes_is_left_to_the_timeline()
 def test_microbatches_are_counted_up_and_down_from_the_best_plan():
     assignment, problem = four_stages(0, share=1.0)
     problem = dataclasses.replace(problem, memory_bytes=np.inf)
-    found = Found(problem)
+    found = SearchResult(problem, Constraints())
     found.add(dataclasses.replace(assignment, num_micro_batches=1))
-    found.recount(Constraints())
+    found.recount()
     least = min(
         seconds_of(dataclasses.replace(assignment, num_micro_batches=n), problem)
         for n in (1, 2, 4, 8)

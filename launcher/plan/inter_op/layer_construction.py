@@ -1,24 +1,25 @@
-"""The cost of each layer on submeshes of every shape: the table that the stage search adds up.
+"""Layer construction: the layers that the stage search sees, and what each costs.
 
-A layer is solved on its own for each size of the model axis, and layers that are the same program
-are solved once, so that the time does not grow with the number of identical blocks. Costs are of
-the whole batch; that of a slice is its share. Pure.
+Neighbouring layers are joined where there are many. A layer is solved on its own for each size of
+the model axis, and layers that are the same program are solved once, so that the time does not grow
+with the number of identical blocks. Costs are of the whole batch; a slice has its share. Pure.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from launcher.hardware.cluster_shape import ClusterShape
+from launcher.partition.remat import recomputed
 from launcher.partition.sharding.layout import MODEL, batch_axes, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, axes, parts
 from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stage_programs import StagePrograms, as_one, inside_of, trace_stage
-from launcher.partition.stages import StageGraph, cut_stages
+from launcher.partition.stages import StageGraph, cut_stages, group_layers, layer_flops
 from launcher.plan.cost.collectives import (
     Collective,
     backward_work_seconds,
@@ -26,6 +27,7 @@ from launcher.plan.cost.collectives import (
     flow,
     is_active,
     loads,
+    loads_again,
     product_seconds,
     work_seconds,
 )
@@ -44,12 +46,14 @@ from launcher.plan.inter_op.layer_table import (
     Parameters,
     joined,
 )
-from launcher.plan.inter_op.selective_costs import SelectiveCosts, has_attention
+from launcher.plan.inter_op.problem import Problem
+from launcher.plan.inter_op.submeshes import model_sizes, submesh_sizes
 from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sharding
 from launcher.plan.intra_op.stage_shardings import model_sharding
+from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import Kind
 from launcher.trace import Loss, TracedStep
-from launcher.trace.ir.jaxpr import Var, is_var, nbytes
+from launcher.trace.ir.jaxpr import Equation, Var, is_var, nbytes, sub_jaxprs
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
@@ -336,3 +340,100 @@ def _optimizer_bytes(step: TracedStep, loss: Loss, dims: NamedDims) -> Mapping[i
         aval = loss.invars[i].aval
         total[i] = max(0.0, total[i] - nbytes(aval)) if aval.shape else 0.0
     return total
+
+
+def has_attention(equations: Iterable[Equation]) -> bool:
+    """Return whether there is a product of values, each with its own of the batch's rows."""
+    for eqn in equations:
+        if eqn.primitive.name == "dot_general":
+            _, (batch, _) = eqn.params["dimension_numbers"]
+            if batch:
+                return True
+        elif any(has_attention(inner.eqns) for inner in sub_jaxprs(eqn)):
+            return True
+    return False
+
+
+class SelectiveCosts:
+    """The costs of one layer, which is traced once for all meshes."""
+
+    def __init__(self, graph: StageGraph, loss: Loss, varying: Sequence[Var]) -> None:
+        """Trace the layer.
+
+        Args:
+            graph: the layer.
+            loss: the loss that it is a part of.
+            varying: its values whose sizes depend on the number of rows.
+        """
+        self._graph, self._loss = graph, loss
+        self._of = trace_stage(graph, loss, "selective", _KINDS)
+        self._stored, self._inside = stored_in(self._of), NamedDims(self._of.joint.equations)
+        self._again = recomputed(graph.layers, "selective")
+        parameters = [loss.invars[i] for i in graph.wrt]
+        self._flows = flow(graph.equations, [*parameters, *graph.active_in])
+        self._varying = dependence(graph.equations, varying)
+
+    def costs(self, sharding: Sharding, cluster: ClusterShape) -> dict[str, float]:
+        """Return the fields of its `LayerCost` that are about it.
+
+        Args:
+            sharding: the sharding of its forward pass.
+            cluster: the rates of the devices.
+        """
+        work = [0.0, 0.0]  # of all rows, and of every slice
+        sums: list[Collective] = []
+        for use, found in loads_again(self._again, sharding.spec, sharding.sizes, self._flows):
+            work[not is_active(use, self._varying)] += work_seconds(found, cluster)
+            sums += found.forward
+        cut = inside_of(self._of, self._loss, sharding, self._inside)
+        back = temporaries(self._of, cut, self._stored).get(Kind.BACKWARD)
+        inputs = sum(nbytes(v.aval) / sharding.parts(v) for v in self._graph.activations_in)
+        left = left_bytes(self._of, cut).get(Kind.FORWARD, 0.0)
+        return {
+            "selective_seconds": work[0],
+            "fixed_selective_seconds": work[1],
+            "selective_bytes": sum(c.share * c.times * c.size for c in sums),
+            "selective_sums": sum(c.share * c.times for c in sums),
+            "kept_bytes": max(0.0, left - inputs),
+            "selective_peak_bytes": back.peak - back.fixed_early if back else 0.0,
+            "fixed_selective_peak_bytes": back.fixed_peak if back else 0.0,
+            "fixed_selective_early_bytes": back.fixed_early if back else 0.0,
+        }
+
+
+# The stage search joins neighbouring layers to no more than these, if not more stages are wanted.
+_MOST_LAYERS = 16
+
+
+def make_problem(
+    step: TracedStep,
+    cluster: ClusterShape,
+    measured: MeasuredLayers | None = None,
+    num_stages: int | None = None,
+    outer: NamedDims | None = None,
+) -> Problem:
+    """Return the search problem of a traced step on a cluster.
+
+    Args:
+        step: the traced step, cut into layers.
+        cluster: the devices to plan for.
+        measured: the layers' measured seconds, instead of the cost model's.
+        num_stages: the number of stages that is asked for, if any.
+        outer: the named dimensions outside of the loss, if they are known.
+    """
+    cluster = measured.shape(cluster) if measured else cluster
+    loss = step.loss(1)
+    most = max(_MOST_LAYERS, num_stages or 1)
+    groups = group_layers(layer_flops(loss), min(loss.num_layers, most))
+    # Of what is measured there is no cut along the sequence.
+    table = cost_table(step, cluster, model_sizes(cluster), measured is None, outer)
+    table = dataclasses.replace(table, measured=measured)
+    return Problem(
+        table.grouped(groups),
+        groups,
+        step.batch_size,
+        cluster,
+        submesh_sizes(cluster, step.batch_size),
+        cluster.memory_bytes,
+        unjoined=table if len(groups) < loss.num_layers else None,
+    )

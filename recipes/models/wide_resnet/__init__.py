@@ -1,1 +1,0 @@
-"""Wide residual networks: settings and model."""
