@@ -292,7 +292,9 @@ def cutter(piece: Piece, dtype: Any, device: jax.Device) -> Callable[[jax.Array]
     """Return a function that cuts a piece from its source tile, which lies on this device."""
     if piece.box == piece.src_box:
         return _as_it_is
-    return _cut(_shape(piece.src_box), dtype, _inside(piece.box, piece.src_box), device)
+    cut: Callable[[jax.Array], jax.Array]
+    cut = _cut(_shape(piece.src_box), dtype, _inside(piece.box, piece.src_box), device)
+    return cut
 
 
 def joiner(
