@@ -1,4 +1,4 @@
-"""What a `jax.Array` can do, for an array that is fetched when its value is needed."""
+"""`jax.Array` operations for arrays that are fetched when their value is needed."""
 
 from __future__ import annotations
 

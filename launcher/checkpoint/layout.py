@@ -1,4 +1,4 @@
-"""Where what lies in a folder of checkpoints, and what of it is one. Standard library only.
+"""Checkpoint directory layout; which entries are complete. Standard library only.
 
     checkpoints/40/                     a checkpoint: the state after 40 steps
       checksums.json                    of all other files; see `integrity`

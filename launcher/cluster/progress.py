@@ -1,4 +1,4 @@
-"""Whether workers get on before the first step, how far, and what each wait for them is for.
+"""Progress of the workers before the first step, and the purpose of each wait.
 
 What a worker does there takes seconds or an hour: it compiles, or reads a checkpoint of terabytes.
 So the driver does not limit its time, but the time without progress: where a call computes or

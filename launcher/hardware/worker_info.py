@@ -1,4 +1,4 @@
-"""What a plan and the Python door say of a worker. It imports nothing."""
+"""Public description of a worker process. Imports nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a finished model lies that generates text or is evaluated: a pure function of a plan.
+"""Device layout of a trained model for inference: a pure function of a plan.
 
 A plan of one mesh says it itself. The stages of a pipeline would wait for one another (at every
 token, where text is made), so their devices become one mesh over which each array is cut: no device

@@ -1,4 +1,4 @@
-"""What a forward pass leaves to the backward passes: as few bytes as can be.
+"""Choose residuals by min-cut to save the fewest bytes.
 
 What is cheap to compute (element by element, or the same elements in another order) need not be
 kept where its operands are: the backward pass computes it again, fused into what reads it. Which

@@ -1,4 +1,4 @@
-"""What summing a stage's gradients over the replicas costs, and how a plan tells of it. Pure."""
+"""Cost of gradient buckets, and their entries in a plan. Pure."""
 
 from __future__ import annotations
 

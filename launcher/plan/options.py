@@ -1,4 +1,4 @@
-"""How a pipeline is cut: layer options and stage options, and what follows from them.
+"""Layer options and stage options of a pipeline, and their consequences.
 
 Pure. The names are those of Alpa's API.
 """

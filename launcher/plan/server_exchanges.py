@@ -1,4 +1,4 @@
-"""How a plan tells what workers exchange through parameter servers, and what that costs. Pure."""
+"""Entries in a plan for exchanges through parameter servers, and their cost. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stages of a cut step send one another."""
+"""Transfers between the stages of a partitioned step."""
 
 from __future__ import annotations
 

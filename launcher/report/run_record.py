@@ -1,4 +1,4 @@
-"""What is known of a run by its folder alone: read strictly, and only as far as it is needed.
+"""Read a run from its folder alone: strictly, and only as far as needed.
 
 Folders may be damaged, half written, or another user's: their files are bounded in size, and what
 cannot be read is said in the record.

@@ -1,4 +1,4 @@
-"""What came of a sweep, for other programs and as a picture: `sweep.csv`, `plots/sweep.png`."""
+"""Results of a sweep for other programs and as a plot: `sweep.csv`, `plots/sweep.png`."""
 
 from __future__ import annotations
 

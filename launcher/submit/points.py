@@ -1,4 +1,4 @@
-"""What points a sweep has and what came of them: `sweep.json` in the sweep's folder.
+"""Points of a sweep and their results: `sweep.json` in the sweep's folder.
 
 A sweep that goes on runs its sweeper from the start. Points that are done are answered from here,
 so a sweeper that learns is where it was; nothing of the sweeper itself is kept.

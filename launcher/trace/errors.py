@@ -1,4 +1,4 @@
-"""What can be wrong with a user's train step. Raised by `trace`, shown by the front doors."""
+"""Errors in a user's train step. Raised by `trace`, shown by the entry points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters no gradient reaches: they stay as they are, and a person should know. Pure."""
+"""Find parameters that no gradient reaches, to warn about them. Pure."""
 
 from __future__ import annotations
 

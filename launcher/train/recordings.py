@@ -1,4 +1,4 @@
-"""What was recorded of steps, read in a thread of its own while training goes on."""
+"""Recordings of steps, read in a separate thread while training continues."""
 
 from __future__ import annotations
 

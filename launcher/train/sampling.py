@@ -1,4 +1,4 @@
-"""What a model writes in the middle of a training, under any plan."""
+"""Sample from a model in the middle of a training, under any plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which program computes attention: XLA's products and softmax, or cuDNN's fused kernel.
+"""Choose the attention program: XLA's products and softmax, or cuDNN's fused kernel.
 
 The fused kernel (Dao et al., 2022, "FlashAttention") holds no scores of pairs of tokens. It
 computes in 16 bits and takes no dropout.

@@ -1,4 +1,4 @@
-"""Whether a training measures its devices before it plans for them.
+"""Decide whether a training measures its devices before it plans.
 
 It imports no JAX, as it decides when Ray is started.
 """

@@ -1,4 +1,4 @@
-"""Which plans a training tries before it takes one, and what is known of those tried before."""
+"""Plans that a training tries before it takes one, and results of earlier trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the data's tokens are those that the model to start from has learned."""
+"""Check the data's tokenizer against that of the model to start from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps of a run are evaluated, which one is profiled, and whose times are not typical."""
+"""Steps that are evaluated or profiled, and steps with untypical times."""
 
 from __future__ import annotations
 

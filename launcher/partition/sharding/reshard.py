@@ -1,4 +1,4 @@
-"""Which piece of an array goes from which device to which process. Pure; no device is touched.
+"""Map pieces of an array from source devices to target processes. Pure.
 
 An array leaves one submesh in tiles and arrives on another in tiles of perhaps another shape. Each
 process of the destination takes every part it needs once, from a copy it has itself where there is

@@ -1,4 +1,4 @@
-"""What sharding a program costs: the operations left to a device, and the bytes of its collectives.
+"""Cost of sharding a program: operations per device, and bytes of its collectives.
 
 Counted equation by equation, as `spmd` says that each runs. A sum over a dimension that is cut ends
 in an all-reduce of the result, or in a reduce-scatter where the result is cut along the same axis;

@@ -1,4 +1,4 @@
-"""What a device needs beside its state while the update of a step runs. Pure."""
+"""Memory of a device during the update of a step, beside its state. Pure."""
 
 from __future__ import annotations
 

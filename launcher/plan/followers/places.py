@@ -1,4 +1,4 @@
-"""Where the arguments of a step with several losses live, by the plans of its parts. Pure."""
+"""Place the arguments of a step with several losses, given the plans of its parts. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stage's arguments are sharded: the contents of its `StagePlan.shardings`.
+"""Shardings of a stage's arguments: the contents of `StagePlan.shardings`.
 
 Pure.
 """

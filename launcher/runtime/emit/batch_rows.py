@@ -1,4 +1,4 @@
-"""Which rows of a step's batch the devices of this process need."""
+"""Select the examples of a step's batch that this process's devices need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ran on the devices, operation by operation, by JAX's profiler.
+"""Device operations recorded by JAX's profiler.
 
 Nothing has to be waited for, and what overlaps is seen to overlap. On CPU devices every operation
 is an event that names its program, its run and its device; of other devices none is read yet.

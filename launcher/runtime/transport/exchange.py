@@ -1,4 +1,4 @@
-"""What a worker's executable needs of the parameter servers.
+"""Interface of a worker's executable to the parameter servers.
 
 Each worker is a JAX of its own; arrays cross between them through servers alone, one exchange a
 bucket of gradients. `launcher.cluster` implements `Servers`, over Ray.

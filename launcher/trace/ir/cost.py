@@ -1,4 +1,4 @@
-"""What an equation costs: floating-point operations and bytes moved.
+"""Cost of an equation: floating-point operations and bytes moved.
 
 Counted as the field does for MFU: a multiply-add is two operations; matrix products and
 convolutions are counted from their shapes, everything else one operation an output element.

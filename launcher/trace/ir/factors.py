@@ -1,4 +1,4 @@
-"""Which dimensions of an equation's operands and results may be cut alike: one rule a primitive.
+"""Dimensions of an equation that can be sharded together: one rule per primitive.
 
 A *factor* names dimensions that run together: cut all of them the same way and each device can
 compute its part alone. A factor that reaches no result is summed over, so that each device then has

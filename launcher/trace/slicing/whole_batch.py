@@ -1,4 +1,4 @@
-"""What a loss needs of the whole batch, computed before the pipeline and given to every slice.
+"""Values of the whole batch that a loss needs, computed before the pipeline for all slices.
 
 The denominator of a masked mean is a sum over all examples' masks, which no slice can compute.
 Where a value depends on the batch alone, not on the parameters, it is computed once, on the whole

@@ -1,4 +1,4 @@
-"""What a folder of prepared tokens says of itself, in `meta.json`."""
+"""Metadata of a folder of prepared tokens, `meta.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row's field may hold as a document: a text, or the messages of a conversation."""
+"""Document values of a row's field: a text, or the messages of a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where all pictures of a dataset lie: scanned once, and kept in the launcher's cache folder.
+"""Index of a dataset's pictures: scanned once, and kept in the launcher's cache folder.
 
 What is kept is valid while the names, sizes and times of the files are the same, of folders their
 own. It is written whole or not at all, so that several processes may make it at once.
