@@ -14,11 +14,12 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ["launcher", "recipes", "conf", "slurm", "tests", ".github", "README.md"]
 BUDGET = ROOT / "tests" / "budget.toml"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
@@ -49,7 +50,7 @@ BANNED = {
     r"\bis (?:made|let) to go\b": "is resumed",
     r"\bfalls? out\b": "is dropped",
     r"\bof ours\b": "our",
-    r"\bof (?:one's|the user's|your) own\b": "custom, own",
+    r"\bof (?:one's|the user's) own\b": "custom, own",
     r"\bno more than that\b": "only that",
     r"\bbe told (?:of|apart)\b": "be distinguished",
     r"\bis known of\b": "known about",
@@ -229,20 +230,29 @@ def _python_prose(module: Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def _files(folders: Iterable[str], *suffixes: str) -> Iterator[Path]:
+    """Yield the files below these folders, and those that are named themselves."""
+    for folder in folders:
+        within = ROOT / folder
+        for path in [within] if within.is_file() else sorted(within.rglob("*")):
+            if path.suffix in suffixes and not path.parent.is_symlink():
+                yield path
+
+
+def _num_lines(paths: Iterable[Path]) -> int:
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
+
+
 def _prose(folders: list[str]) -> Iterator[tuple[str, int, str]]:
     """Yield the path, first line and text of all prose below these folders."""
     for module in modules().values():
         if any(Path(module.path).is_relative_to(folder) for folder in folders):
             yield from ((module.path, line, text) for line, text in _python_prose(module))
-    for path in sorted(ROOT.rglob("*")):
-        relative = path.relative_to(ROOT)
-        if not any(relative.is_relative_to(folder) for folder in folders):
-            continue
-        if path.suffix == ".md" and not {"outputs", "multirun"} & set(relative.parts):
-            yield str(relative), 1, path.read_text(encoding="utf-8")
-        elif path.suffix == ".yaml" and relative.parts[0] == "conf":
-            lines = path.read_text(encoding="utf-8").splitlines()
-            yield str(relative), 1, "\n".join(line.partition("#")[2].strip() for line in lines)
+    for path in _files(folders, ".md", ".yaml"):
+        name, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        if path.suffix == ".yaml":
+            text = "\n".join(line.partition("#")[2].strip() for line in text.splitlines())
+        yield name, 1, text
 
 
 def banned_phrases(folders: list[str] | None = None) -> list[Hit]:
@@ -251,10 +261,9 @@ def banned_phrases(folders: list[str] | None = None) -> list[Hit]:
         (re.compile(pattern.replace(" ", r"(?: +|\n *)"), re.MULTILINE), instead)
         for pattern, instead in BANNED.items()
     ]
-    everywhere = ["launcher", "recipes", "conf", "slurm", "tests", ".github", "README.md"]
     return [
         Hit(path, line + text.count("\n", 0, match.start()), match[0].replace("\n", " "), instead)
-        for path, line, text in _prose(folders or [*everywhere, "CHANGELOG.md"])
+        for path, line, text in _prose(folders or [*FOLDERS, "CHANGELOG.md"])
         for pattern, instead in patterns
         for match in pattern.finditer(text)
     ]
@@ -319,8 +328,7 @@ def figures() -> dict[str, float]:
     titles = [(ast.get_docstring(m.tree) or "").split(" ")[0].rstrip(",:") for m in own]
     folders = Counter(str(Path(module.path).parent) for module in own)
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    pages = [p for p in ROOT.rglob("README.md") if not p.parent.is_symlink()]
-    tests = (ROOT / "tests").rglob("*.py")
+    pages = [path for path in _files(FOLDERS, ".md") if path.name == "README.md"]
     return {
         "code": sum(map(_num_code_lines, own)),
         "modules": len(own),
@@ -339,10 +347,10 @@ def figures() -> dict[str, float]:
         "wh_titles": sum(title in _QUESTIONS for title in titles),
         "many_parameters": sum(num_parameters(node) > 7 for node in functions),
         "banned_phrases": len(banned_phrases()),
-        "tests": sum(path.read_text(encoding="utf-8").count("\n") for path in tests),
+        "tests": _num_lines(_files(["tests"], ".py")),
         "readme_lines": len(readme),
         "readme_longest": max(map(len, readme)),
-        "pages": sum(path.read_text(encoding="utf-8").count("\n") for path in pages),
+        "pages": _num_lines(pages),
     }
 
 
