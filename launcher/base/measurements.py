@@ -54,7 +54,7 @@ def read_cached(
 ) -> T | None:
     """Return what `made` makes of the measurement in a file, or None where there is none to use.
 
-    A process is warned once of each measurement that is ignored.
+    A process is warned once about every ignored measurement.
 
     Args:
         path: the file.

@@ -115,7 +115,7 @@ class ClusterShape:
         return flops / self.flops + flops_fp32 / self.flops_fp32
 
 
-# Of a GPU without a datasheet, what it is taken to sustain; its memory is not known.
+# Assumed rates of a GPU without a datasheet; its memory is unbounded.
 _OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
 LOCAL = "local"  # the name of GPUs that are here
 _ETHERNET = 12.5e9  # 100 Gbit/s

@@ -37,7 +37,7 @@ from launcher.trace.ir.jaxpr import (
 )
 from launcher.trace.ir.structure_text import structure_text
 
-# The functions of segments by what they compute, kept for as long as a step is planned.
+# The functions of segments by their computation, kept for as long as a step is planned.
 Known: TypeAlias = dict[object, Callable[..., Any]]
 
 
@@ -98,7 +98,7 @@ def trace_joint(
         loss: the loss that it is a part of.
         grads: the operands whose gradients are wanted.
         varying: the operands that differ from slice to slice.
-        remat: what the pullback computes again, a word of `remat_name`.
+        remat: what the pullback recomputes, a word of `remat_name`.
         open_checkpoints: whether a `jax.checkpoint` may be cut, too.
         known: of what is traced with the same memo, equal layers are differentiated once: faster,
             but an equation may have the source line and the scopes of another layer's. None: each
@@ -154,7 +154,7 @@ def _in_segments(
 ) -> Callable[..., list[Any]]:
     """Return the stage's forward pass, a function of `reads` that returns `graph.outs`.
 
-    What is computed again together is a `jax.checkpoint` (Chen et al. 2016, arXiv 1604.06174): the
+    What is recomputed together is a `jax.checkpoint` (Chen et al. 2016, arXiv 1604.06174): the
     backward pass holds the inputs of these segments and, one after another, what one of them
     computes. The user's own checkpoints stand between them, so that nothing runs a third time. What
     depends on no value of the step, such as a causal mask, each segment makes for itself: from
@@ -239,7 +239,7 @@ def _gradients_in(graph: StageGraph, loss: Loss) -> dict[Name, Atom]:
 
 
 def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
-    """Of an activation the sum of what the stages that read it send back; of the loss its seed."""
+    """Return the sum of the gradients that later stages send back, or the seed of the loss."""
     if head.kind == "result":
         return values[Name("seed", None)]
     first, *others = (
@@ -254,7 +254,7 @@ def opened(closed: Jaxpr) -> Jaxpr:
     """Replace every `jax.checkpoint` by its body.
 
     A barrier, like that of `jax.checkpoint`, keeps the compiler from computing only once what is to
-    be computed again.
+    be recomputed.
     """
     while any(is_checkpoint(eqn) for eqn in closed.eqns):
         equations = [_as_call(eqn) if is_checkpoint(eqn) else eqn for eqn in closed.eqns]

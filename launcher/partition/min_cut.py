@@ -2,7 +2,7 @@
 
 What is cheap to compute (element by element, or the same elements in another order) need not be
 kept where its operands are: the backward pass computes it again, fused into what reads it. Which
-values to keep is then a minimum cut of the forward pass, between what cannot be computed again and
+values to keep is then a minimum cut of the forward pass, between what cannot be recomputed and
 what is read later, each value weighing its bytes (the rule of PyTorch's min-cut partitioner,
 https://dev-discuss.pytorch.org/t/467). Of equal cuts it is the latest, which computes least. Pure.
 """
@@ -23,7 +23,7 @@ _ENDLESS = 1 << 30
 
 
 def is_cheap(eqn: Equation) -> bool:
-    """Return whether an equation may be computed again rather than its value kept."""
+    """Return whether an equation may be recomputed rather than its value kept."""
     return eqn.primitive.name in CHEAP
 
 
@@ -47,7 +47,7 @@ def kept_values(
         equations: the forward pass.
         given: what the equations read and would have to be kept, too.
         wanted: what is read later.
-        firm: what cannot be computed again.
+        firm: what cannot be recomputed.
         read: returns what to read instead of an operand.
     """
     numbers = {v: k for k, v in enumerate([*given, *(v for e in equations for v in e.outvars)])}

@@ -4,7 +4,7 @@ The iterations of a scan are the same program with other parameters, and so woul
 them. As one program a stage would have as many copies of it as layers, and the first and the last
 stage, which do more, would compile theirs again. So a stage is cut at the ends of the iterations
 into *pieces*, a program for each kind of task each: what comes before them, a few at a time, and
-what comes after. Of all pieces that are equal, in any stage, one is traced, lowered and compiled.
+what comes after. Equal pieces, in any stage, are traced, lowered and compiled once.
 Pure.
 """
 
@@ -162,7 +162,7 @@ def _grouped(loss: Loss, of_stages: list[list[int]]) -> tuple[list[list[int]], l
 def _size(lengths: Sequence[int]) -> int:
     """Return how many equal layers a piece has, given the lengths of the runs of such layers.
 
-    What is left of a run are pieces of one layer: four layers are compiled at most.
+    The rest of a run are pieces of one layer: four layers are compiled at most.
     """
     fits = [n for n in range(2, MOST_LAYERS + 1) if all(size % n == 0 for size in lengths)]
     return max(fits, default=MOST_LAYERS - 1)

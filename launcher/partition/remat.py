@@ -1,4 +1,4 @@
-"""Rematerialisation: what a backward pass computes again, a layer or some at a time.
+"""Rematerialisation in the backward pass, one or several layers at a time.
 
 `none` keeps all that is needed, `full` nothing but the layers' inputs, `selective` the results of
 products with weights, but not what attention computes inside (Korthikanti et al. 2022, arXiv
@@ -32,7 +32,7 @@ POLICIES: dict[str, Policy | None] = {
 
 
 def remat_of_stages(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """Return the word for each stage, from one for all or one for each.
+    """Return the remat string of each stage, from one for all or one for each.
 
     Raises:
         PlanError: a word is unknown, or there are not as many as stages.
@@ -57,7 +57,7 @@ class RematSegment:
 
     Attributes:
         equations: the equations.
-        policy: what of them is kept, the rest being computed again together; None: all that the
+        policy: what of them is kept, the rest being recomputed together; None: all that the
             backward pass needs.
     """
 
@@ -66,12 +66,12 @@ class RematSegment:
 
 
 def segments(layers: Layers, remat: str, by_layer: bool = False) -> list[RematSegment]:
-    """Cut a stage's forward pass into what is computed again together, and what is not.
+    """Cut a stage's forward pass into what is recomputed together, and what is not.
 
     Args:
         layers: the equations of each of its layers.
         remat: the word.
-        by_layer: whether what is not computed again is cut where layers end, too.
+        by_layer: whether what is not recomputed is cut where layers end, too.
     """
     name = parse_remat(remat)
     found: list[RematSegment] = []
@@ -91,7 +91,7 @@ def segments(layers: Layers, remat: str, by_layer: bool = False) -> list[RematSe
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """What a stage's backward pass computes again.
+    """Recomputation in a stage's backward pass.
 
     Attributes:
         equations: the equations of its forward pass that run again, at least in part.
@@ -108,7 +108,7 @@ class Recomputed:
 
 
 def recomputed(layers: Layers, remat: str) -> Recomputed:
-    """Return what the backward pass of a stage of these layers computes again."""
+    """Return what the backward pass of a stage of these layers recomputes."""
     again: list[Equation] = []
     kept: set[Equation] = set()
     for segment in segments(layers, remat):
@@ -141,7 +141,7 @@ def keeps(policy: Policy, eqn: Equation) -> bool:
 def _is_own_checkpoint(eqn: Equation) -> bool:
     """Return whether an equation of the loss is, or holds, a `jax.checkpoint` that the user wrote.
 
-    Functions with derivatives of their own compute again what these say.
+    Functions with derivatives of their own recompute what these say.
     """
     if is_checkpoint(eqn):
         return True

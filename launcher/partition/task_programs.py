@@ -2,7 +2,7 @@
 
 Each equation belongs to the first pass that needs it. A value that a later pass reads travels there
 as a *residual*; an input is read again instead, and what follows from the parameters alone, or
-cheaply from what the forward pass leaves (`min_cut`), is computed again. So a backward pass
+cheaply from what the forward pass leaves (`min_cut`), is recomputed. So a backward pass
 in two parts does no costly work twice: the part that makes the gradients of activations runs first
 and leaves to the other what both need.
 """

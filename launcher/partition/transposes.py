@@ -43,7 +43,7 @@ def without_transposes(jaxpr: Jaxpr) -> Jaxpr:
 def _swaps(product: Equation, permutation: Sequence[int]) -> bool:
     """Return whether a permutation puts a product's right operand first, and a swap copies less.
 
-    The result has the batch dimensions, then what is left of the left operand, then of the right.
+    The result has the batch dimensions, then the rest of the left operand, then of the right.
     """
     contracted, (batch, _) = product.params["dimension_numbers"]
     if product.params.get("out_sharding") is not None:

@@ -44,7 +44,7 @@ def split_segment(segment: Segment, piece_of: Mapping[Var, int]) -> list[Segment
 
 
 def _groups(equations: tuple[Equation, ...], piece_of: Mapping[Var, int]) -> list[_Group]:
-    """Return the piece of each equation: that of the large values which it is connected with."""
+    """Return every equation's piece: that of the large values which it is connected with."""
     root: dict[Var, Var] = {}
 
     def find(v: Var) -> Var:

@@ -7,7 +7,7 @@ No optimizer and no model is known here. The rules, in this order:
 2. An equation whose placed operands are all single numbers runs with them if they are on one
    mesh and so is its result a number, on the home mesh (the last stage's) if they are on several:
    the terms of a global norm travel as numbers, and no gradient does.
-3. Any other equation is *free*: computed again wherever its result is needed (a learning rate, a
+3. Any other equation is *free*: recomputed wherever its result is needed (a learning rate, a
    bias correction, a broadcast clipping factor).
 4. An argument has one home, the first mesh that needs it; to others it is sent.
 

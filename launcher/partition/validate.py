@@ -31,7 +31,7 @@ def validate(assignment: Assignment, step: TracedStep) -> Tasks:
     _check_remat(assignment)
     _check_workers(assignment, step)
     step.loss(assignment.slicing.num_slices)
-    return assignment.tasks()  # last: of as many microbatches as it is told
+    return assignment.tasks()  # last: for the given number of microbatches
 
 
 def _check_order(assignment: Assignment, num_layers: int) -> None:
@@ -72,7 +72,7 @@ def _check_stage(
 
 
 def _check_remat(assignment: Assignment) -> None:
-    """Check the words for rematerialisation, and that stages have the layers that these ask for."""
+    """Check the remat strings, and that stages have the layers that these name."""
     for stage, name in enumerate(assignment.remat):
         try:
             parse_remat(name)

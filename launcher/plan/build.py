@@ -298,7 +298,7 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
 
 
 def _computed_again(cut: PartitionedStep) -> list[Recomputed]:
-    """Return what each stage's backward pass computes again."""
+    """Return what each stage's backward pass recomputes."""
     return [recomputed(g.layers, cut.assignment.remat[g.index]) for g in cut.stages]
 
 

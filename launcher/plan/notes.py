@@ -56,8 +56,8 @@ def _why_in_vain(
 
     Args:
         graph: the stage.
-        ours: what it computes again together.
-        remat: the word for it.
+        ours: what it recomputes together.
+        remat: its remat string.
         goes_back_at_once: whether its backward pass directly follows its forward pass.
     """
     if parse_remat(remat).policy == "none":

@@ -85,7 +85,7 @@ class Plan(Staged):
 
     Attributes:
         predicted_tflops_per_device: counts the model's operations only, as MFU does.
-        predicted_tflops_per_device_with_remat: also counts the operations that are computed again.
+        predicted_tflops_per_device_with_remat: also counts the operations that are recomputed.
         runners_up: the next best plans of a search.
         notes: what a person should know about the plan.
         loss: how the slices' losses make that of the whole batch, in words.

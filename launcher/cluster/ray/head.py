@@ -122,7 +122,7 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
 
     `ray.init` would start two more Python processes that are not needed here (an autoscaler and a
     log reader): without them, on two busy cores, Ray is up in two thirds of the time. No port is
-    named before Ray holds it, for whoever took it first would be told the secret. Ray gets no GPU,
+    named before Ray holds it, for another process there would receive the secret. Ray gets no GPU,
     for the driver hands them out.
     """
     # `--no-monitor` is a hidden option.

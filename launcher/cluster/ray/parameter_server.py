@@ -1,8 +1,8 @@
 """The parameter server: a process of its own that adds up what the workers give it, in rank order.
 
 Its actor is a `worker_actor.Server`, in which calls wait for one another without a thread
-each, so a server that waits takes no processor. The module imports neither JAX nor other modules of
-ours: the process is to be small, and up soon.
+each, so a server that waits takes no processor. The module imports neither JAX nor our other
+modules: the process is to be small, and up soon.
 
 Ray brings a large part through its object store, where the server reads it in place. The whole goes
 back the same way, written once for all workers.
@@ -20,7 +20,7 @@ _WRITTEN_ONCE = 1 << 20  # bytes from which one object for all workers is quicke
 
 
 class ExchangeServer:
-    """Makes the whole of each exchange that it owns, once all workers have given their parts.
+    """Combines the parts of its exchanges, once all workers have sent theirs.
 
     Args:
         count: the number of workers.

@@ -38,7 +38,7 @@ class Waiting:
     """The waits of one start.
 
     Attributes:
-        advance: is told how many processes or nodes are up, of how many.
+        advance: called with the number of processes or nodes that are up, and their total.
     """
 
     def __init__(self, limit: StartLimit, advance: Advance | None = None) -> None:

@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         return tuple(stop - start for start, stop in self.box)
 
 

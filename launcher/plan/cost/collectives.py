@@ -233,10 +233,10 @@ def loads(sharding: Sharding, flows: Flow) -> list[tuple[Use, Load]]:
 def loads_again(
     again: Recomputed, spec: Callable[[Var], Spec], sizes: Mapping[str, int], flows: Flow
 ) -> list[tuple[Use, Load]]:
-    """Return the load of every equation that a backward pass computes again.
+    """Return the load of every equation that a backward pass recomputes.
 
     Args:
-        again: what it computes again.
+        again: what it recomputes.
         spec: returns the spec of a value of the forward pass.
         sizes: the devices along each mesh axis.
         flows: as for `loads`.

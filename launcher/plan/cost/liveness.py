@@ -183,7 +183,7 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) ->
             kept.update(eqn.outvars)
     spread = {v for eqn in equations if _spreads(eqn) for v in eqn.outvars}
     sums = {v for eqn in equations if eqn.primitive.name in PARTIAL_SUMS for v in eqn.outvars}
-    # Of each value what is stored that it is fused into: if that is one, it is computed once.
+    # Stored values that each value is fused into; with exactly one it is computed once.
     into: dict[Var, set[object]] = {v: set() for v in defined}
     for eqn in reversed(equations):
         if eqn.primitive.name in FUSED:
@@ -202,7 +202,7 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) ->
 
 
 def _spreads(eqn: Equation) -> bool:
-    """Return whether the result is a broadcast, which is computed again at no cost."""
+    """Return whether the result is a broadcast, which is recomputed at no cost."""
     read = max((v.aval.size for v in eqn.invars), default=1)
     return eqn.primitive.name in BROADCASTS and read < eqn.outvars[0].aval.size
 

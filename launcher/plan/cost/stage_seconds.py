@@ -73,7 +73,7 @@ def stage_seconds(
         layout: the specs on its submesh.
         cluster: the rates of the devices.
         links: the links of its submesh.
-        again: what its backward pass computes again.
+        again: what its backward pass recomputes.
         as_one: whether both passes are one program, which gathers what it needs once.
         split: whether the backward pass is two programs, of which the second may wait.
         sums_in_every: the collectives that sum gradients in every microbatch (ZeRO-3).
@@ -228,7 +228,7 @@ def stage_update_seconds(
 ) -> UpdateSeconds:
     """Return what a stage takes once a step.
 
-    Gradients are summed over the replicas, while the backward pass of the last microbatch goes on,
+    Gradients are summed over the replicas, while the last microbatch's backward pass continues,
     and the stage has its `share` of the mesh's update, which reads and writes the state once. The
     single numbers that an optimizer may sum, such as the global norm, are not included.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _BURST = 4  # calls that are sent before the first has ended, as a step sends its tasks
-_LONG = 0.05  # seconds of a call, of which its start is too small a part to be told
+_LONG = 0.05  # seconds of a call above which the overhead of its start is below the noise
 
 
 def main(path: str) -> None:

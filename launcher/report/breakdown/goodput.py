@@ -25,7 +25,7 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run's wall time by what they went into; their sum is the wall time.
+    """Seconds of a run's wall time by activity; their sum is the wall time.
 
     Attributes:
         training_seconds: steps that count, without the waits below.

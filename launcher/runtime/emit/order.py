@@ -2,7 +2,7 @@
 
 It is the order of the plan's simulated timeline: each instruction has its turn in it. Each process
 lists only the instructions in which one of its devices takes part, by ascending turns. Transfers by
-collectives (`runtime.permute`) are told apart only by their order, so two transfers that are
+collectives (`runtime.permute`) are distinguished only by their order, so two transfers that are
 swapped in one process mean silently wrong data, or a process that waits for ever.
 """
 

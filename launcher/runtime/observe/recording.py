@@ -1,7 +1,7 @@
 """The recording of one step: when each of its instructions ran, on every device and in every lane.
 
-The step runs as ever: it is sent off without waiting for any of its parts, so what overlaps goes on
-overlapping. It only begins when what this process sent before has ended, and the next step is sent
+The step runs as usual: it is dispatched without waiting for any of its parts, so overlaps remain.
+It only begins when what this process sent before has ended, and the next step is sent
 when it has ended, so that no time of a neighbour is in it. Where the times are from:
 
 - Runs of programs: on CPU devices, or where its trace is asked for, JAX's profiler
@@ -12,8 +12,8 @@ when it has ended, so that no time of a neighbour is in it. Where the times are 
   stop. Without it a run lasts from when it was sent off, and the one before it had ended, to when a
   thread that waits for its results saw them.
 - Transfers: from when the arrays were made and the transfer was sent off, to when a thread that
-  waits for nothing else saw them arrive. Of a transfer between processes the sender knows the one
-  and the receiver the other; `report.timeline` joins them.
+  waits for nothing else saw them arrive. Between processes the sender knows the one and the
+  receiver the other; `report.timeline` joins them.
 - The calling thread, which sends the instructions off: this host's clock.
 """
 
@@ -129,7 +129,7 @@ class StepRecording:
         self._count[x.src, x.dst] += 1
 
     def cancel(self) -> None:
-        """Give up after a failure; nothing goes on."""
+        """Stop after a failure."""
         self._recorder.take()
         self._watchers.shutdown(wait=False)
         if self._profile:
