@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
 import sys
-import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -23,14 +21,7 @@ FOLDERS = ["launcher", "recipes", "conf", "slurm", "tests", ".github", "README.m
 BUDGET = ROOT / "tests" / "budget.toml"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
-_LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+_COMMENT = re.compile(r"(?:^|  ) *# (.*)")  # as Ruff formats them
 _QUESTIONS = {"What", "Which", "Where", "Whether", "How", "Of"}
 
 # Translated phrases, and what to write instead. A space also matches a line break.
@@ -87,11 +78,6 @@ class Module:
         """All nodes of the tree."""
         return list(ast.walk(self.tree))
 
-    @functools.cached_property
-    def tokens(self) -> list[tokenize.TokenInfo]:
-        """All tokens, comments included."""
-        return list(tokenize.generate_tokens(io.StringIO(self.text).readline))
-
     @property
     def is_face(self) -> bool:
         """Whether this is the `__init__` of a package."""
@@ -126,14 +112,15 @@ def _docstring(node: ast.AST) -> ast.Expr | None:
 
 def _num_code_lines(module: Module) -> int:
     """Count lines that hold code: no blank ones, comments or docstrings."""
-    held: set[int] = set()
-    for token in module.tokens:
-        if token.type not in _LAYOUT:
-            held.update(range(token.start[0], token.end[0] + 1))
+    lines = enumerate(module.text.splitlines(), start=1)
+    held = {number for number, line in lines if line.strip() and line.lstrip()[0] != "#"}
+    docstrings: set[int] = set()
     for node in module.nodes:
-        if (docstring := _docstring(node)) is not None:
-            held.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
-    return len(held)
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):  # which may hold blank lines
+            held.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        elif (docstring := _docstring(node)) is not None:
+            docstrings.update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(held - docstrings)
 
 
 def _from_imports(module: Module) -> Iterator[str]:
@@ -220,11 +207,8 @@ class Hit:
 
 def _python_prose(module: Module) -> Iterator[tuple[int, str]]:
     """Yield comments, docstrings and other strings, each with its first line."""
-    comments = [""] * (module.num_lines + 2)
-    for token in module.tokens:
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.string.lstrip("# ")
-    yield 0, "\n".join(comments)
+    comments = (_COMMENT.search(line) for line in module.text.splitlines())
+    yield 1, "\n".join(comment[1] if comment else "" for comment in comments)
     for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
