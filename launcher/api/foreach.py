@@ -7,12 +7,12 @@ What a function sees of its arguments, pytrees, is its caller's own:
 - Of an array that a parallelized function returned, or `create`, `foreach_worker` shows the part
   that lies in the worker's process, and the other two the part that lies on the device. A
   replicated array is whole in each; of one that is cut, it is the worker's or the device's slice;
-  and one of which nothing lies there, such as a parameter of another stage, is None, which
+  and one without a part there, such as a parameter of another stage, is None, which
   `jax.tree.map` passes over.
 - NumPy arrays, uncommitted arrays of JAX (as `jnp.ones` makes them) and values of Python are the
   same everywhere.
 
-The arrays are the ones that the session goes on with: a function must not donate them to a jitted
+The arrays are the ones that the session continues with: a function must not donate them to a jitted
 function of its own. It must not wait for another worker, either; nothing says that all of them
 call it at the same time. Functions travel like the steps, and what they print is in the worker's
 log.
@@ -59,7 +59,7 @@ def foreach_worker(fn: Callable[..., Any], *trees: Any) -> list[Any]:
 
     Raises:
         WorkerError: `fn` raised in a worker; the error names it and holds its traceback, and the
-            session goes on. In a session without workers it is the error of `fn` itself. It says
+            session continues. In a session without workers it is the error of `fn` itself. It says
             so, too, where what a worker holds of an array is no slice of it: its devices are then
             no block of the logical mesh.
         TypeError: `fn` cannot be pickled.

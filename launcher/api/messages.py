@@ -21,7 +21,7 @@ from launcher.plan import Plan, PlanError
 from launcher.runtime import ProcessMismatchError
 
 _AHEAD = 8  # messages under way to a worker at most: their batches stay in memory
-_LEAVE_SECONDS = 10.0  # for the threads that wait, once they are told that all is over
+_LEAVE_SECONDS = 10.0  # for the threads that wait, once the session has ended
 
 
 class Reply:
@@ -53,8 +53,8 @@ class Messages:
     there, is the error raised once. A wait that was interrupted can be started again.
 
     Attributes:
-        sending: the lock under which messages are sent. Who decides by what the workers hold (an
-            array is not consumed yet) what to send next holds it meanwhile.
+        sending: the lock under which messages are sent. Whoever chooses the next message by the
+            state of the workers (an array is not consumed yet) holds it meanwhile.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -121,7 +121,7 @@ class Messages:
             with self._taking:
                 if all(reply.done for reply in missing):  # another thread has taken them
                     continue
-                if not self._take(wait=True):  # taken, and never handed over: a fault of ours
+                if not self._take(wait=True):  # taken, and never handed over: a bug
                     raise ClusterError(f"the reply of {missing[0].future.worker.name} is lost")
         errors = [reply.error for reply in replies if reply.error is not None]
         if errors:  # that of the worker that failed, not of those that only follow

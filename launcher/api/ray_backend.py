@@ -150,7 +150,7 @@ class RayBackend(Messages):
     # -- workers -------------------------------------------------------------------------------
 
     def workers(self) -> list[WorkerInfo]:
-        """Return what is known of each worker, in the order of the hosts."""
+        """Return a description of each worker, in the order of the hosts."""
         processes = self.answers(super().send("process"))  # whether connected or not
         return self._group.infos(processes, self._nominal.devices_per_host)
 
@@ -169,7 +169,7 @@ class RayBackend(Messages):
         Raises:
             TypeError: the function cannot be pickled, or an array is of another session.
             ConsumedError: an array was donated.
-            WorkerError: it raised; the session goes on.
+            WorkerError: it raised; the session continues.
         """
         with self.sending:
             travelling = jax.tree.map(self._travelling, tuple(trees))
@@ -204,7 +204,7 @@ class RayBackend(Messages):
             source: the function and arguments that it was traced from.
 
         Raises:
-            WorkerError: a worker cannot compile it; the session goes on if that worker lives.
+            WorkerError: a worker cannot compile it; the session continues if that worker lives.
             PlanError: the workers are connected in another way than the plan needs.
         """
         with self.sending:

@@ -140,7 +140,7 @@ class StepWorker(Peer):
             self._keep(first, step.executable.create(as_traced, *arguments))
 
     def run(self, call: Call, values: Sequence[Any]) -> StageTimes | list[Span] | None:
-        """Run a step without waiting for it; return what is measured of it, if anything is.
+        """Run a step without waiting for it; return its measurements, if any.
 
         It waits for the step before. The devices stay busy all the same, and no call of any kind
         lasts longer than two steps, however many the driver has sent.
@@ -239,7 +239,7 @@ class StepWorker(Peer):
         first: int,
         *arguments: Any,
     ) -> Any:
-        """Call a function of ours with arrays that lie here, by their numbers.
+        """Call an internal function with arrays stored here, by their numbers.
 
         Args:
             fun: takes the arrays and `arguments`; returns new arrays, and the answer.

@@ -95,7 +95,7 @@ class Sweep:
 
     Attributes:
         dir: the folder of the sweep that `task=sweep_status` shows.
-        objective: the result of each run that is handed to the sweeper; None: the evaluation loss,
+        objective: the result of a run that the sweeper receives; None: the evaluation loss,
             the final loss of runs that evaluate nothing, the predicted step time of plans.
         jobs: the number of concurrent runs.
     """

@@ -238,7 +238,7 @@ def simulate_shared(
     """
     traffic = Traffic(routes, num_stages=len({task.stage for tasks in schedule for task in tasks}))
     position = [0] * len(schedule)
-    # Of each mesh's next task when its inputs are there, or a task that has to end before.
+    # Per mesh: when the next task's inputs are ready, or a task that must end before.
     ready: list[float | Task | None] = [None] * len(schedule)
     ended: set[Task] = set()
     running: dict[int, tuple[Task, float]] = {}  # by mesh, with when it started

@@ -349,7 +349,7 @@ def stopping_at_loss() -> Iterator[None]:
 
 @contextlib.contextmanager
 def listing_losses() -> Iterator[list[Any]]:
-    """Give a list, to which the traces inside add the program of each loss that they come to.
+    """Yield a list, to which the traces inside append the program of every loss they reach.
 
     That may be one that the step does not hold, as under `jax.eval_shape`, or inside another loss.
     """

@@ -106,7 +106,7 @@ CASES = [
         {"reduce": "mean"},
         ReduceError,
         "the loss is a sum over the examples, reduced at HERE, but "
-        'reduce="mean" is said of it; say "sum", or leave reduce out',
+        'reduce="mean" is given for it; say "sum", or leave reduce out',
         1,
     ),
     (
@@ -114,14 +114,14 @@ CASES = [
         {"reduce": "sum"},
         ReduceError,
         "the loss is a mean over the examples, reduced at HERE, but "
-        'reduce="sum" is said of it; say "mean", or leave reduce out',
+        'reduce="sum" is given for it; say "mean", or leave reduce out',
         1,
     ),
     (
         with_rows,
         {"has_aux": True, "reduce": ("mean", "mean")},
         ReduceError,
-        'result 1 of the loss is a row of each example, but reduce="mean" is said of it; say '
+        'result 1 of the loss is a row of each example, but reduce="mean" is given for it; say '
         '"concat", or leave reduce out',
         None,
     ),

@@ -1,4 +1,4 @@
-"""How the slices' results of a loss are combined to those on the whole batch, and what cannot be.
+"""Combine the slices' results of a loss into those on the whole batch, or refuse.
 
 The word for each result is read off its relation; what the user says is checked against it. Pure.
 """
@@ -121,7 +121,7 @@ def _check_said(name: str, said: str, word: str, relation: SliceRelation) -> Non
         where, what = "", {"concat": "a row of each example"}.get(word, "the same for all slices")
     at = f", reduced at {where}" if where else ""
     raise ReduceError(
-        f'{name} is {what}{at}, but reduce="{said}" is said of it; say "{word}", or leave reduce '
+        f'{name} is {what}{at}, but reduce="{said}" is given for it; say "{word}", or leave reduce '
         "out"
     )
 

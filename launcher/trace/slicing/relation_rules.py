@@ -212,7 +212,7 @@ def _leading(eqn: Equation, count: int) -> list[Factor]:
 
 
 def of_partial(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
-    """Return what becomes of partial results: they stay so under linear functions."""
+    """Return the relation of partial results: they stay so under linear functions."""
     partial = [(i, p) for i, p in enumerate(given) if isinstance(p, Partial)]
     first = partial[0][1]
     lost = Sliced([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
@@ -323,7 +323,7 @@ def _times(eqn: Equation, atom: Atom, factor: float) -> Equation:
 
 
 def of_row_numbers(pair: Pair, given: Sequence[SliceRelation]) -> SliceRelation:
-    """Return what becomes of row numbers: they may only look up the rows that they count.
+    """Return the relation of row numbers: they may only look up the rows that they count.
 
     That is `values[jnp.arange(rows), labels]`: a comparison with 0, a choice, columns side by side,
     and a gather.
