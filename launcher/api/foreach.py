@@ -7,7 +7,7 @@ What a function sees of its arguments, pytrees, is its caller's own:
 - Of an array that a parallelized function returned, or `create`, `foreach_worker` shows the part
   that lies in the worker's process, and the other two the part that lies on the device. A
   replicated array is whole in each; of one that is cut, it is the worker's or the device's slice;
-  and one of which nothing lies there, such as a parameter of another stage, is None, which
+  and one without a part there, such as a parameter of another stage, is None, which
   `jax.tree.map` passes over.
 - NumPy arrays, uncommitted arrays of JAX (as `jnp.ones` makes them) and values of Python are the
   same everywhere.

@@ -53,8 +53,8 @@ class Messages:
     there, is the error raised once. A wait that was interrupted can be started again.
 
     Attributes:
-        sending: the lock under which messages are sent. Who decides by what the workers hold (an
-            array is not consumed yet) what to send next holds it meanwhile.
+        sending: the lock under which messages are sent. Whoever chooses the next message by the
+            state of the workers (an array is not consumed yet) holds it meanwhile.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -121,7 +121,7 @@ class Messages:
             with self._taking:
                 if all(reply.done for reply in missing):  # another thread has taken them
                     continue
-                if not self._take(wait=True):  # taken, and never handed over: a fault of ours
+                if not self._take(wait=True):  # taken, and never handed over: a bug
                     raise ClusterError(f"the reply of {missing[0].future.worker.name} is lost")
         errors = [reply.error for reply in replies if reply.error is not None]
         if errors:  # that of the worker that failed, not of those that only follow

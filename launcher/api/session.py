@@ -79,7 +79,7 @@ class LocalBackend:
         hosts = len({d.process_index for d in devices})
         share = memory_share(os.environ, JAX_MEMORY_SHARE)
         nominal = local_shape(len(devices), hosts, kind, share)
-        if hosts > 1:  # each makes the same plan, so not by what one machine alone has measured
+        if hosts > 1:  # each makes the same plan, so not from measurements of one machine
             return nominal
         shape = planned_shape(nominal, method, is_here=True)  # whose memory is that of a worker
         stats = {} if kind == "cpu" else devices[0].memory_stats() or {}
@@ -164,7 +164,7 @@ def init(  # noqa: PLR0913 (what a script may ask for)
         start_timeout: the seconds that Ray may take to come up or, at `address`, to answer, and
             then each further process of the workers.
         num_cpus: the CPUs that each worker demands of Ray; it may use more.
-        resources: the amount of each custom resource that each worker demands of the Ray at
+        resources: the amount of each custom resource requested per worker from the Ray at
             `address`, by name, such as {"my_node": 1}.
 
     Raises:

@@ -239,7 +239,7 @@ class StepWorker(Peer):
         first: int,
         *arguments: Any,
     ) -> Any:
-        """Call a function of ours with arrays that lie here, by their numbers.
+        """Call an internal function with arrays stored here, by their numbers.
 
         Args:
             fun: takes the arrays and `arguments`; returns new arrays, and the answer.

@@ -58,7 +58,7 @@ class Reader:
         values = {}
         for name, field in fields.items():
             if self.is_given(name, field, tree, where):
-                key = join(where, name)
+                key = join_key(where, name)
                 values[field.name] = self.field(field, hints[field.name], tree[name], key)
         return kind(**values)
 
@@ -106,7 +106,7 @@ class Reader:
     ) -> bool:
         """Return whether the tree sets a field; raise if it does not and must."""
         if name not in tree and field.default is field.default_factory is dataclasses.MISSING:
-            raise DamagedError(f"{join(where, name)} is missing")
+            raise DamagedError(f"{join_key(where, name)} is missing")
         return name in tree
 
     def field(self, field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
@@ -143,7 +143,7 @@ class Reader:
 
     def refuse_name(self, kind: Any, name: Any, value: Any, where: str) -> None:
         """Raise the error for a name that is no field's; return to pass it over."""
-        raise DamagedError(f"{join(where, name)} is not known")
+        raise DamagedError(f"{join_key(where, name)} is not known")
 
     def refuse_value(self, kinds: list[Any], value: Any, where: str) -> NoReturn:
         """Raise the error for a value of another type."""
@@ -151,7 +151,7 @@ class Reader:
         raise DamagedError(f"{where} is {reprlib.repr(value)}, not {expected}")
 
 
-def join(section: str, name: Any) -> str:
+def join_key(section: str, name: Any) -> str:
     """Return the dotted name of a field of a section; "" is the whole tree."""
     return f"{section}.{name}" if section else str(name)
 

@@ -34,8 +34,8 @@ class RematName:
 
     Attributes:
         policy: one of `WORDS`.
-        every: how many consecutive layers are computed again together.
-        first: how many of a stage's layers are computed again so, from its first; None: all.
+        every: how many consecutive layers are recomputed together.
+        first: how many of a stage's layers are recomputed so, from its first; None: all.
         rest: the policy of the others.
     """
 

@@ -23,7 +23,7 @@ class Span:
         start: when it began, in nanoseconds since the epoch.
         end: when it had ended, not before `start`.
         kind: its kind, such as "forward", "gradient sum" or "transfer"; it gives the colour.
-        about: what else is known of it, JSON-able.
+        about: further attributes, JSON-able.
     """
 
     lane: str

@@ -163,7 +163,7 @@ class Stop:
             signal.signal(signum, signal.SIG_IGN)
 
     def leave(self) -> NoReturn:
-        """End the process with the exit code of a stopped one, whatever it is doing.
+        """End the process with the exit code of a stopped one, at any moment.
 
         The processes that it has started end by themselves.
         """

@@ -81,8 +81,8 @@ def read_tree(arrays: Path, like: Any) -> Any:
     Args:
         arrays: the folder of the arrays.
         like: the stored tree with a `jax.ShapeDtypeStruct` for each array to read; one that has no
-            sharding is read as a NumPy array. Of a `PLACEHOLDER` nothing is read, and of a
-            `StackedArray` of shapes the rows that have a part here.
+            sharding is read as a NumPy array. A `PLACEHOLDER` is not read, and a `StackedArray` of
+            shapes only in the rows that have a part here.
 
     Returns:
         The tree of arrays, with each `PLACEHOLDER` left as it is.
@@ -202,7 +202,7 @@ class _ShardsHandler(ocp.type_handlers.NumpyHandler):
 
 @dataclass
 class _RowsArgs(ocp.RestoreArgs):
-    """What is read of an array as a `StackedArray`: of each row its shape and sharding."""
+    """Restore arguments of a `StackedArray`: the shape and sharding of every row."""
 
     rows: tuple[Any, ...] = ()
 
@@ -243,7 +243,7 @@ async def _row(store: Any, i: int, row: Any) -> jax.Array:
 
 
 async def _all(jobs: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all jobs, even if one fails, since none may go on after that.
+    """Wait for all jobs, even if one fails, since none may continue after that.
 
     Raises:
         BaseException: what the first failed job raised.

@@ -2,7 +2,7 @@
 
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
 `auto` (the word `auto`, or null, stands for the field's default), `parse` (a function that raises
-ValueError for what is none of `choices` and no form of one), `one_or_several` (a list, of which a
+ValueError for anything but a form of one of `choices`), `one_or_several` (a list, of which a
 text alone is one entry), `lines` (text may have several) and `variants` (a section of several
 kinds: its `Variants`). A field that is `internal` is no setting.
 

@@ -67,7 +67,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomOptimizer(Optimizer):
-    """An optimizer of the user's own: a module with `build(options, steps)`, and its options.
+    """A custom optimizer: a module with `build(options, steps)`, and its options.
 
     `build` returns an Optax transformation, whose updates are added to the parameters, and the
     schedule, a function from the number of updates to the learning rate, which is logged.
@@ -80,7 +80,7 @@ class CustomOptimizer(Optimizer):
 
 @dataclass(frozen=True)
 class Scheduled(Optimizer):
-    """Settings of every optimizer of ours: schedule, weight decay, clipping and groups.
+    """Settings of every built-in optimizer: schedule, weight decay, clipping and groups.
 
     Attributes:
         scaling: the name of the transformation of gradients that makes it this optimizer.
@@ -174,7 +174,7 @@ OPTIMIZERS["custom"] = CustomOptimizer
 
 
 def _decay(config: Any) -> str | None:
-    """Return how the learning rate decays; None: an optimizer of the user's own decides that."""
+    """Return how the learning rate decays; None: a custom optimizer decides that."""
     return getattr(config.optimizer, "decay", None)
 
 

@@ -173,7 +173,7 @@ class Pipelined(Planned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged(Pipelined):
+class StageSettings(Pipelined):
     """Settings of every method that takes a number of stages.
 
     Attributes:
@@ -208,7 +208,7 @@ class Staged(Pipelined):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto(Staged):
+class Auto(StageSettings):
     """The best plan that a search finds; `auto` and null are searched for.
 
     Attributes:
@@ -223,7 +223,7 @@ class Auto(Staged):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manual(Staged):
+class Manual(StageSettings):
     """A pipeline of stages of about equal work.
 
     Attributes:

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from launcher.base.reading import WORDS, Reader, join
+from launcher.base.reading import WORDS, Reader, join_key
 from launcher.config.errors import ConfigError, closest, listed, shown
 from launcher.config.fields import LARGEST, Variants, key_of, settings_of
 from launcher.config.schema import Config
@@ -57,7 +57,7 @@ class _SettingsReader(Reader):
     ) -> bool:
         needed = field.default is field.default_factory is dataclasses.MISSING
         if tree[name] == _UNSET if name in tree else needed:
-            dotted = join(where, name)
+            dotted = join_key(where, name)
             raise ConfigError(f"{dotted} is not set", f"Give {dotted}=VALUE.", [dotted])
         return name in tree
 
@@ -79,7 +79,7 @@ class _SettingsReader(Reader):
     def name(self, name: Any, where: str) -> str:
         if isinstance(name, str) and not name.isprintable():
             _check_line(name, f"A name in {where}")
-        text: str = self.value(str, name, join(where, name))
+        text: str = self.value(str, name, join_key(where, name))
         return text
 
     def anything(self, value: Any, where: str) -> Any:
@@ -225,7 +225,7 @@ def _plain(number: float) -> str:
 
 def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     """Return the error for an unknown name, with the kind that has it or the nearest name."""
-    key = join(section, name)
+    key = join_key(section, name)
     variants = _variants(cls, section)
     siblings = variants.classes
     option = next((option for option, one in siblings.items() if one is cls), None)
@@ -234,7 +234,7 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     homes = _homes(siblings, name)
     while homes and isinstance(value, Mapping) and value:  # a section: name its first setting
         inner, value = next(iter(value.items()))
-        key = join(key, str(inner))
+        key = join_key(key, str(inner))
     problem = f"{key} is not a setting{f' of {choice}={option}' if option else ''}"
     if homes:
         clause = getattr(cls, "clause", "")
@@ -248,9 +248,9 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
     match = (
         next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
-        or (join(section, here) if here else None)
+        or (join_key(section, here) if here else None)
         or (
-            f"{join(section, beside)}, of {choice}={listed(_homes(siblings, beside))}"
+            f"{join_key(section, beside)}, of {choice}={listed(_homes(siblings, beside))}"
             if beside
             else None
         )
@@ -298,7 +298,7 @@ def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
         name = key_of(field)
-        key = join(section, name)
+        key = join_key(section, name)
         if "variants" in field.metadata:
             for variant in field.metadata["variants"].classes.values():
                 yield from _leaves(variant, key)

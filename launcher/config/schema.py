@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomModel(ModelOptions):
-    """A model of the user's own: a module with `build`, as `recipes` describes it, and its options.
+    """A custom model: a module with `build`, as `recipes` describes it, and its options.
 
     Its pipeline layers are counted when it is traced.
     """
@@ -60,7 +60,7 @@ class CustomModel(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CustomDataset(DatasetOptions):
-    """A dataset of the user's own: a module with `check` and `build`, as `recipes` describes it."""
+    """A custom dataset: a module with `check` and `build`, as `recipes` describes it."""
 
     name: str = "custom"
     module: str

@@ -112,7 +112,7 @@ class Origin:
         return next((place for place, source in places if _line(source, key)), -1)
 
     def is_users(self, key: str) -> bool:
-        """Return whether `key` was set in a user's file, and not after that in one of ours."""
+        """Return whether `key` was set in a user's file, and not by ours after it."""
         rank = self.rank(key)
         return 0 <= rank < len(self.sources) and not self.sources[rank].is_own
 
@@ -343,7 +343,7 @@ def _kinds(
     The command line comes first, then the option that it chose, then the user's files.
 
     Args:
-        tree: all that was said.
+        tree: all settings.
         files: the user's files, and what is in them.
         overrides: what the command line says.
         options: by section, what the file says that the command line has chosen.

@@ -1,6 +1,6 @@
 """Sweeps by Hydra's sweepers, its own or an installed one such as Optuna's.
 
-A Hydra launcher plug-in hands each batch of points to a function of ours. A sweeper sees the swept
+A Hydra launcher plug-in hands each batch of points to the launcher. A sweeper sees the swept
 settings only; the rest of the command line stays as typed. A file may describe a sweep, too:
 
     # @package _global_
@@ -114,7 +114,7 @@ class _Failed(JobReturn):
 
 
 class PointLauncher(Launcher):
-    """Hands the points that a sweeper asks for to a function of ours."""
+    """Hands the points that a sweeper requests to the launcher."""
 
     def __init__(self, run: Callable[[Sequence[Sequence[str]]], Sequence[JobReturn]]) -> None:
         self._run = run

@@ -11,7 +11,7 @@ from launcher.config.fields import Switch, choice, number
 
 
 @dataclass(frozen=True)
-class Weights:
+class ChosenWeights:
     """A run's weights.
 
     Attributes:
@@ -35,7 +35,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Export(Weights):
+class Export(ChosenWeights):
     """Weights that `task=export` writes to `path`."""
 
     path: str | None = None  # null: weights-<step>.npz, or a folder hf-<step>, in the run's folder
@@ -45,7 +45,7 @@ class Export(Weights):
 
 
 @dataclass(frozen=True)
-class Evaluate(Weights):
+class Evaluate(ChosenWeights):
     """Weights that `task=evaluate` evaluates, and on how many batches."""
 
     batches: int | None = number(None, minimum=1)  # null: all that is held out
@@ -53,7 +53,7 @@ class Evaluate(Weights):
 
 
 @dataclass(frozen=True)
-class Generate(Weights):
+class Generate(ChosenWeights):
     """Weights and sampling of `task=generate`, and of the samples of a training."""
 
     prompts: str | None = None  # a file with a prompt a line, in place of `prompt`
@@ -95,7 +95,7 @@ class Sweep:
 
     Attributes:
         dir: the folder of the sweep that `task=sweep_status` shows.
-        objective: the result of each run that is handed to the sweeper; None: the evaluation loss,
+        objective: the result of a run that the sweeper receives; None: the evaluation loss,
             the final loss of runs that evaluate nothing, the predicted step time of plans.
         jobs: the number of concurrent runs.
     """

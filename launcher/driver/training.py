@@ -237,7 +237,7 @@ class _Job:
             self._attempt(stop)
 
     def _tried(self, workers: Workers, built: Answers) -> bool:
-        """Try plans, if that is still to be done; return whether the workers can go on."""
+        """Try plans, if that is still to be done; return whether the workers can continue."""
         if self._tries is None:
             return True
         built.result()

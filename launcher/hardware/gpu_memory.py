@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Of a worker, which has its GPUs alone; the rest is for CUDA's contexts, NCCL's buffers and code.
+# A worker has its GPUs to itself; the rest is for CUDA's contexts, NCCL's buffers and code.
 GPU_MEMORY_SHARE = 0.92
 JAX_MEMORY_SHARE = 0.75  # JAX's own default, in a process that we do not start
 

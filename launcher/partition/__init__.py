@@ -1,4 +1,4 @@
-"""How a train step is cut into stages, shards, microbatches and tasks.
+"""Partition a train step into stages, shards, microbatches and tasks.
 
 Imports `trace` and `schedule` only.
 """

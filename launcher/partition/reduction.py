@@ -1,4 +1,4 @@
-"""How gradients are summed over the replicas: what a user may set of it."""
+"""User settings for summing gradients over the replicas."""
 
 from __future__ import annotations
 

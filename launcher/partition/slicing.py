@@ -1,4 +1,4 @@
-"""How the batch of a step is cut: microbatches in time, replicas in space."""
+"""Slice the batch of a step: microbatches in time, replicas in space."""
 
 from __future__ import annotations
 

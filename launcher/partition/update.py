@@ -1,4 +1,4 @@
-"""Where the rest of the train step runs: what comes before the loss, and the parameter update.
+"""Place the rest of the train step: equations before the loss, and the parameter update.
 
 Decides where every argument and result of the step lives, says how the parts of a result or a
 gradient (microbatches, replicas, stages) are combined, and has the equations placed by

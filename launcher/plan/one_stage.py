@@ -26,7 +26,7 @@ class Reducing:
 
     Attributes:
         bucket_bytes: the most bytes of gradients that one collective sums over the replicas, while
-            the backward pass goes on; a larger gradient is summed alone. 0: each gradient alone.
+            the backward pass continues; a larger gradient is summed alone. 0: each gradient alone.
         reduce_dtype: "fp32": gradients cross in at least 32 bits; "bf16": in 16.
     """
 

@@ -47,9 +47,9 @@ class Summary:
         memory_bytes: on any device after the newest step; None of emulated ones.
         failed_saves: number of checkpoints that could not be saved.
         save_error: why the newest of `failed_saves` failed.
-        mfu_with_remat: model FLOPs utilisation that counts what is computed again, too.
+        mfu_with_remat: model FLOPs utilisation that counts recomputation, too.
         goodput: the share of the run's wall time in which it trained, over all of its starts.
-        goodput_seconds: that wall time by what it went into: see `Goodput`.
+        goodput_seconds: that wall time by activity: see `Goodput`.
         cost: what the devices cost for it, where `cluster.price_per_device_hour` is set.
         predicted_cost: what all steps cost, if each takes what was predicted.
         accounting: measured minus predicted seconds of a step, of each of its parts.

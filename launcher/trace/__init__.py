@@ -1,4 +1,4 @@
-"""The train step as data. Imports nothing else of ours."""
+"""The train step as data."""
 
 from launcher.trace.errors import BatchError, BoundaryError, GradientError, JoinedError, TraceError
 from launcher.trace.slicing.slices import Loss

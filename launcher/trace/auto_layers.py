@@ -2,7 +2,7 @@
 
 `cluster_layers` finds the cuts in one trace of the loss; `apply_layer_ends` applies them to another
 trace of the same model, such as that of a smaller slice or without dropout. A cut is therefore
-described by what all traces have in common, the *anchors*: equations that hold a matrix product or
+described by the *anchors* that all traces have in common: equations that hold a matrix product or
 read a floating-point operand (a parameter).
 """
 

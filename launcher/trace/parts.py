@@ -2,7 +2,7 @@
 
 A part computes its loss, and from it all that needs no later loss: an update is done before the
 next loss begins. What a later part needs of it is among its results, and among the arguments of
-that part. What follows from the batch and from constants alone is computed again by each part that
+that part. What follows from the batch and from constants alone is recomputed by each part that
 needs it. Pure.
 """
 

@@ -56,7 +56,7 @@ def held_out(num_samples: int, batch_size: int, gather: Callable[[np.ndarray], B
     """Return batches for evaluation that hold each sample once, in the same order for every run.
 
     Args:
-        num_samples: the number of samples; the last batch holds what is left of them.
+        num_samples: the number of samples; the last batch holds the remaining ones.
         batch_size: the samples of every other batch.
         gather: as in `batches`.
     """

@@ -18,6 +18,11 @@ class Block:
     text: str
     output: str | None = None
 
+    @property
+    def lines(self) -> list[str]:
+        """The lines, each joined with those that continue it."""
+        return re.sub(r"\\\n\s*", "", self.text).splitlines()
+
 
 @dataclass(frozen=True)
 class Page:
@@ -47,7 +52,7 @@ class Page:
     @property
     def commands(self) -> list[str]:
         """The lines of shell blocks, and the commands with arguments in the text and its tables."""
-        lines = [line.strip() for block in self.of("sh") for line in block.text.splitlines()]
+        lines = [line.strip() for block in self.of("sh") for line in block.lines]
         return lines + re.findall(r"`((?:time )?python -m launcher[.\w]* [^`\n]+)`", self.text)
 
     @property
@@ -80,7 +85,17 @@ def read_page(name: str) -> Page:
 
 def read_pages() -> list[Page]:
     """All pages: the README of every room, and how to contribute."""
-    rooms = ["", "conf/", "launcher/", "launcher/*/", "recipes/", "slurm/", "tests/"]
+    rooms = [
+        "",
+        "conf/",
+        "launcher/",
+        "launcher/*/",
+        "recipes/",
+        "recipes/*/",
+        "slurm/",
+        "tests/",
+        "tests/*/",
+    ]
     paths = [path for room in rooms for path in sorted(ROOT.glob(f"{room}README.md"))]
     own = [path for path in paths if not path.parent.is_symlink()]  # launcher/conf is conf/
     own.append(ROOT / ".github" / "CONTRIBUTING.md")

@@ -1,6 +1,6 @@
 """What it takes to add a model, a dataset or a cluster: a few lines, and no edit anywhere else.
 
-They are those of recipes/README.md and conf/README.md, added to a copy of the project.
+They are those of recipes/README.md and conf/cluster/README.md, added to a copy of the project.
 """
 
 import json
@@ -15,11 +15,11 @@ from pages import ROOT, read_page
 
 from launcher.__main__ import main
 
-*_, NET, _, _, DATA, NET_OPTIONS, DATA_OPTIONS = (
+NET, DATA, NET_OPTIONS, DATA_OPTIONS = (
     block.text for block in read_page("recipes/README.md").of("python")
 )
 NET_YAML, DATA_YAML = (block.text for block in read_page("recipes/README.md").of("yaml"))
-*_, CLUSTER_YAML = (block.text for block in read_page("conf/README.md").of("yaml"))
+(CLUSTER_YAML,) = (block.text for block in read_page("conf/cluster/README.md").of("yaml"))
 MODEL = {"recipes/models/net/model.py": NET, "recipes/models/net/options.py": NET_OPTIONS}
 MODEL |= {"conf/model/net.yaml": NET_YAML}
 DATASET = {

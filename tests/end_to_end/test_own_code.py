@@ -1,5 +1,4 @@
-"""A model of the user's own, in a package of their own, trained by naming it: that of
-recipes/README.md."""
+"""Custom models in a user's package, trained by naming them: those of the pages in recipes/."""
 
 import json
 import os
@@ -16,8 +15,11 @@ import pytest
 from launcher.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PAGE, MODELS_PAGE = (
+    (ROOT / "recipes" / name).read_text(encoding="utf-8")
+    for name in ("README.md", "models/README.md")
+)
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE + MODELS_PAGE, re.MULTILINE | re.DOTALL)
 MODULES = {
     "net": next(block for block in BLOCKS if "def build" in block),
     "normed": next(block for block in BLOCKS if "has_state=True" in block),

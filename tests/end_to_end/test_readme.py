@@ -29,8 +29,8 @@ from launcher.train.program import build_program
 
 PAGES = read_pages()
 BY_NAME = {page.name: page for page in PAGES}
-CONF_PAGE, RECIPES_PAGE, CODE_PAGE = (
-    read_page(f"{room}/README.md") for room in ("conf", "recipes", "launcher")
+CONF_PAGE, CLUSTER_PAGE, RECIPES_PAGE, CODE_PAGE = (
+    read_page(f"{room}/README.md") for room in ("conf", "conf/cluster", "recipes", "launcher")
 )
 _ALL = [command.partition(" #")[0].rstrip() for page in PAGES for command in page.commands]
 COMMANDS = list(dict.fromkeys(x for c in _ALL for x in re.findall(r"-m launcher(?!\.)(.*)", c)))
@@ -39,13 +39,14 @@ PROGRAMS = [
     pytest.param(program, id=f"{page.name}:{number}")
     for page in PAGES
     for number, program in enumerate(page.programs)
-    if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
+    if not page.name.startswith("recipes/")  # modules: see test_own_code.py, and below
 ]
-# Of recipes/README.md, in order.
-MODULES = (
-    *("talks", "shapes", "arrays", "net", "normed", "nnx_net", "data"),
-    *("net_options", "data_options"),
-)
+# The Python blocks of the pages in recipes/, in order.
+MODULES = {
+    "recipes/README.md": ("net", "data", "net_options", "data_options"),
+    "recipes/datasets/README.md": ("talks", "shapes", "arrays"),
+    "recipes/models/README.md": ("normed", "nnx_net"),
+}
 END = "\0\n"  # printed between the blocks of a program
 
 
@@ -55,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     him that they have him make; of one no more than what settings are held against."""
     folder = tmp_path_factory.mktemp("reader")
     named = ("recipe/rates", "recipe/mine", "cluster/mine")
-    for name, block in zip(named, CONF_PAGE.of("yaml"), strict=True):
+    files = (*CONF_PAGE.of("yaml"), *CLUSTER_PAGE.of("yaml"))
+    for name, block in zip(named, files, strict=True):
         file = folder / "my_conf" / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block.text)
@@ -63,8 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "books" / "one.txt").write_text("Call me Ishmael. " * 1000)
     (folder / "README.md").write_text(BY_NAME["README.md"].text)
     (folder / "my_pkg").mkdir()
-    for name, (block,) in zip(MODULES, RECIPES_PAGE.programs, strict=True):
-        (folder / "my_pkg" / f"{name}.py").write_text(block.text)
+    for page, names in MODULES.items():
+        for name, (block,) in zip(names, BY_NAME[page].programs, strict=True):
+            (folder / "my_pkg" / f"{name}.py").write_text(block.text)
     theirs = load(["model=llama", "dataset=synthetic", "model.vocab_size=300"]).model
     (folder / "my_llama").mkdir()
     (folder / "my_llama" / "config.json").write_text(json.dumps(config_of(theirs)))
@@ -98,7 +101,7 @@ def test_what_is_tested_is_found() -> None:
     assert len(DEBUG_COMMANDS) > 2
     assert len(PROGRAMS) >= 5
     shown = [block for page in PAGES for block in page.blocks if block.output is not None]
-    assert len(shown) >= 7  # the walk through compilation
+    assert len(shown) >= 5  # the walk through compilation
 
 
 @pytest.mark.sampled(6)
@@ -169,7 +172,7 @@ def test_the_python_runs(program: list[Block], folder: Path) -> None:
 def test_a_model_of_ones_own_makes_steps(
     module: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those in recipes/README.md; test_own_code.py trains them."""
+    """Those in recipes/; test_own_code.py trains them."""
     monkeypatch.syspath_prepend(folder)
     (command,) = (c for c in RECIPES_PAGE.commands if "model.module=my_pkg.net" in c)
     words = shlex.split(command.partition("-m launcher")[2])
@@ -220,5 +223,7 @@ def test_every_link_leads_somewhere(page: Page) -> None:
             assert heading in read_page(str(target.resolve().relative_to(ROOT))).headings, link
 
 
-def test_the_first_page_is_short() -> None:
-    assert len(BY_NAME["README.md"].text.splitlines()) <= 200
+@pytest.mark.parametrize("page", [page for page in PAGES if "/" in page.name], ids=lambda p: p.name)
+def test_every_other_page_is_short(page: Page) -> None:
+    """tests/budget.toml limits the first page, and all together."""
+    assert len(page.text.splitlines()) <= 200

@@ -51,7 +51,7 @@ model.save_pretrained("my_llama")
 def five_commands() -> list[str]:
     """Those of the first page, in its own words."""
     (block,) = (b for b in read_page("README.md").of("sh") if "recipe=finetune_hf" in b.text)
-    return block.text.splitlines()
+    return block.lines
 
 
 def test_five_commands_lead_to_a_tuned_model(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Parameter server: a process that sums the parts of the workers in rank order.
 
 Its actor is a `worker_actor.Server`, in which calls wait for one another without a thread
-each, so a server that waits takes no processor. The module imports neither JAX nor other modules of
-ours: the process is to be small, and up soon.
+each, so a server that waits takes no processor. The module imports neither JAX nor our other
+modules: the process is to be small, and up soon.
 
 Ray brings a large part through its object store, where the server reads it in place. The whole goes
 back the same way, written once for all workers.

@@ -124,7 +124,7 @@ LONGEST_SOCKET = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_stor
 
 # In the text of `ActorDiedError`, which has no fields for the cause.
 EXIT_CODE = re.compile(r"exit code (-?\d+)")
-NODE_UNREACHABLE = "health check failed"  # the node did not answer: nothing is known of the worker
+NODE_UNREACHABLE = "health check failed"  # the node did not answer: the worker may be alive
 NODE_DIED = "node has died"
 CREATION_FAILED = "creation task"  # the actor's constructor raised
 

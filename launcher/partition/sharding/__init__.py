@@ -1,1 +1,1 @@
-"""How arrays are cut over the devices of a submesh, and moved between submeshes."""
+"""Shard arrays over the devices of a submesh, and move them between submeshes."""

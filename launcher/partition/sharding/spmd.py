@@ -1,4 +1,4 @@
-"""How an equation runs where its values are cut: what each device reads, computes and has to sum.
+"""SPMD execution of an equation: what each device reads, computes and all-reduces.
 
 The specs of a program say how values are kept. An equation can follow them as far as its factors
 (`trace.factors`) go: an operand that is cut in any other way is gathered first, and a dimension

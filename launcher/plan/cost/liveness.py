@@ -183,7 +183,7 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) ->
             kept.update(eqn.outvars)
     spread = {v for eqn in equations if _spreads(eqn) for v in eqn.outvars}
     sums = {v for eqn in equations if eqn.primitive.name in PARTIAL_SUMS for v in eqn.outvars}
-    # Of each value what is stored that it is fused into: if that is one, it is computed once.
+    # Stored values that each value is fused into; with exactly one it is computed once.
     into: dict[Var, set[object]] = {v: set() for v in defined}
     for eqn in reversed(equations):
         if eqn.primitive.name in FUSED:

@@ -152,8 +152,8 @@ def _held_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of the batch, and those that a device holds all through the step.
 
-    The latter are the arguments that live on the mesh or are sent there. Of the batch each replica
-    has its rows.
+    The latter are the arguments that live on the mesh or are sent there. Each replica has
+    its rows of the batch.
     """
     (mesh,), outer = {graph.mesh for graph in graphs}, cut.update
     whole = [v for v, home in outer.homes.items() if home == mesh]

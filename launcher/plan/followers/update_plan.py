@@ -160,7 +160,7 @@ def _names(whole: Interface) -> dict[Atom, str]:
 
 
 def _alike(path: str, shape: tuple[int, ...], known: Iterable[_Known]) -> _Known | None:
-    """Return what a leaf with this path and shape is taken for.
+    """Return the known leaf that one with this path and shape corresponds to.
 
     Of several matches the one with the fewest steps before the path is taken, as a parameter is
     nested less deeply than what the optimizer keeps for it.

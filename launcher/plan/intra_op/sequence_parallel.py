@@ -37,7 +37,7 @@ def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) ->
 
 
 def batch_specs(step: TracedStep, loss: Loss, dims: NamedDims, of: int) -> dict[Var, Spec]:
-    """Return the spec along the model axis of each leaf of the batch that has the class `of`."""
+    """Return the spec along the model axis of every batch leaf of class `of`."""
     holders = dict(zip(loss.invars, step.operands, strict=True))
     found: dict[Var, Spec] = {}
     for var, _ in _leaves(step, loss):

@@ -94,8 +94,8 @@ def effective_parallelism(
 
     It is their number times the share of a task's time with all at work that the task takes alone.
     A product alone may use all cores, and element-wise operations do not: the task is a network,
-    and a product for `product_parallelism`. Where cores are shared, it is told by how many of them
-    one device uses in the call that is disturbed least.
+    and a product for `product_parallelism`. With shared cores, the least disturbed call shows how
+    many of them one device uses.
 
     Args:
         count: number of devices.

@@ -27,7 +27,7 @@ from launcher.trace import Loss, TracedStep
 
 _TIME_OUT = 300.0  # seconds for a candidate, of which compiling takes most
 _MEASURED = 3.0  # seconds that the calls of each of its programs may take together
-_MORE_ROWS = 4  # the larger of the two sizes that are measured has so many times the rows
+_MORE_ROWS = 4  # ratio of rows between the two measured sizes
 
 _log = logging.getLogger(__name__)
 

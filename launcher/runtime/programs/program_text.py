@@ -1,4 +1,4 @@
-"""What a compiled program's text says of its operations: collectives, and what waits for them."""
+"""Collectives in a compiled program's text, and the operations that wait for them."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _squeeze(eqn: Equation) -> tuple[Factor, ...]:
 
 
 def _reshape(eqn: Equation) -> tuple[Factor, ...]:
-    """Dimensions that are kept, and the slowest one of each group that is split or merged."""
+    """Return the kept dimensions, and the slowest one of every split or merged group."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if 0 in before or eqn.params.get("dimensions") is not None:  # which transposes first
         return ()

@@ -153,7 +153,7 @@ def jaxpr_as_fun(jaxpr: Jaxpr) -> Callable[..., Any]:
 def _hides(jaxpr: Jaxpr) -> bool:
     """Return whether an operation in a program hides what it computes, and can say it.
 
-    Since JAX 0.12 `searchsorted`, `nonzero`, `ldexp` and what is made of them do.
+    Since JAX 0.12 `searchsorted`, `nonzero`, `ldexp` and functions built on them do.
     """
     return any(
         "jvp" in vars(type(eqn.params["_prim"]))

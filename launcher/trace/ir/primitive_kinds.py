@@ -103,12 +103,12 @@ LINEAR_IN_FIRST = FORMS | frozenset((
 ))
 # Linear in all operands together; of `select_n`, in all but the first.
 CASES = frozenset(("add", "add_any", "concatenate", "select_n", "stack", "sub"))
-# What becomes of the largest or smallest elements by these is known from those of the slices.
+# Map the largest or smallest elements of the slices to those of the whole batch.
 SAME_FOR_EXTREMA = frozenset((
     "broadcast_in_dim", "copy", "expand_dims", "name", "reshape", "rev", "squeeze",
     "stop_gradient", "transpose",
 ))
-# Reductions over the examples that are no sums, by what they are called.
+# Reductions over the examples other than sums, by name.
 EXTREMA = {"reduce_and": "min", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max"}
 
 # They make a random key of a number.
@@ -128,11 +128,11 @@ MATRIX_DIMS = {
     "tridiagonal": 2,
 }
 
-# Of each example alone, whatever the dimensions.
+# Act on each example separately, for all dimensions.
 ROW_WISE = ELEMENTWISE | BARRIERS | UNSHARDED_ELEMENTWISE | RANDOM | frozenset((
     "broadcast_in_dim", "expand_dims", "pipeline_boundary", "squeeze",
 ))
-# Of each example alone, if the dimension of the examples stays as it is.
+# Act on each example separately, if the dimension of the examples stays as it is.
 KEEPS_ROWS = frozenset(("concatenate", "pad", "reshape", "slice"))
 
 # They run a body a known number of times.
@@ -147,7 +147,7 @@ CONSTRAINTS = frozenset(("shard_map", "sharding_constraint"))
 KERNELS = frozenset(("pallas_call",))
 # Plain calls, which can be inlined.
 CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
-# Calls of what the backward pass computes again (`jax.checkpoint`).
+# Calls of what the backward pass recomputes (`jax.checkpoint`).
 RECOMPUTED = frozenset(("checkpoint", "remat", "remat2"))
 # Calls with their own rules for differentiation or rematerialization.
 CALLS_WITH_RULES = RECOMPUTED | frozenset((

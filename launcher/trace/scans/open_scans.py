@@ -161,7 +161,7 @@ def with_rows_apart(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
 def _opened_loss(
     eqn: Equation, positions: Set[int], opener: Opener
 ) -> tuple[Equation, dict[Var, Value]]:
-    """Return the loss with its scans open in the opened step, and what stands for its gradients."""
+    """Return the loss with open scans in the opened step, and replacements of its gradients."""
     operands: list[Atom] = []
     for i, v in enumerate(eqn.invars):
         value = opener.value(v)
@@ -260,8 +260,8 @@ def _root(atom: Atom, makers: Mapping[Var, Equation]) -> Var | None:
 def _layered(step: OuterProgram, positions: Set[int]) -> set[Var]:
     """Return the variables outside of the loss that hold a row for each iteration of a scan.
 
-    They are what scans take apart, its gradients, and what is computed of these and from what they
-    are computed, row by row: so an optimizer's averages are found.
+    They are operands of scans, their gradients, and values computed from these row by row, or
+    from which these are computed: so an optimizer's averages are found.
     """
     eqn = step.loss_equation
     of = dict(zip(eqn.params["wrt"], eqn.outvars[len(eqn.params["reduce"]) :], strict=True))

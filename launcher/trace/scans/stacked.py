@@ -71,7 +71,7 @@ class Opener:
     """Rewrites a program, equation by equation.
 
     Args:
-        values: what stands for variables of the old program; any other stands for itself.
+        values: replacements of variables of the old program; others are kept.
         opened: the variables that are to be rows wherever that is possible, such as those that
             become arguments.
         marks: whether each iteration of a scan is a layer, with a mark before it.
@@ -109,7 +109,7 @@ class Opener:
                 self._values.update(zip(eqn.outvars, results, strict=True))
 
     def value(self, atom: Atom) -> Value:
-        """Return what stands for an atom of the old program."""
+        """Return the replacement of an atom of the old program."""
         return self._values.get(atom, atom) if is_var(atom) else atom
 
     def whole(self, value: Value) -> Atom:
@@ -139,7 +139,7 @@ class Opener:
         return self._cut.setdefault(value, LayerRows(value.aval, cut))
 
     def _results(self, eqn: Equation, operands: Sequence[Value]) -> list[Value] | None:
-        """Return what stands for the results of an equation; None if it needs arrays whole."""
+        """Return the replacements of an equation's results; None if it needs arrays whole."""
         rows = [x for x in operands if isinstance(x, LayerRows)]
         if not rows and not any(v in self._opened for v in eqn.outvars):
             return None

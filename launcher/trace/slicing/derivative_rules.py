@@ -1,6 +1,6 @@
 """Derivative rules that a program writes itself (`custom_vjp`, `custom_jvp`), seen from a slice.
 
-The loss holds such a function by what it computes; its rule runs only in the backward pass, and may
+The loss holds the computation of such a function; its rule runs only in the backward pass, and may
 join examples though the function does not. So the rule is traced, on the whole batch and on a
 slice, and followed like any other program. Pure.
 """

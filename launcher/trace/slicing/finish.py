@@ -1,7 +1,7 @@
 """Results of a loss that are computed after it: functions of sums, and random keys.
 
-Of a perplexity or an F1 score a slice has only its part of the sums, of which no function can be
-taken. So the loss returns the sums in the place of such a result, and the result is computed from
+For a perplexity or an F1 score a slice has only its part of the sums, to which no function can be
+applied. So the loss returns the sums in the place of such a result, and the result is computed from
 them after the pipeline. A key that the loss returns, to be used in the next step, would be that of
 a slice. It is computed from the key that comes in. Pure.
 """

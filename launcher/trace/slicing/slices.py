@@ -115,7 +115,7 @@ class Traces:
 
         Args:
             whole: the equation on the whole batch.
-            rewrite: called with any other trace of the equation; returns what becomes of it.
+            rewrite: called with any other trace of the equation; returns its replacement.
             words: see `from_whole_batch`.
         """
 

@@ -15,7 +15,7 @@ def fingerprint_of(paths: Iterable[Path]) -> str:
     """Return a digest of files, in their order: of their sizes, and of 16 samples of each.
 
     A file of up to 256 KiB is read whole; of a larger one its beginning, its end and places between
-    them. Another corpus is told apart, a file that is not, and hardly a single changed byte.
+    them. It detects another corpus or file, but hardly a single changed byte.
     """
     digest = hashlib.sha256()
     for path in paths:

@@ -26,7 +26,7 @@ class TokenizerFiles(NamedTuple):
     Attributes:
         files: the content of each file, by its name.
         special: what `config.json` says of it: the numbers of special tokens, or None.
-        mask_token: what stands for tokens that are to be filled in; None: it has none.
+        mask_token: the mask for tokens to be filled in, if any.
     """
 
     files: dict[str, bytes]
@@ -77,7 +77,7 @@ def _copied(name: str) -> TokenizerFiles:
 
 
 def _numbers(tree: Any) -> dict[str, int]:
-    """Return the number of each token that a `tokenizer.json` holds beside its model's."""
+    """Return the number of every token of a `tokenizer.json` beside its model's."""
     return {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}
 
 
@@ -109,7 +109,7 @@ def _bytes_files(ends_documents: bool) -> TokenizerFiles:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the number of each letter that stands for a byte in a byte-level BPE.
+    """Return the byte of every letter in a byte-level BPE.
 
     Printable bytes are their own letters; the others are those from U+0100 on (GPT-2's way).
     """

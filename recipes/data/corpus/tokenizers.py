@@ -1,4 +1,4 @@
-"""Tokenizers by what `dataset.tokenizer` names: Hugging Face's, tiktoken's, or bytes."""
+"""Tokenizers that `dataset.tokenizer` names: Hugging Face's, tiktoken's, or bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tokenizer(NamedTuple):
         fingerprint: a digest of what it is made of.
         chat_template: how messages become text, in Jinja; None: it has none.
         special: special tokens by their roles, such as `bos_token`, for that template.
-        mask_token: what stands for tokens that are to be filled in; None: it has none.
+        mask_token: the mask for tokens to be filled in, if any.
     """
 
     encode: Callable[[Sequence[str]], list[np.ndarray]]

@@ -61,7 +61,7 @@ def build(
 ) -> Dataset:
     """Return batches of `tokens` and `targets`, each int32 [global_batch_size, sequence_length].
 
-    The last batch of held-out sequences holds what is left of them. A single file is mapped into
+    The last batch of held-out sequences holds the remaining ones. A single file is mapped into
     memory, several are read into it.
 
     Args:
