@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _LARGEST = 2**63  # bound on whole numbers
 _LARGEST_YAML = 2**18  # bytes; PyYAML reads as many in a second
-WORDS: Mapping[type, str] = {
+TYPE_NAMES: Mapping[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -147,7 +147,7 @@ class Reader:
 
     def refuse_value(self, kinds: list[Any], value: Any, where: str) -> NoReturn:
         """Raise the error for a value of another type."""
-        expected = " or ".join(WORDS[kind] for kind in kinds)
+        expected = " or ".join(TYPE_NAMES[kind] for kind in kinds)
         raise DamagedError(f"{where} is {reprlib.repr(value)}, not {expected}")
 
 

@@ -12,7 +12,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-WORDS = (
+REMAT_NAMES = (
     "none",
     "full",
     "selective",
@@ -33,7 +33,7 @@ class RematName:
     """What a word says.
 
     Attributes:
-        policy: one of `WORDS`.
+        policy: one of `REMAT_NAMES`.
         every: how many consecutive layers are recomputed together.
         first: how many of a stage's layers are recomputed so, from its first; None: all.
         rest: the policy of the others.
@@ -61,15 +61,15 @@ def parse_remat(name: str) -> RematName:
     Raises:
         ValueError: it is none; the message is a clause about it.
     """
-    if name in WORDS:
+    if name in REMAT_NAMES:
         return RematName(name)
     found = _NUMBERED.fullmatch(name)
     policy = found["policy"] if found else name
     rest = (found and found["rest"]) or "none"
-    if found is None or policy not in WORDS or rest not in WORDS:
-        near = difflib.get_close_matches(re.split("[/:]", name)[0], WORDS, 1)
+    if found is None or policy not in REMAT_NAMES or rest not in REMAT_NAMES:
+        near = difflib.get_close_matches(re.split("[/:]", name)[0], REMAT_NAMES, 1)
         raise ValueError(
-            f"{name} is not one of {', '.join(WORDS)}, nor one of these with a number: full/2 "
+            f"{name} is not one of {', '.join(REMAT_NAMES)}, nor one of these with a number: full/2 "
             "(every 2 layers together), full:2 (the first 2 layers of each stage), "
             "full:2+selective (the others selectively)"
             + (f"; did you mean {near[0]}?" if near else "")

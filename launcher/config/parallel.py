@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from launcher.base.remat_name import WORDS, parse_remat
+from launcher.base.remat_name import REMAT_NAMES, parse_remat
 from launcher.config.errors import ConfigError, listed
 from launcher.config.fields import automatic, automatic_choice, choice, number
 from launcher.config.machines import Cluster, Described
@@ -66,7 +66,7 @@ class Planned(Parallel):
     """
 
     num_micro_batches: int | None = automatic()
-    remat: str = automatic_choice("none", *WORDS, parse=parse_remat)
+    remat: str = automatic_choice("none", *REMAT_NAMES, parse=parse_remat)
     cost: str = choice("measured", "measured", "model", "profile")
     bucket_bytes: int = number(25 << 20, minimum=0)
     reduce_dtype: str = choice("fp32", "fp32", "bf16")
@@ -219,7 +219,7 @@ class Auto(StageSettings):
     method: str = "auto"
     try_: int | None = automatic(minimum=0)
     schedule: str = automatic_choice("auto", *training_schedules())
-    remat: str = automatic_choice("auto", *WORDS, parse=parse_remat)
+    remat: str = automatic_choice("auto", *REMAT_NAMES, parse=parse_remat)
 
 
 @dataclass(frozen=True, kw_only=True)

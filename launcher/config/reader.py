@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from launcher.base.reading import WORDS, Reader, join_key
+from launcher.base.reading import TYPE_NAMES, Reader, join_key
 from launcher.config.errors import ConfigError, closest, listed, shown
 from launcher.config.fields import LARGEST, Variants, key_of, settings_of
 from launcher.config.schema import Config
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _UNSET = "???"  # YAML's marker of a mandatory value
 _LARGEST_FLOAT = 3e38  # float32 ends a little above
 _EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
-_MEANING = {**WORDS, dict: "a table of names and values"}
+_MEANING = {**TYPE_NAMES, dict: "a table of names and values"}
 
 
 def build(cls: type[T], tree: Any, key: str = "") -> T:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from launcher.base.remat_name import WORDS
+from launcher.base.remat_name import REMAT_NAMES
 from launcher.partition.assignment import Assignment
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph, cut_stages
@@ -69,7 +69,7 @@ def may_have_pieces(cut: PartitionedStep) -> bool:
     """Return whether the stages of a step may be cut: its scans are open, and it says no more."""
     step = cut.step
     plain = step.stacks is not None and step.layer_ends is None and cut.slicing.workers == 1
-    return plain and set(cut.assignment.remat) <= set(WORDS)  # `full/2` would lose its pairs
+    return plain and set(cut.assignment.remat) <= set(REMAT_NAMES)  # `full/2` would lose its pairs
 
 
 def in_pieces(cut: PartitionedStep) -> Pieces:

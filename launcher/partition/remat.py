@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from launcher.base.remat_name import WORDS, parse_remat
+from launcher.base.remat_name import REMAT_NAMES, parse_remat
 from launcher.partition.errors import PlanError
 from launcher.trace.ir.cost import matmul_flops
 from launcher.trace.ir.jaxpr import Equation, checkpoint_policy, is_checkpoint, sub_jaxprs
@@ -27,7 +27,7 @@ POLICIES: dict[str, Policy | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    **{name: getattr(jax.checkpoint_policies, name) for name in WORDS[3:]},
+    **{name: getattr(jax.checkpoint_policies, name) for name in REMAT_NAMES[3:]},
 }
 
 
