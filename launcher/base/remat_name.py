@@ -69,8 +69,8 @@ def parse_remat(name: str) -> RematName:
     if found is None or policy not in REMAT_NAMES or rest not in REMAT_NAMES:
         near = difflib.get_close_matches(re.split("[/:]", name)[0], REMAT_NAMES, 1)
         raise ValueError(
-            f"{name} is not one of {', '.join(REMAT_NAMES)}, nor one of these with a number: full/2 "
-            "(every 2 layers together), full:2 (the first 2 layers of each stage), "
+            f"{name} is not one of {', '.join(REMAT_NAMES)}, nor one of these with a number: "
+            "full/2 (every 2 layers together), full:2 (the first 2 layers of each stage), "
             "full:2+selective (the others selectively)"
             + (f"; did you mean {near[0]}?" if near else "")
         )

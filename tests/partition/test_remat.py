@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.base.remat_name import WORDS, RematName, parse_remat
+from launcher.base.remat_name import REMAT_NAMES, RematName, parse_remat
 from launcher.partition.errors import PlanError
 from launcher.partition.joint_graph import trace_joint
 from launcher.partition.partitioned import partition
@@ -228,7 +228,7 @@ def test_a_plan_is_replayed_as_it_was(remat):
 
 
 def test_words():
-    assert {parse_remat(word) for word in WORDS} == {RematName(word) for word in WORDS}
+    assert {parse_remat(word) for word in REMAT_NAMES} == {RematName(word) for word in REMAT_NAMES}
     assert parse_remat("full/4") == RematName("full", every=4)
     assert parse_remat("selective:3") == RematName("selective", first=3)
     assert parse_remat("full:3+selective") == RematName("full", first=3, rest="selective")
