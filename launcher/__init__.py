@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from launcher.cluster.errors import ClusterError as ClusterError
     from launcher.cluster.errors import HungError as HungError
     from launcher.cluster.errors import WorkerError as WorkerError
-    from launcher.hardware.worker_info import WorkerInfo as WorkerInfo
+    from launcher.hardware import WorkerInfo as WorkerInfo
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
     from launcher.report.run_record import runs as runs
     from launcher.runtime import ReplicaError as ReplicaError
-    from launcher.trace.primitives import grad as grad
-    from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
-    from launcher.trace.primitives import microbatched as microbatched
-    from launcher.trace.primitives import per_slice as per_slice
-    from launcher.trace.primitives import value_and_grad as value_and_grad
+    from launcher.trace import grad as grad
+    from launcher.trace import mark_pipeline_boundary as mark_pipeline_boundary
+    from launcher.trace import microbatched as microbatched
+    from launcher.trace import per_slice as per_slice
+    from launcher.trace import value_and_grad as value_and_grad
 
 _HOMES = {
     "ClusterError": "launcher.cluster.errors",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from launcher.base.stop import Stop
+from launcher.stop import Stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from launcher.api.signature import Traceable
-from launcher.partition.sharding.reshard import Box
+from launcher.partition import Box
 from launcher.plan import Plan
 
 SURVIVED = {"compile", "foreach"}  # methods after whose errors the workers hold what they held

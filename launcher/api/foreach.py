@@ -28,7 +28,7 @@ import jax
 from launcher.api.ray_backend import RayBackend
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import current
-from launcher.hardware.worker_info import WorkerInfo
+from launcher.hardware import WorkerInfo
 from launcher.runtime import Digester, check_equal
 
 

@@ -29,15 +29,13 @@ from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
 from launcher.api.settings import check_context
 from launcher.api.signature import Signature, Traceable, kind
-from launcher.base.log import warn_once
-from launcher.base.spans import Clock
+from launcher.base import Clock, warn_once
 from launcher.plan import Plan, PlanError
 from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
 from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime import Executable, Transport
-from launcher.trace import TracedStep, TraceError, trace_step
-from launcher.trace.without_gradient import no_gradient_note
+from launcher.trace import TracedStep, TraceError, no_gradient_note, trace_step
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
 _log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from launcher.api.planned_shape import planned_shape
 from launcher.api.remote_array import Fetch, RemoteArray, known_to_flax, pickled, portable
 from launcher.api.settings import trace_settings
 from launcher.api.signature import Traceable
-from launcher.base.spans import Clock, Span
+from launcher.base import Clock, Span
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.hardware.worker_info import WorkerInfo
+from launcher.hardware import WorkerInfo
 from launcher.plan import ClusterShape, Plan
 from launcher.plan.methods import Method
 from launcher.runtime import Copies, StageTimes, transformed_error

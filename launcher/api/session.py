@@ -43,8 +43,7 @@ from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Local
-from launcher.hardware.gpu_memory import JAX_MEMORY_SHARE, memory_share
-from launcher.hardware.worker_info import WorkerInfo
+from launcher.hardware import JAX_MEMORY_SHARE, WorkerInfo, memory_share
 from launcher.plan import ClusterShape, Plan, local_shape
 from launcher.plan.methods import Method
 from launcher.runtime import Executable, Transport, compile_step

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launcher.trace.errors import TraceError
+from launcher.trace import TraceError
 
 _DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
 _DTYPES = (np.number, np.bool_, jax.dtypes.extended)

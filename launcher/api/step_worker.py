@@ -27,10 +27,10 @@ from launcher.arrays.stacked_array import (
     stacked_in,
     with_rows,
 )
-from launcher.base.spans import Span
+from launcher.base import Span
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.pickling import dumps_script
-from launcher.partition.sharding.reshard import Box
+from launcher.partition import Box
 from launcher.runtime import (
     Copies,
     Digester,

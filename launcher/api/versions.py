@@ -53,8 +53,7 @@ def _trace_a_step() -> None:
     import jax
     import jax.numpy as jnp
 
-    from launcher.trace import trace_step
-    from launcher.trace.primitives import value_and_grad
+    from launcher.trace import trace_step, value_and_grad
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         out, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 import numpy as np
 from numpy.lib.npyio import NpzFile
 
-from launcher.base.files import DamagedError, open_regular, write_whole
+from launcher.base import DamagedError, open_regular, write_whole
 
 _READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,

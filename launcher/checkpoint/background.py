@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from launcher.base.parent_death import end_with_parent
+from launcher.base import end_with_parent
 from launcher.checkpoint.shards import view_on_host
 from launcher.checkpoint.write import SaveError, Writers, abandon, save, stored_parts
 

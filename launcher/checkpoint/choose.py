@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.arrays.npz import read_headers
-from launcher.base.files import DamagedError, missing_path
+from launcher.base import DamagedError, missing_path
 from launcher.checkpoint.integrity import damage
 from launcher.checkpoint.layout import CHECKSUMS, METADATA, read_metadata, steps_in
 from launcher.recipes.models.hugging_face import CONFIG

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launcher.base.files import DamagedError
+from launcher.base import DamagedError
 from launcher.checkpoint.adapters import ADAPTERS, adapted_kernel, without_adapters
 from launcher.checkpoint.flat import value_of, write_flat
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face

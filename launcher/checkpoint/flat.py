@@ -18,7 +18,7 @@ import numpy as np
 
 from launcher.arrays.npz import Header, read_arrays, read_headers, write_arrays
 from launcher.arrays.stacked_array import StackedArray, sharding_of
-from launcher.base.files import DamagedError
+from launcher.base import DamagedError
 from launcher.checkpoint.hugging_face import HuggingFace
 from launcher.checkpoint.layers import Source, names_of, sources
 from launcher.checkpoint.names import flat_name

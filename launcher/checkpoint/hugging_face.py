@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from launcher.arrays.npz import Header
-from launcher.base.files import DamagedError, read_json, write_whole
+from launcher.base import DamagedError, read_json, write_whole
 from launcher.recipes.models.hugging_face import CONFIG, Tensor, family_of, options_in, read_config
 
 _INDEX = "model.safetensors.index.json"

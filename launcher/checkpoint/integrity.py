@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher.base.files import parse_json, read_text, write_whole
+from launcher.base import parse_json, read_text, write_whole
 from launcher.checkpoint.layout import CHECKSUMS, METADATA, is_step
 
 S = TypeVar("S")

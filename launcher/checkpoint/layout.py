@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from launcher.base.files import read_json, write_whole
+from launcher.base import read_json, write_whole
 
 CHECKSUMS = "checksums.json"
 METADATA = "_CHECKPOINT_METADATA"

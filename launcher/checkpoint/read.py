@@ -15,7 +15,7 @@ import numpy as np
 
 from launcher.arrays.npz import Header
 from launcher.arrays.stacked_array import StackedArray, sharding_of
-from launcher.base.files import DamagedError
+from launcher.base import DamagedError
 from launcher.checkpoint.flat import can_take, find_weights, read_flat
 from launcher.checkpoint.layers import Source, names_of, sources
 from launcher.checkpoint.layout import ARRAYS

@@ -13,10 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from launcher.base.libraries import DISTRIBUTION
-from launcher.base.output import answer, complain
-from launcher.base.stop import Stop
+from launcher.base import DISTRIBUTION, answer, complain
 from launcher.config.errors import ConfigError, advice
+from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from launcher.config.parallel import Parallel

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import yaml
 
-from launcher.base.output import answer
+from launcher.base import answer
 from launcher.config.errors import ConfigError
 
 HELP = """\

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from launcher.base.files import write_whole
-from launcher.base.output import answer
+from launcher.base import answer, write_whole
 from launcher.config.errors import ConfigError, advice
 from launcher.report.console import far_text, make_console, table_of
 from launcher.report.run_record import (

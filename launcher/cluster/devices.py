@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.base.libraries import installing
+from launcher.base import installing
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Cluster
 

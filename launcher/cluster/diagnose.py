@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.base.files import DamagedError, open_regular
+from launcher.base import DamagedError, open_regular
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.ray.worker import WorkerHandle
 

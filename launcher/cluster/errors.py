@@ -10,7 +10,7 @@ import re
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from launcher.base.files import DamagedError, open_regular
+from launcher.base import DamagedError, open_regular
 
 # The messages of JAX's coordination and transfer servers, XLA, Gloo and NCCL about a lost peer.
 _LOST_CONNECTION = re.compile(

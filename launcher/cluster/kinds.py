@@ -37,12 +37,12 @@ from launcher.config.machines import (
     RayCluster,
     SlurmCluster,
 )
-from launcher.hardware.gpu_memory import memory_share, usable_bytes
+from launcher.hardware import memory_share, usable_bytes
 
 if TYPE_CHECKING:
     from launcher.cluster.ray.session import RaySession
     from launcher.cluster.slurm.rendezvous import Rendezvous
-    from launcher.hardware.cluster_shape import ClusterShape
+    from launcher.hardware import ClusterShape
 
 C = TypeVar("C", bound=Cluster)
 
@@ -164,7 +164,7 @@ def find_devices(cluster: Cluster) -> DevicePool:
 
 def pool_shape(pool: DevicePool) -> ClusterShape:
     """Return the shape of existing devices, at nominal rates."""
-    from launcher.hardware.cluster_shape import local_shape  # `task=check` needs none
+    from launcher.hardware import local_shape  # `task=check` needs none
 
     return local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
 
@@ -318,7 +318,7 @@ class DescribedKind(ClusterKind[Described]):
 
     def shape(self, pool: DevicePool | None = None) -> ClusterShape:
         """Return the shape of `cluster.device` and `cluster.links`."""
-        from launcher.hardware.cluster_shape import ClusterShape
+        from launcher.hardware import ClusterShape
 
         cluster, device, links = self.cluster, self.cluster.device, self.cluster.links
         assert cluster.gpus is not None  # as the settings' check ensures, here and below

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launcher.base.output import Advance
-from launcher.base.spans import Clock, clock_of
+from launcher.base import Advance, Clock, clock_of
 from launcher.cluster import progress
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
@@ -23,7 +22,7 @@ from launcher.cluster.ray.worker import (
     gather,
     silent_servers,
 )
-from launcher.hardware.worker_info import WorkerInfo
+from launcher.hardware import WorkerInfo
 
 _KEY_BITS = 62  # of a transfer key's 64, so that there is room to count
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait

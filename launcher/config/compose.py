@@ -21,9 +21,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.base.files import DamagedError
-from launcher.base.libraries import installing
-from launcher.base.reading import read_yaml
+from launcher.base import DamagedError, installing, read_yaml
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
     check_environment,

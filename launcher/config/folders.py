@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.base.conf_folder import CONF
+from launcher.base import CONF
 from launcher.config.errors import ConfigError
 
 # Folders whose files are parts of other files, not options, and the group of those files.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from launcher.base.transports import TRANSPORTS
+from launcher.base import TRANSPORTS
 from launcher.config.errors import ConfigError
 from launcher.config.fields import Switch, choice, number
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from launcher.base.remat_name import REMAT_NAMES, parse_remat
+from launcher.base import REMAT_NAMES, parse_remat
 from launcher.config.errors import ConfigError, listed
 from launcher.config.fields import automatic, automatic_choice, choice, number
 from launcher.config.machines import Cluster, Described

@@ -22,8 +22,7 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from launcher.base.files import DamagedError
-from launcher.base.reading import read_yaml, yaml_node
+from launcher.base import DamagedError, read_yaml, yaml_node
 from launcher.config.environment import COMMAND_LINE_ONLY, command_at, leaves, not_allowed
 from launcher.config.errors import ConfigError
 from launcher.config.machines import CLUSTERS, Emulated, Local

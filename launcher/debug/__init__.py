@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from launcher.base.output import answer
-from launcher.base.stop import Stop
+from launcher.base import answer
 from launcher.config.errors import ConfigError
 from launcher.runtime.observe.compilation import stages_of_compilation
+from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from launcher.plan import Plan
@@ -118,7 +118,7 @@ def _of_settings(
     """Return the train step of settings, and the plan that `task=plan` makes of them."""
     from rich.console import Console
 
-    from launcher.base.log import lines_to
+    from launcher.base import lines_to
     from launcher.config.compose import load
     from launcher.driver.planning.check import look
     from launcher.driver.planning.plan_from_config import plan_of

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from launcher.base.stop import Stop
 from launcher.config.training import Checkpoint, Train
 from launcher.driver.record.best import Best
 from launcher.driver.record.recorder import Recorder, is_evaluated, profiled_step
 from launcher.driver.record.samples import Samples
+from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from launcher.driver.saving import Saving

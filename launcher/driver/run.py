@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from launcher.base.log import lines_to
-from launcher.base.output import complain
-from launcher.base.stop import Stop
+from launcher.base import complain, lines_to
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.ray.session import RaySession
@@ -41,6 +39,7 @@ from launcher.recipes import InputError
 from launcher.report.console import RunConsole, line_printer, make_console
 from launcher.report.pages.plot_process import PlotProcess
 from launcher.report.summary import REPORT
+from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from launcher.driver.planning.prepare import Prepared

@@ -11,10 +11,7 @@ import socket
 from contextlib import closing
 from pathlib import Path
 
-from launcher.base.files import DamagedError
-from launcher.base.log import lines_to
-from launcher.base.output import complain
-from launcher.base.stop import Stop
+from launcher.base import DamagedError, complain, lines_to
 from launcher.cluster.devices import visible_gpus
 from launcher.cluster.errors import ClusterError, last_lines
 from launcher.cluster.ray import scratch
@@ -27,6 +24,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.driver.folder.private_files import private_files
+from launcher.stop import Stop
 
 
 def serve_node(config: Config, allocation: Allocation, stop: Stop) -> int:

@@ -11,9 +11,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.base.log import lines_to
-from launcher.base.output import complain
-from launcher.base.stop import Stop
+from launcher.base import complain, lines_to
 from launcher.cluster.devices import visible_gpus
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import secret
@@ -31,6 +29,7 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import make_folder
 from launcher.driver.folder.private_files import private_files
 from launcher.driver.run import run
+from launcher.stop import Stop
 
 _FOR_NOTHING = (
     "the run was preempted twice in a row before its first step, so it is not requeued. Give the "

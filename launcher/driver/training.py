@@ -12,9 +12,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from launcher import checkpoint
-from launcher.base.log import lines_to
-from launcher.base.output import complain
-from launcher.base.stop import Stop
+from launcher.base import complain, lines_to
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.kinds import kind_of
@@ -51,6 +49,7 @@ from launcher.report.console import Phase, line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.plan_table import print_plan
 from launcher.runtime import ReplicaError
+from launcher.stop import Stop
 from launcher.train.worker import TrainWorker
 
 

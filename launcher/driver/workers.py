@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.base.output import Advance
+from launcher.base import Advance
 from launcher.cluster.ray.worker import Future, WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import Plan, measured_bubble

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from launcher.base.conf_folder import CONF
+from launcher.base import CONF
 
 
 @dataclass(frozen=True)

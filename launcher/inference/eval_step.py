@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from launcher.recipes.checked_model import Metrics, checked_loss
-from launcher.trace.primitives import microbatched
+from launcher.trace import microbatched
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch, Model

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.partition.sharding.layout import mesh_sizes
-from launcher.partition.sharding.named_dims import Spec, axes, without
+from launcher.partition import Spec, axes, mesh_sizes, without
 from launcher.plan import Plan
 
 Shape = tuple[int, ...]

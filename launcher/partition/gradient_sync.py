@@ -20,9 +20,7 @@ from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.partition.sharding.named_dims import axes, parts
 from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.task_programs import TaskProgram
-from launcher.trace import Loss
-from launcher.trace.ir.jaxpr import Equation, Var, is_var
-from launcher.trace.ir.primitive_kinds import GRADIENT_SUMS
+from launcher.trace import GRADIENT_SUMS, Equation, Loss, Var, is_var
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from launcher.partition.remat import Policy, segments
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
-from launcher.trace import Loss
-from launcher.trace.ir.jaxpr import (
+from launcher.trace import (
     Atom,
     Equation,
     Jaxpr,
+    Loss,
     Var,
     called_instead,
     captured,
@@ -34,8 +34,8 @@ from launcher.trace.ir.jaxpr import (
     needed,
     read_jaxpr,
     runs_again,
+    structure_text,
 )
-from launcher.trace.ir.structure_text import structure_text
 
 # The functions of segments by their computation, kept for as long as a step is planned.
 Known: TypeAlias = dict[object, Callable[..., Any]]

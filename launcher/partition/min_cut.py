@@ -15,8 +15,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from launcher.trace.ir.jaxpr import Atom, Equation, Var, is_var, nbytes
-from launcher.trace.ir.primitive_kinds import CHEAP, FUSED, REDUCTIONS
+from launcher.trace import CHEAP, FUSED, REDUCTIONS, Atom, Equation, Var, is_var, nbytes
 
 _UNITS = 1 << 29  # what all values together weigh: flows are 32-bit integers
 _ENDLESS = 1 << 30

@@ -23,8 +23,7 @@ from launcher.partition.task_programs import runs_as_one
 from launcher.partition.update import UpdateProgram, place_update
 from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
-from launcher.trace import Loss, TracedStep
-from launcher.trace.ir.jaxpr import Var, is_var, nbytes
+from launcher.trace import Loss, TracedStep, Var, is_var, nbytes
 
 _MOST_NAMED = 4  # parameters in an error
 

@@ -17,16 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from launcher.base.remat_name import REMAT_NAMES
+from launcher.base import REMAT_NAMES
 from launcher.partition.assignment import Assignment
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.partition.update import place_update
 from launcher.schedule import Kind, Task
-from launcher.trace import Loss
-from launcher.trace.auto_layers import LayerEnds, layer_ends_at
-from launcher.trace.ir.jaxpr import Var, nbytes
-from launcher.trace.layers import ANY_LAYER
+from launcher.trace import ANY_LAYER, LayerEnds, Loss, Var, layer_ends_at, nbytes
 
 MOST_LAYERS = 4
 """Layers of a piece: each program's start takes some 0.1 ms, each layer in it time to compile."""

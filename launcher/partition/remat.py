@@ -14,11 +14,16 @@ from typing import Any
 
 import jax
 
-from launcher.base.remat_name import REMAT_NAMES, parse_remat
+from launcher.base import REMAT_NAMES, parse_remat
 from launcher.partition.errors import PlanError
-from launcher.trace.ir.cost import matmul_flops
-from launcher.trace.ir.jaxpr import Equation, checkpoint_policy, is_checkpoint, sub_jaxprs
-from launcher.trace.ir.primitive_kinds import CALLS_WITH_RULES
+from launcher.trace import (
+    CALLS_WITH_RULES,
+    Equation,
+    checkpoint_policy,
+    is_checkpoint,
+    matmul_flops,
+    sub_jaxprs,
+)
 
 Policy = Callable[..., Any]  # (primitive, *operand avals, **parameters) -> whether to keep
 Layers = Sequence[Sequence[Equation]]

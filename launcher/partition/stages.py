@@ -10,22 +10,22 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.trace import Loss
-from launcher.trace.ir.cost import program_flops
-from launcher.trace.ir.jaxpr import (
+from launcher.trace import (
+    ANY_LAYER,
     Atom,
     Equation,
     Jaxpr,
+    Loss,
     Var,
     dependents,
     free_vars,
     has_tangent,
     is_var,
     needed,
+    program_flops,
+    reached_by_gradients,
+    structure_text,
 )
-from launcher.trace.ir.structure_text import structure_text
-from launcher.trace.layers import ANY_LAYER
-from launcher.trace.without_gradient import reached_by_gradients
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ from launcher.partition.joint_graph import JointGraph, Name
 from launcher.partition.min_cut import is_cheap, is_fused, kept_values
 from launcher.partition.sharding.named_dims import Sharding
 from launcher.schedule import Kind
-from launcher.trace.ir.cost import matmul_flops
-from launcher.trace.ir.jaxpr import (
+from launcher.trace import (
+    BARRIERS,
     Atom,
     Equation,
     Jaxpr,
@@ -28,10 +28,10 @@ from launcher.trace.ir.jaxpr import (
     free_vars,
     is_var,
     jaxpr_as_fun,
+    matmul_flops,
     nbytes,
     needed,
 )
-from launcher.trace.ir.primitive_kinds import BARRIERS
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from jax.lax import DotAlgorithm
 
-from launcher.trace.ir.bodies import bodies, replace_bodies
-from launcher.trace.ir.jaxpr import Equation, Jaxpr, Var, is_var
+from launcher.trace import Equation, Jaxpr, Var, bodies, is_var, replace_bodies
 
 
 def without_transposes(jaxpr: Jaxpr) -> Jaxpr:

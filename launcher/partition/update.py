@@ -21,9 +21,7 @@ import jax.numpy as jnp
 from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
-from launcher.trace import Loss, TracedStep
-from launcher.trace.ir.jaxpr import Atom, Aval, Equation, Var, is_var, splice
-from launcher.trace.slicing.random_keys import fold_slices
+from launcher.trace import Atom, Aval, Equation, Loss, TracedStep, Var, fold_slices, is_var, splice
 
 
 @dataclass(frozen=True, eq=False)

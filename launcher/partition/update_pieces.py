@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from launcher.partition.update_placement import Segment
-from launcher.trace.ir.jaxpr import Equation, Var, free_vars, is_var
+from launcher.trace import Equation, Var, free_vars, is_var
 
 _Group: TypeAlias = int  # a piece, or -1: of none, or of several
 

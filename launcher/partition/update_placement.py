@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launcher.trace.ir.jaxpr import Equation, Var, free_vars, is_var, nbytes
+from launcher.trace import Equation, Var, free_vars, is_var, nbytes
 
 
 @dataclass(frozen=True, eq=False)

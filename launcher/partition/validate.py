@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from launcher.base.remat_name import parse_remat
+from launcher.base import parse_remat
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.sharding.named_dims import Spec, axes
 from launcher.schedule import SCHEDULES, Tasks
-from launcher.trace.interface import leaf_names
-from launcher.trace.step import TracedStep
+from launcher.trace import TracedStep, leaf_names
 
 
 def validate(assignment: Assignment, step: TracedStep) -> Tasks:

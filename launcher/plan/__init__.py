@@ -3,8 +3,8 @@
 Imports `partition` and below.
 """
 
-from launcher.hardware.cluster_shape import ClusterShape, local_shape
-from launcher.partition.errors import PlanError
+from launcher.hardware import ClusterShape, local_shape
+from launcher.partition import PlanError
 from launcher.plan.followers.forward import make_forward_plan
 from launcher.plan.links import microbatch_transfer_seconds
 from launcher.plan.pipeline import measured_bubble, timeline

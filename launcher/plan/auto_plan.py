@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
-from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
-from launcher.partition.remat import remat_of_stages
+from launcher.hardware import ClusterShape
+from launcher.partition import DEFAULT_REDUCTION, Assignment, PlanError, Reduction, remat_of_stages
 from launcher.plan.followers.further import checked_fit, lead_of, with_further
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
@@ -19,8 +16,7 @@ from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import measure_layers
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import training_schedules
-from launcher.trace.errors import BatchError
-from launcher.trace.step import TracedStep
+from launcher.trace import BatchError, TracedStep
 
 
 def auto_plans(  # noqa: PLR0913 (the search's settings)

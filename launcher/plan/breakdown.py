@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from launcher.hardware.cluster_shape import ClusterShape
+from launcher.hardware import ClusterShape
 from launcher.plan.cost import formulas
 from launcher.plan.pipeline import timeline, whole_step_seconds
 from launcher.schedule import Kind, Task, dependencies

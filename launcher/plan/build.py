@@ -8,20 +8,27 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment
-from launcher.partition.gradient_sync import (
+from launcher.hardware import ClusterShape
+from launcher.partition import (
+    DATA,
+    ROWS,
+    Assignment,
     Bucket,
     GradientSync,
+    Known,
+    Layout,
+    NamedDims,
+    PartitionedStep,
+    Recomputed,
+    Spec,
+    StageGraph,
     gradient_order,
     is_summed_in_every,
+    outer_dims,
+    own_layers,
+    partition,
+    recomputed,
 )
-from launcher.partition.joint_graph import Known
-from launcher.partition.partitioned import PartitionedStep, partition
-from launcher.partition.remat import Recomputed, own_layers, recomputed
-from launcher.partition.sharding.layout import DATA, ROWS, Layout, outer_dims
-from launcher.partition.sharding.named_dims import NamedDims, Spec
-from launcher.partition.stages import StageGraph
 from launcher.plan.cost.collectives import Collective
 from launcher.plan.cost.mesh_memory import mesh_memory
 from launcher.plan.cost.stage_memory import Footprint, footprint
@@ -40,11 +47,7 @@ from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.server_exchanges import exchange_seconds, server_exchanges
 from launcher.plan.stage_plan import ServerExchange, StagePlan, SummedTogether, Transfer
 from launcher.schedule import SCHEDULES, Kind
-from launcher.trace import Loss
-from launcher.trace.ir.cost import matmul_flops
-from launcher.trace.ir.jaxpr import nbytes
-from launcher.trace.step import TracedStep
-from launcher.trace.without_gradient import no_gradient_note
+from launcher.trace import Loss, TracedStep, matmul_flops, nbytes, no_gradient_note
 
 # of every submesh, by its devices: the specs of arguments by their names
 KeptShardings = Mapping[tuple[int, ...], Mapping[str, Spec]]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
+from launcher.partition import Assignment, PlanError
 
 
 class TooLargeError(PlanError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from launcher.hardware.cluster_shape import ClusterShape
+from launcher.hardware import ClusterShape
 from launcher.plan.cost import formulas
 from launcher.plan.stage_plan import NO_RINGS, RingSeconds, Staged, StagePlan, Transfer
 from launcher.schedule import Route, Routes

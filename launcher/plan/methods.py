@@ -10,10 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
-from launcher.partition.remat import remat_of_stages
+from launcher.hardware import ClusterShape
+from launcher.partition import Assignment, PlanError, remat_of_stages
 from launcher.plan.auto_plan import auto_plans
 from launcher.plan.followers.forward import make_forward_plan
 from launcher.plan.followers.further import lead_of
@@ -40,7 +38,7 @@ from launcher.plan.options import (
 )
 from launcher.plan.plan import Plan
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
-from launcher.trace.step import TracedStep
+from launcher.trace import TracedStep
 
 __all__ = [
     "AutoLayerOption",

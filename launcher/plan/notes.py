@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launcher.base.remat_name import parse_remat
-from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.remat import RematSegment, keeps, own_layers, segments
-from launcher.partition.sharding.layout import MODEL, ROWS
-from launcher.partition.stages import StageGraph
-from launcher.trace.errors import BatchError
-from launcher.trace.interface import leaf_names
-from launcher.trace.ir.jaxpr import source_line
+from launcher.base import parse_remat
+from launcher.partition import (
+    MODEL,
+    ROWS,
+    PartitionedStep,
+    RematSegment,
+    StageGraph,
+    keeps,
+    own_layers,
+    segments,
+)
+from launcher.trace import BatchError, leaf_names, source_line
 
 
 def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.errors import PlanError
-from launcher.partition.reduction import Reduction
-from launcher.partition.remat import remat_of_stages
+from launcher.hardware import ClusterShape
+from launcher.partition import Assignment, PlanError, Reduction, Submesh, remat_of_stages
 from launcher.plan.followers.further import build_parts, lead_of
 from launcher.plan.options import check_product, checked_micro_batches, pair
 from launcher.plan.plan import Plan
 from launcher.schedule import DEFAULT_SCHEDULE
-from launcher.trace.errors import JoinedError
-from launcher.trace.step import TracedStep
+from launcher.trace import JoinedError, TracedStep
 
 _ONE_WORKER = "one worker: nothing to sum through parameter servers, so none run, as parallel=data"
 

@@ -11,15 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Submesh
-from launcher.partition.errors import PlanError
-from launcher.partition.sharding.named_dims import Spec
-from launcher.partition.stages import group_layers, layer_flops
+from launcher.hardware import ClusterShape
+from launcher.partition import PlanError, Spec, Submesh, group_layers, layer_flops
 from launcher.schedule import SCHEDULES, training_schedules
-from launcher.trace.auto_layers import cluster_layers
-from launcher.trace.errors import LayerCountError
-from launcher.trace.step import TracedStep
+from launcher.trace import LayerCountError, TracedStep, cluster_layers
 
 _ZERO = {"zero2": 2, "zero3": 3}
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.reduction import Reduction
+from launcher.hardware import ClusterShape
+from launcher.partition import Reduction
 from launcher.plan.links import link_seconds, longest_update, once_seconds, transfer_routes
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer

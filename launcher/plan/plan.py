@@ -10,17 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.base.files import DamagedError
-from launcher.base.reading import read
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.hardware.worker_info import WorkerInfo
-from launcher.partition.errors import PlanError
-from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
-from launcher.partition.validate import validate
+from launcher.base import DamagedError, read
+from launcher.hardware import ClusterShape, WorkerInfo
+from launcher.partition import DEFAULT_REDUCTION, PlanError, Reduction, validate
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
-from launcher.trace.auto_layers import LayerEnds
-from launcher.trace.errors import BatchError
-from launcher.trace.step import TracedStep
+from launcher.trace import BatchError, LayerEnds, TracedStep
 
 
 @dataclass(frozen=True)

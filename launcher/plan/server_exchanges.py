@@ -6,10 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.gradient_sync import Bucket
-from launcher.partition.partitioned import Exchanged, PartitionedStep, exchanges, shared_out
-from launcher.partition.reduction import Reduction
+from launcher.hardware import ClusterShape
+from launcher.partition import Bucket, Exchanged, PartitionedStep, Reduction, exchanges, shared_out
 from launcher.plan.stage_plan import ServerExchange
 
 

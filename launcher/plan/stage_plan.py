@@ -9,9 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.reduction import Reduction
-from launcher.partition.sharding.named_dims import Spec
+from launcher.partition import Assignment, Reduction, Spec, Submesh
 from launcher.schedule import Tasks
 
 

@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from launcher.base.output import Advance, discard
+from launcher.base import Advance, discard
 from launcher.report.text import clock_text, seconds_text
 
 PLAIN_WIDTH = 100

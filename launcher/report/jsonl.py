@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher.base.files import (
+from launcher.base import (
     FULL,
     DamagedError,
     aside,

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from launcher.base.files import DamagedError, parse_json, read_text
+from launcher.base import DamagedError, parse_json, read_text
 from launcher.config.errors import ConfigError, advice
 
 STATUS, SUMMARY, NOTE = "status.json", "summary.json", "note.txt"

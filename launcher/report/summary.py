@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.report.jsonl import METRICS, json_number
 from launcher.report.run_record import ended_well
 from launcher.report.text import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.config.schema import Config
 from launcher.report.pages.plots import EVAL, INK, TRAIN, canvas, save_figure
 from launcher.report.sweep import read_summary

@@ -18,11 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base.files import DamagedError, read_json, write_whole
-from launcher.base.log import lines_to
-from launcher.base.output import answer, complain
-from launcher.base.reading import read
-from launcher.base.stop import Stop
+from launcher.base import DamagedError, answer, complain, lines_to, read, read_json, write_whole
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.commands import job_state
@@ -39,6 +35,7 @@ from launcher.driver.folder.private_files import private_files
 from launcher.driver.planning.prepare import prepare
 from launcher.driver.run import guarded
 from launcher.report.console import line_printer, make_console
+from launcher.stop import Stop
 
 JOB_FILE = "job.json"
 _POLL_SECONDS = 2.0

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base.output import answer, complain
-from launcher.base.stop import Stop
+from launcher.base import answer, complain
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.slurm.commands import job_states
 from launcher.cluster.slurm.script import SCRIPT
@@ -25,6 +24,7 @@ from launcher.config.tasks import Sweep
 from launcher.driver.run import guarded
 from launcher.report.console import make_console
 from launcher.report.sweep import print_comparison, report_sweep
+from launcher.stop import Stop
 from launcher.submit.job import (
     JOB_FILE,
     Submission,

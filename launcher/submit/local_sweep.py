@@ -17,9 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from launcher.base.files import make_private
-from launcher.base.output import answer, complain
-from launcher.base.parent_death import end_with_parent
+from launcher.base import answer, complain, end_with_parent, make_private
 from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point

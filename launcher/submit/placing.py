@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.base.output import answer, complain
+from launcher.base import answer, complain
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.base.files import read_json, write_whole
-from launcher.base.reading import read
+from launcher.base import read, read_json, write_whole
 from launcher.config.compose import to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from launcher.base.output import complain
-from launcher.base.stop import Stop
+from launcher.base import complain
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
+from launcher.stop import Stop
 from launcher.submit.local_sweep import LocalSweep, StoppedError, local_sweep
 from launcher.submit.placing import check_sweep
 

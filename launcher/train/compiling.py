@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from launcher.base.spans import SpanRecorder
+from launcher.base import SpanRecorder
 from launcher.plan import Plan, make_forward_plan
 from launcher.runtime import Executable, StepCompilation, StepServices, compile_step, wait_for_more
 from launcher.train.feed import own_rows

@@ -18,7 +18,7 @@ from launcher.checkpoint.adapters import ADAPTERS, adapted_kernel, adapters_of, 
 from launcher.checkpoint.names import flat_name, map_named, matches
 from launcher.config.optimizers import Lora
 from launcher.recipes import InputError, Model
-from launcher.trace.ir.jaxpr import (
+from launcher.trace import (
     Equation,
     Jaxpr,
     Var,

@@ -18,8 +18,7 @@ from launcher.checkpoint.train_state import TrainState
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import Batches, InputError, build_dataset, build_model
-from launcher.trace import TracedStep, trace_step
-from launcher.trace.ir.cudnn import described_cudnn
+from launcher.trace import TracedStep, described_cudnn, trace_step
 from launcher.train.feed import shapes_of
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning

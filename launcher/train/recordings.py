@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.base.spans import Span
+from launcher.base import Span
 
 _log = logging.getLogger(__name__)
 

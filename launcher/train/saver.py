@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import checkpoint
-from launcher.base.spans import SpanRecorder
+from launcher.base import SpanRecorder
 from launcher.checkpoint.train_state import TrainState
 
 

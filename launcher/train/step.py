@@ -15,7 +15,7 @@ import optax
 from launcher.checkpoint.names import Picks, rejoined, split_named
 from launcher.checkpoint.train_state import TrainState
 from launcher.recipes.checked_model import Metrics, checked_loss, init_model
-from launcher.trace.primitives import value_and_grad
+from launcher.trace import value_and_grad
 from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 
 from launcher import checkpoint
 from launcher.arrays.stacked_array import spec_at
-from launcher.base.spans import SpanRecorder
+from launcher.base import SpanRecorder
 from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.worker_actor import Outcome

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.base.files import missing_path
+from launcher.base import missing_path
 from launcher.recipes import InputError
 
 # Folders of the standard library that are not its source, or are its tests.

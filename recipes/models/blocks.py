@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from launcher.trace.primitives import mark_pipeline_boundary
+from launcher.trace import mark_pipeline_boundary
 
 
 def dtype_of(precision: str) -> Any:

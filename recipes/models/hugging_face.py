@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import launcher.recipes.models
-from launcher.base.files import DamagedError, missing_path, read_json
+from launcher.base import DamagedError, missing_path, read_json
 from launcher.config.errors import ConfigError
 from launcher.config.families import modules_of_families
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launcher.base.stop import ENDINGS, Stop
+from launcher.stop import ENDINGS, Stop
 
 
 def send(signum):
@@ -61,7 +61,7 @@ def run(program, *signals):
     return process.returncode, out, err
 
 
-BEGUN = "from launcher.base.stop import Stop\nstop = Stop().__enter__()\n"
+BEGUN = "from launcher.stop import Stop\nstop = Stop().__enter__()\n"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])

@@ -22,7 +22,6 @@ from PIL import Image
 from rich.console import Console
 
 from launcher import checkpoint
-from launcher.base.stop import Stop
 from launcher.checkpoint.hugging_face import Folder
 from launcher.cli import command
 from launcher.cluster.errors import HungError
@@ -54,6 +53,7 @@ from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.datasets.documents.dataset import preparation
 from launcher.report.sweep_results import objective_of
+from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.submit.local_sweep import find_slots

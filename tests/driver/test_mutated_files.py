@@ -15,7 +15,6 @@ import pytest
 from launcher import checkpoint
 from launcher.__main__ import main
 from launcher.base.output import complain
-from launcher.base.stop import Stop
 from launcher.checkpoint import write
 from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.devices import emulated_pool
@@ -36,6 +35,7 @@ from launcher.report.console import make_console
 from launcher.report.jsonl import JsonlTracker
 from launcher.report.summary import Summary, write_summary
 from launcher.report.sweep import is_done, print_comparison
+from launcher.stop import Stop
 from launcher.submit.job import note_job, read_job
 from launcher.train.program import build_program
 

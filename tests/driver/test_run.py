@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.base import measurements
-from launcher.base.stop import Stop
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.kinds import ClusterKind
 from launcher.config.compose import load
 from launcher.driver import run, training
 from launcher.driver.planning import prepare
 from launcher.plan import PlanError
+from launcher.stop import Stop
 
 PLAIN = ["model=mlp", "dataset=synthetic", "cluster=emulated", "cluster.gpus=2"]
 

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from launcher.base.stop import Stop
 from launcher.checkpoint import integrity
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
@@ -26,6 +25,7 @@ from launcher.plan import Plan, local_shape
 from launcher.report import TRACKERS
 from launcher.report.console import make_console
 from launcher.report.jsonl import read_metrics
+from launcher.stop import Stop
 from launcher.train.program import build_program
 
 

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from launcher import checkpoint
 from launcher.base.log import lines_to
-from launcher.base.stop import Stop
 from launcher.config.compose import load, to_dict
 from launcher.driver.callback import Callbacks
 from launcher.driver.loop import train
@@ -15,6 +14,7 @@ from launcher.driver.record.recorder import Recorder
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import merged
 from launcher.plan import local_shape
+from launcher.stop import Stop
 from launcher.train.program import build_program
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker

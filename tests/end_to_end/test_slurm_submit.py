@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
-from launcher.base.stop import Stop
 from launcher.config.compose import load
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.make_folder import make_folder
+from launcher.stop import Stop
 from launcher.submit.job import Submission, hand_in, read_job, script_for
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 import launcher
-from launcher.base.stop import Stop
 from launcher.cli.command import run as command
 from launcher.cli.runs_command import _line, main
 from launcher.config.errors import ConfigError
 from launcher.driver.folder.status import Status
 from launcher.report.console import Phase
 from launcher.report.run_record import ended_well, read_run
+from launcher.stop import Stop
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.ray import ray_compat
-from launcher.hardware.gpu_memory import gpu_memory_variables
+from launcher.hardware import gpu_memory_variables
 
 # An emulated device's arrays are fresh memory each time: pages of 2 MiB spare most of its faults.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"

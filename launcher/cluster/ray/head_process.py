@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.base.files import open_own
+from launcher.base import open_own
 from launcher.cluster.ray.scratch import Scratch, end_users, store_bytes
 
 _END_SECONDS = 30

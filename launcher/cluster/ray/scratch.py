@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.base.files import exposed
+from launcher.base import exposed
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray import ray_compat
 from launcher.cluster.ray.head import RAY_FOLDER, TOKEN_VARIABLE

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from launcher.base.files import open_own
-from launcher.base.output import Advance
+from launcher.base import Advance, open_own
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.ray import ray_compat, worker_actor

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher.base.output import Advance
+from launcher.base import Advance
 
 _POLL_SECONDS = 0.2
 _SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports

@@ -54,8 +54,7 @@ class Worker:
         os.environ.update(environ)
         os.chdir(folder)
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
-        from launcher.base.log import take_over
-        from launcher.base.parent_death import end_with_parent
+        from launcher.base import end_with_parent, take_over
 
         take_over(logging.StreamHandler())  # standard error is the worker's log
         end_with_parent()  # ends with Ray's process, also while it is stopped

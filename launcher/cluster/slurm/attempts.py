@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.base.files import DamagedError, read_own, write_whole
-from launcher.base.reading import read
+from launcher.base import DamagedError, read, read_own, write_whole
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.slurm.allocation import Allocation
 

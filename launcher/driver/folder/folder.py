@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launcher import checkpoint
-from launcher.base.files import clear_partial, open_own, set_aside
+from launcher.base import clear_partial, open_own, set_aside
 from launcher.cluster.slurm.attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config

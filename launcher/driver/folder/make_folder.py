@@ -10,7 +10,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.base.files import FULL, exposed, named
+from launcher.base import FULL, exposed, named
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
 from launcher.driver.folder.private_files import OTHERS, is_own

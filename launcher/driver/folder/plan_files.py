@@ -8,8 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from launcher.base.files import aside, write_whole
-from launcher.base.output import complain
+from launcher.base import aside, complain, write_whole
 from launcher.config.compose import to_written
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import LOCK, LostFolderError, RunFolder

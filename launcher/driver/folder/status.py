@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import psutil
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.driver.callback import Callback
 from launcher.report.console import Phase
 from launcher.report.jsonl import json_number

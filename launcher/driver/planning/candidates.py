@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.base.files import DamagedError, read_json
+from launcher.base import DamagedError, read_json
 from launcher.cluster.devices import DevicePool
 from launcher.config.parallel import Auto
 from launcher.config.schema import Config

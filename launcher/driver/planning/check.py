@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.base.log import lines_to
+from launcher.base import lines_to
 from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of

@@ -6,13 +6,13 @@ import logging
 
 from rich.console import Console
 
-from launcher.base.log import held_back
+from launcher.base import held_back
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config
 from launcher.driver.planning.check import measures_first
-from launcher.hardware.cluster_shape import is_nominal
+from launcher.hardware import is_nominal
 from launcher.plan import ClusterShape
 from launcher.plan.profile.calibration import calibrated, kept
 from launcher.plan.profile.measure_first import measure_first

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import checkpoint
-from launcher.base.files import DamagedError
+from launcher.base import DamagedError
 from launcher.checkpoint.layout import METADATA
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config

@@ -28,7 +28,7 @@ from launcher.driver.planning.replay import (
     no_plan,
     read_plan,
 )
-from launcher.partition.reduction import Reduction
+from launcher.partition import Reduction
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.plan.auto_plan import auto_plans
 from launcher.plan.build import build_plan, repriced

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from launcher.base.log import held_back
+from launcher.base import held_back
 from launcher.cluster.devices import DevicePool
 from launcher.config.schema import Config
 from launcher.driver.planning.candidates import known_fastest, plans_to_try

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.base.files import DamagedError, read_json
+from launcher.base import DamagedError, read_json
 from launcher.config.compose import to_dict
 from launcher.config.environment import resolved
 from launcher.config.errors import ConfigError, shown

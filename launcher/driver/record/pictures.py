@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.plan import Plan, timeline
 from launcher.report.breakdown import step_breakdown
 from launcher.report.breakdown.step_breakdown import StepBreakdown

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
-from launcher.base.spans import SpanRecorder
+from launcher.base import SpanRecorder
 from launcher.config.training import Train
 from launcher.driver.callback import Callbacks
 from launcher.driver.record.timelines import Timelines

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from launcher.base.stop import ENDINGS
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.script import SCRIPT
 from launcher.config.compose import redacted
@@ -45,6 +44,7 @@ from launcher.report.step_lines import ConsoleTracker
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.trackers.registry import open_trackers, openers
 from launcher.report.trackers.tracker import CompositeTracker, Metrics, TrackedRun, Tracker
+from launcher.stop import ENDINGS
 
 
 def write_planned(

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.base.files import write_whole
-from launcher.base.output import without_control
+from launcher.base import without_control, write_whole
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.callback import Callback

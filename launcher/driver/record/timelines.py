@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.base.spans import Clock, SpanRecorder
+from launcher.base import Clock, SpanRecorder
 from launcher.driver.callback import Callback
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 

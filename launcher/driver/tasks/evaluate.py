@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config

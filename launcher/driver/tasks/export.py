@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from launcher import checkpoint
-from launcher.base.files import DamagedError
+from launcher.base import DamagedError
 from launcher.checkpoint.hugging_face import Folder
 from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.base.output import answer, without_control
+from launcher.base import answer, without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.task import CheckpointTask

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
-from launcher.base.stop import Stop
+from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,7 @@ from typing import Any
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.sharding.named_dims import Axis, NamedDims, Sharding, Spec, axes, without
-from launcher.trace import Loss, TracedStep
-from launcher.trace.interface import leaf_names
-from launcher.trace.ir.jaxpr import Equation, Var, is_var
+from launcher.trace import Equation, Loss, TracedStep, Var, is_var, leaf_names
 
 DATA, ROWS, MODEL = AXES = "data", "rows", "model"
 

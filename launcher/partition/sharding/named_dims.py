@@ -12,10 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.trace.ir.bodies import Body, bodies
-from launcher.trace.ir.factors import Factor, factors
-from launcher.trace.ir.jaxpr import Atom, Equation, Var, is_var
-from launcher.trace.ir.primitive_kinds import FORMS
+from launcher.trace import FORMS, Atom, Body, Equation, Factor, Var, bodies, factors, is_var
 
 # What an array's dimensions are cut over: for each a mesh axis, several, or None.
 Axis = str | tuple[str, ...] | None

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from launcher.partition.sharding.named_dims import Axis, Sharding, Spec, Use, axes
-from launcher.trace.ir.factors import Place
+from launcher.trace import Place
 
 
 @dataclass(frozen=True)

@@ -14,30 +14,37 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.remat import Recomputed
-from launcher.partition.sharding.named_dims import (
+from launcher.hardware import ClusterShape
+from launcher.partition import (
+    Execution,
     Holder,
     NamedDims,
+    Recomputed,
     Sharding,
     Spec,
     Use,
+    cut_axes,
+    execution,
     parts,
     without,
 )
-from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.plan.cost.formulas import all_reduce_seconds, gather_seconds
-from launcher.trace.ir.cost import backward_share, flops, moved_bytes
-from launcher.trace.ir.jaxpr import (
+from launcher.trace import (
+    LENGTHENING,
+    PRODUCTS,
+    SEARCHES,
+    SPREADING,
     Equation,
     Var,
+    backward_share,
     dependents,
+    flops,
     free_vars,
     has_tangent,
     is_var,
+    moved_bytes,
     nbytes,
 )
-from launcher.trace.ir.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
 
 Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher.hardware.cluster_shape import ClusterShape
+from launcher.hardware import ClusterShape
 
 Amount: TypeAlias = float | NDArray[np.float64]
 Condition: TypeAlias = bool | NDArray[np.bool_]

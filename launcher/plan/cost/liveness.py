@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
-from launcher.trace.ir.jaxpr import Atom, Equation, Var, is_var
-from launcher.trace.ir.primitive_kinds import (
+from launcher.trace import (
     BROADCASTS,
     CHEAP,
     COSTLY,
@@ -25,6 +24,10 @@ from launcher.trace.ir.primitive_kinds import (
     IN_STEPS,
     PARTIAL_SUMS,
     REDUCTIONS,
+    Atom,
+    Equation,
+    Var,
+    is_var,
 )
 
 Size = Callable[[Var], float]

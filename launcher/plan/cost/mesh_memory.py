@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from launcher.partition.gradient_sync import (
+from launcher.partition import (
+    DATA,
+    ROWS,
     Bucket,
     GradientSync,
+    Layout,
+    PartitionedStep,
+    StageGraph,
+    accumulator_dtype,
     are_packed,
     is_summed_in_place,
+    may_have_pieces,
+    parts,
 )
-from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.pieces import may_have_pieces
-from launcher.partition.sharding.layout import DATA, ROWS, Layout
-from launcher.partition.sharding.named_dims import parts
-from launcher.partition.slicing import accumulator_dtype
-from launcher.partition.stages import StageGraph
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.update_memory import UpdateMemory, accumulators, layers_reading
 from launcher.schedule import Task
-from launcher.trace import Loss
-from launcher.trace.ir.jaxpr import nbytes
+from launcher.trace import Loss, nbytes
 
 
 def mesh_memory(

@@ -9,13 +9,18 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from launcher.partition.joint_graph import JointGraph, Name, opened
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
-from launcher.partition.stage_programs import StagePrograms
-from launcher.partition.task_programs import TaskProgram
+from launcher.partition import (
+    JointGraph,
+    Name,
+    NamedDims,
+    Sharding,
+    StagePrograms,
+    TaskProgram,
+    opened,
+)
 from launcher.plan.cost.liveness import Liveness, Size
 from launcher.schedule import Kind
-from launcher.trace.ir.jaxpr import Aval, Equation, Var, dependents, is_var, nbytes
+from launcher.trace import Aval, Equation, Var, dependents, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 

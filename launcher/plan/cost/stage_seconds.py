@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Submesh
-from launcher.partition.remat import Recomputed
-from launcher.partition.sharding.layout import DATA, MODEL, ROWS, Layout
-from launcher.partition.sharding.named_dims import parts
-from launcher.partition.stages import StageGraph
-from launcher.partition.update import UpdateProgram
+from launcher.hardware import ClusterShape
+from launcher.partition import (
+    DATA,
+    MODEL,
+    ROWS,
+    Layout,
+    Recomputed,
+    StageGraph,
+    Submesh,
+    UpdateProgram,
+    parts,
+)
 from launcher.plan.cost import formulas
 from launcher.plan.cost.collectives import (
     Collective,
@@ -31,8 +36,7 @@ from launcher.plan.cost.formulas import (
     stage_parallelism,
 )
 from launcher.plan.stage_plan import NO_RINGS, Collectives, RingSeconds
-from launcher.trace import Loss
-from launcher.trace.ir.jaxpr import nbytes
+from launcher.trace import Loss, nbytes
 
 
 def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:

@@ -6,16 +6,19 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.pieces import MOST_LAYERS
-from launcher.partition.sharding.layout import Layout, gradients
-from launcher.partition.sharding.named_dims import parts
-from launcher.partition.stages import StageGraph
+from launcher.partition import MOST_LAYERS, Layout, PartitionedStep, StageGraph, gradients, parts
 from launcher.plan.cost.liveness import Liveness
-from launcher.trace import Loss
-from launcher.trace.ir.jaxpr import Equation, Var, is_var, nbytes, needed
-from launcher.trace.ir.primitive_kinds import FUSED, REDUCTIONS
-from launcher.trace.step import TracedStep
+from launcher.trace import (
+    FUSED,
+    REDUCTIONS,
+    Equation,
+    Loss,
+    TracedStep,
+    Var,
+    is_var,
+    nbytes,
+    needed,
+)
 
 
 class UpdateMemory:

@@ -9,14 +9,19 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.errors import PlanError
-from launcher.partition.stages import layer_flops
+from launcher.partition import Assignment, PlanError, Submesh, layer_flops
 from launcher.plan.followers.places import Devices, Places
 from launcher.schedule import DEFAULT_SCHEDULE, FORWARD_SCHEDULE
-from launcher.trace.ir.jaxpr import Var, free_vars, is_var, nbytes, needed, source_line
-from launcher.trace.layers import ANY_LAYER
-from launcher.trace.step import TracedStep
+from launcher.trace import (
+    ANY_LAYER,
+    TracedStep,
+    Var,
+    free_vars,
+    is_var,
+    nbytes,
+    needed,
+    source_line,
+)
 
 
 def following_assignment(part: TracedStep, lead: Assignment, places: Places) -> Assignment:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.errors import PlanError
-from launcher.partition.sharding.named_dims import Spec
+from launcher.hardware import ClusterShape
+from launcher.partition import PlanError, Spec
 from launcher.plan.build import build_plan
 from launcher.plan.followers.further import plan_of_parts
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import StagePlan
 from launcher.schedule import FORWARD_SCHEDULE
-from launcher.trace.interface import leaf_names
-from launcher.trace.step import TracedStep
+from launcher.trace import TracedStep, leaf_names
 
 
 def make_forward_plan(step: TracedStep, like: Plan) -> Plan:

@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
+from launcher.hardware import ClusterShape
+from launcher.partition import Assignment, PlanError
 from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.followers.following import following_assignment
 from launcher.plan.followers.places import Places, successors
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
-from launcher.trace.ir.cost import program_flops
-from launcher.trace.ir.jaxpr import is_var, source_line
-from launcher.trace.step import TracedStep
+from launcher.trace import TracedStep, is_var, program_flops, source_line
 
 
 def lead_of(step: TracedStep) -> TracedStep:

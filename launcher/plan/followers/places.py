@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from launcher.partition.partitioned import partition
-from launcher.partition.sharding.named_dims import Spec, parts
+from launcher.partition import Spec, partition, parts
 from launcher.plan.build import KeptShardings
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import StagePlan
-from launcher.trace.interface import leaf_names
-from launcher.trace.ir.jaxpr import Var, free_vars, is_var, nbytes, source_line
-from launcher.trace.step import TracedStep
+from launcher.trace import TracedStep, Var, free_vars, is_var, leaf_names, nbytes, source_line
 
 Devices = tuple[int, ...]  # of a submesh
 

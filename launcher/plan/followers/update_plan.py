@@ -12,16 +12,22 @@ from dataclasses import dataclass
 
 import jax
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.partitioned import PartitionedStep, partition
-from launcher.partition.sharding.layout import DATA, MODEL, ROWS, gradients
-from launcher.partition.sharding.named_dims import Axis, Spec, axes
+from launcher.hardware import ClusterShape
+from launcher.partition import (
+    DATA,
+    MODEL,
+    ROWS,
+    Axis,
+    PartitionedStep,
+    Spec,
+    axes,
+    gradients,
+    partition,
+)
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import StagePlan
 from launcher.schedule import FORWARD_SCHEDULE
-from launcher.trace.interface import Interface, leaf_names
-from launcher.trace.ir.jaxpr import Atom, Var, free_vars, is_var
-from launcher.trace.step import TracedStep
+from launcher.trace import Atom, Interface, TracedStep, Var, free_vars, is_var, leaf_names
 
 Devices = tuple[int, ...]  # of a submesh
 

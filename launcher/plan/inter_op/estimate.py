@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from launcher.partition.assignment import Assignment
+from launcher.partition import Assignment
 from launcher.plan.cost.formulas import stage_parallelism
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from launcher.hardware.cluster_shape import LOCAL, ClusterShape
-from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
+from launcher.hardware import LOCAL, ClusterShape
+from launcher.partition import Assignment, PlanError
 from launcher.plan.build import PlanBuilder
 from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op.estimate import make_estimate
@@ -33,7 +32,7 @@ from launcher.plan.links import link_seconds
 from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.stage_plan import Staged, describe_plan
-from launcher.trace.errors import BatchError
+from launcher.trace import BatchError
 
 _MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
 _PRECISION = 1.01

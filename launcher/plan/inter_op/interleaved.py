@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from launcher.base.remat_name import parse_remat
-from launcher.partition.assignment import Assignment
+from launcher.base import parse_remat
+from launcher.partition import Assignment
 from launcher.plan.inter_op.layer_table import LayerTable
 from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
 from launcher.plan.inter_op.search_point import SearchPoint

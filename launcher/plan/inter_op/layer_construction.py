@@ -13,13 +13,28 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.remat import recomputed
-from launcher.partition.sharding.layout import MODEL, batch_axes, outer_dims
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, axes, parts
-from launcher.partition.slicing import accumulator_dtype
-from launcher.partition.stage_programs import StagePrograms, as_one, inside_of, trace_stage
-from launcher.partition.stages import StageGraph, cut_stages, group_layers, layer_flops
+from launcher.hardware import ClusterShape
+from launcher.partition import (
+    MODEL,
+    NamedDims,
+    Sharding,
+    Spec,
+    StageGraph,
+    StagePrograms,
+    Use,
+    accumulator_dtype,
+    as_one,
+    axes,
+    batch_axes,
+    cut_stages,
+    group_layers,
+    inside_of,
+    layer_flops,
+    outer_dims,
+    parts,
+    recomputed,
+    trace_stage,
+)
 from launcher.plan.cost.collectives import (
     Collective,
     backward_work_seconds,
@@ -52,8 +67,7 @@ from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sh
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import Kind
-from launcher.trace import Loss, TracedStep
-from launcher.trace.ir.jaxpr import Equation, Var, is_var, nbytes, sub_jaxprs
+from launcher.trace import Equation, Loss, TracedStep, Var, is_var, nbytes, sub_jaxprs
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 

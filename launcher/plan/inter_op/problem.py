@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
+from launcher.hardware import ClusterShape
+from launcher.partition import DEFAULT_REDUCTION, Assignment, Reduction, Submesh
 from launcher.plan.cost.formulas import Links
 from launcher.plan.inter_op.layer_table import PER_SAMPLE, LayerTable
 from launcher.plan.inter_op.recompute import FEWEST

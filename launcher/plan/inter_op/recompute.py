@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.base.remat_name import parse_remat
+from launcher.base import parse_remat
 
 FEWEST = "fewest"  # beside the remat strings: as few layers as fit the memory
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from launcher.partition.assignment import Assignment
+from launcher.partition import Assignment
 from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_pipeline
 from launcher.plan.inter_op.interleaved import interleaved_like

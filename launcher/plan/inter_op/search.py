@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from launcher.partition.assignment import Assignment
+from launcher.partition import Assignment
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import (
     Constraints,

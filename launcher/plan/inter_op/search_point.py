@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
+from launcher.partition import DEFAULT_REDUCTION, Reduction
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from launcher.base.remat_name import parse_remat
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment
+from launcher.base import parse_remat
+from launcher.hardware import ClusterShape
+from launcher.partition import Assignment
 from launcher.plan.build import PlanBuilder
 from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.followers.further import lead_of
@@ -30,8 +30,7 @@ from launcher.plan.notes import refused_notes
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import describe_plan
-from launcher.trace.errors import BatchError, JoinedError
-from launcher.trace.step import TracedStep
+from launcher.trace import BatchError, JoinedError, TracedStep
 
 _MOST_BUILT = 3  # of those that fit
 # Estimates of memory are a few percent off without rematerialisation, and up to a fifth too low

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.sharding.layout import DATA, MODEL
-from launcher.partition.task_programs import MOST_INSIDE
+from launcher.hardware import ClusterShape
+from launcher.partition import DATA, MODEL, MOST_INSIDE
 from launcher.plan.cost.formulas import (
     Amount,
     Links,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.sharding.layout import MODEL
+from launcher.hardware import ClusterShape
+from launcher.partition import MODEL
 from launcher.plan.inter_op.layer_table import LayerTable
 from launcher.plan.inter_op.recompute import Recompute, recompute_of
 from launcher.plan.inter_op.search_point import SearchPoint

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.sharding.layout import DATA, MODEL
+from launcher.hardware import ClusterShape
+from launcher.partition import DATA, MODEL
 from launcher.plan.cost.formulas import Links, ring_links
 
 _MOST_DIVISORS = 20

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from launcher.partition.sharding.layout import MODEL, batch_axes
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
-from launcher.partition.stages import StageGraph
-from launcher.trace import Loss, TracedStep
-from launcher.trace.ir.jaxpr import Var
+from launcher.partition import MODEL, NamedDims, Sharding, Spec, StageGraph, batch_axes
+from launcher.trace import Loss, TracedStep, Var
 
 
 def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) -> int | None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.sharding.layout import MODEL
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, axes
+from launcher.hardware import ClusterShape
+from launcher.partition import MODEL, NamedDims, Sharding, Spec, axes
 from launcher.plan.cost.collectives import (
     Collective,
     Flow,
@@ -27,8 +26,7 @@ from launcher.plan.cost.collectives import (
     joined_sums,
     seconds,
 )
-from launcher.trace.ir.jaxpr import Var, nbytes
-from launcher.trace.ir.primitive_kinds import PRODUCTS
+from launcher.trace import PRODUCTS, Var, nbytes
 
 _LEAST_CUT = 0.75  # of the parameter bytes that can be cut at all
 

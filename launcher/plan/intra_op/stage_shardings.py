@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
-from launcher.partition.sharding.layout import MODEL, batch_axes
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
-from launcher.partition.stages import StageGraph
+from launcher.hardware import ClusterShape
+from launcher.partition import (
+    MODEL,
+    Assignment,
+    NamedDims,
+    PlanError,
+    Sharding,
+    Spec,
+    StageGraph,
+    batch_axes,
+)
 from launcher.plan.cost.collectives import flow
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.intra_op.sequence_parallel import batch_specs, sequence_class, sequence_sharding
 from launcher.plan.intra_op.solver import along_data, model_classes
-from launcher.trace import Loss, TracedStep
-from launcher.trace.interface import leaf_names
-from launcher.trace.ir.jaxpr import Var
+from launcher.trace import Loss, TracedStep, Var, leaf_names
 
 
 class StageShardings:

@@ -21,15 +21,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.base import measurements, parent_death
-from launcher.base.log import warn_once
-from launcher.hardware.cluster_shape import ClusterShape, is_nominal
-from launcher.hardware.gpu_memory import gpu_memory_variables
-from launcher.partition.errors import PlanError
+from launcher.base import measurements, parent_death, warn_once
+from launcher.hardware import ClusterShape, gpu_memory_variables, is_nominal
+from launcher.partition import PlanError
 from launcher.plan.profile import measure_devices
-from launcher.trace.ir.cost import backward_share, flops, moved_bytes
-from launcher.trace.ir.jaxpr import Equation, inline_calls, make_jaxpr
-from launcher.trace.ir.primitive_kinds import PRODUCTS
+from launcher.trace import (
+    PRODUCTS,
+    Equation,
+    backward_share,
+    flops,
+    inline_calls,
+    make_jaxpr,
+    moved_bytes,
+)
 
 _TIME_OUT = 600.0  # seconds
 _QUICK_TIME_OUT = 120.0  # seconds; a GPU takes long to start

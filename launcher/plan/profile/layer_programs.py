@@ -17,19 +17,22 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.joint_graph import Name
-from launcher.partition.sharding.layout import MODEL
-from launcher.partition.sharding.named_dims import Sharding, Spec
-from launcher.partition.slicing import accumulator_dtype
-from launcher.partition.stage_programs import StagePrograms, inside_of, trace_stage
-from launcher.partition.stages import StageGraph
-from launcher.partition.task_programs import TaskProgram
+from launcher.hardware import ClusterShape
+from launcher.partition import (
+    MODEL,
+    Name,
+    Sharding,
+    Spec,
+    StageGraph,
+    StagePrograms,
+    TaskProgram,
+    accumulator_dtype,
+    inside_of,
+    trace_stage,
+)
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind
-from launcher.trace import Loss, TracedStep
-from launcher.trace.ir.jaxpr import Jaxpr
-from launcher.trace.ir.structure_text import structure_text
+from launcher.trace import Jaxpr, Loss, TracedStep, structure_text
 
 COPIES = "copies"
 

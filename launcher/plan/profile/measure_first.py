@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from launcher.base.files import make_private
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.errors import PlanError
+from launcher.base import make_private
+from launcher.hardware import ClusterShape
+from launcher.partition import PlanError
 from launcher.plan.profile.calibration import Calibration, calibration_file, kept, measure
 
 _AGAIN = "measured again"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base import measurements, parent_death
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.stages import StageGraph, cut_stages
+from launcher.hardware import ClusterShape
+from launcher.partition import StageGraph, cut_stages
 from launcher.plan.profile import measure_programs
 from launcher.plan.profile.layer_programs import LayerProgram, layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing

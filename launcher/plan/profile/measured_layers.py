@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.hardware.cluster_shape import ClusterShape
+from launcher.hardware import ClusterShape
 from launcher.plan.errors import UnmeasuredError
 from launcher.plan.plan import ProfiledLayers
 

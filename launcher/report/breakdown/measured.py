@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from launcher.base.spans import Span
+from launcher.base import Span
 from launcher.plan.breakdown import PARTS, StageSeconds, StepSeconds
 from launcher.report.pages.timeline import ProcessSpans
 

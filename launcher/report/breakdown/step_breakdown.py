@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from launcher.base.files import DamagedError, read_json, write_whole
-from launcher.base.reading import read
+from launcher.base import DamagedError, read, read_json, write_whole
 from launcher.plan.breakdown import PARTS, StageSeconds, StepSeconds, predicted_seconds
 from launcher.report.breakdown.goodput import PHASES, Goodput
 from launcher.report.breakdown.measured import measured_seconds

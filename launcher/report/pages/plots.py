@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.report.text import bytes_text, loss_text
 
 if TYPE_CHECKING:

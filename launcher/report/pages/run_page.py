@@ -27,7 +27,7 @@ from launcher.report.text import (
 )
 
 if TYPE_CHECKING:
-    from launcher.base.spans import Span
+    from launcher.base import Span
     from launcher.plan.plan import Plan
     from launcher.schedule import TimedTask
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.base.files import write_whole
-from launcher.base.spans import Clock, Span
+from launcher.base import Clock, Span, write_whole
 
 FILE = "timeline.json"
 

@@ -13,7 +13,7 @@ from launcher.report.text import percent_text, seconds_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from launcher.base.spans import Span
+    from launcher.base import Span
     from launcher.schedule import TimedTask
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import TypeVar
 
-from launcher.base.libraries import lacking
+from launcher.base import lacking
 from launcher.config.errors import ConfigError
 from launcher.report.trackers.queued import QueuedTracker, first_line
 from launcher.report.trackers.tracker import TrackedRun, Tracker

@@ -13,12 +13,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.partition.sharding.named_dims import Spec, axes
+from launcher.partition import Spec, axes
 from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Exchange, Instruction, Run, Send, Slot
 from launcher.runtime.emit.listing import Emitted, Program
-from launcher.trace.ir.jaxpr import Var, is_var
-from launcher.trace.step import TracedStep
+from launcher.trace import TracedStep, Var, is_var
 
 
 def chained(

@@ -12,12 +12,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.partition.errors import PlanError
-from launcher.partition.gradient_sync import Bucket
-from launcher.partition.partitioned import Exchanged, PartitionedStep, exchanges, partition
-from launcher.partition.pieces import Pieces, in_pieces
-from launcher.partition.update_pieces import split_segment
-from launcher.partition.update_placement import Segment
+from launcher.partition import (
+    Bucket,
+    Exchanged,
+    PartitionedStep,
+    Pieces,
+    PlanError,
+    Segment,
+    exchanges,
+    in_pieces,
+    partition,
+    split_segment,
+)
 from launcher.plan import Plan, ServerExchange, timeline
 from launcher.runtime.emit.chain import chained
 from launcher.runtime.emit.emit_pipeline import PipelineEmitter
@@ -32,9 +38,7 @@ from launcher.runtime.emit.listing import Emitted, Listing, Program
 from launcher.runtime.emit.slots import Slots
 from launcher.runtime.programs.collectives import of_copies
 from launcher.runtime.transport.transfer import plain_aval
-from launcher.trace.ir.jaxpr import Jaxpr, Var, captured, is_var, jaxpr_as_fun
-from launcher.trace.ir.structure_text import structure_text
-from launcher.trace.step import TracedStep
+from launcher.trace import Jaxpr, TracedStep, Var, captured, is_var, jaxpr_as_fun, structure_text
 
 
 def emit(

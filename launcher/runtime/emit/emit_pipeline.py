@@ -9,16 +9,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from launcher.partition.joint_graph import Name
-from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.pieces import Pieces
-from launcher.partition.stages import StageGraph
+from launcher.partition import Name, PartitionedStep, Pieces, StageGraph
 from launcher.runtime.emit.instructions import Run
 from launcher.runtime.emit.listing import Listing, Program
 from launcher.runtime.programs.collectives import sum_buckets
 from launcher.runtime.programs.stage_programs import SharedPrograms, StageProgram
 from launcher.schedule import Kind, Task
-from launcher.trace.ir.jaxpr import Var
+from launcher.trace import Var
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.partition.sharding.named_dims import Spec
+from launcher.partition import Spec
 from launcher.schedule import Task
 
 

@@ -8,11 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from launcher.partition.gradient_sync import Bucket
-from launcher.partition.slicing import Slicing
+from launcher.partition import Bucket, Slicing
 from launcher.runtime.emit.instructions import Instruction, Run, Send, Slot, Work
 from launcher.runtime.emit.slots import Slots
-from launcher.trace.ir.jaxpr import Var
+from launcher.trace import Var
 
 _T = TypeVar("_T")
 

@@ -8,13 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from launcher.partition.joint_graph import Name
-from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.sharding.layout import DATA
-from launcher.partition.sharding.named_dims import Axis, Spec
-from launcher.partition.stages import StageGraph
+from launcher.partition import DATA, Axis, Name, PartitionedStep, Spec, StageGraph
 from launcher.runtime.emit.instructions import Slot
-from launcher.trace.ir.jaxpr import Var
+from launcher.trace import Var
 
 
 @dataclass(eq=False)

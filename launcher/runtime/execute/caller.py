@@ -14,8 +14,7 @@ import jax
 
 from launcher.arrays.stacked_array import StackedArray, rows_in, stacked_in
 from launcher.base.jax_compat import accept_as_array
-from launcher.trace.interface import Interface
-from launcher.trace.scans.open_scans import Stacks
+from launcher.trace import Interface, Stacks
 
 accept_as_array(StackedArray, lambda array: array.value)
 

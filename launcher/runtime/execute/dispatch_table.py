@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from launcher.base.spans import SpanRecorder
+from launcher.base import SpanRecorder
 from launcher.plan import PlanError
 from launcher.runtime.emit.instructions import Free, Instruction, Run, Send
 from launcher.runtime.emit.listing import Emitted
@@ -29,7 +29,7 @@ from launcher.runtime.transport.transfer import (
     place_array,
 )
 from launcher.runtime.transport.transport import Shipment, Transport
-from launcher.trace.ir.jaxpr import nbytes
+from launcher.trace import nbytes
 
 
 class Entry(NamedTuple):

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from launcher.arrays.stacked_array import StackedArray, StackedSharding
+from launcher.base import Span, SpanRecorder
 from launcher.base.jax_compat import is_nan_error, moves_are_guarded
-from launcher.base.spans import Span, SpanRecorder
 from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Instruction, Run
 from launcher.runtime.emit.listing import Emitted
@@ -28,8 +28,7 @@ from launcher.runtime.programs.state import create_state
 from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transfer import is_here, place_array
 from launcher.runtime.transport.transport import Transport
-from launcher.trace.interface import Interface
-from launcher.trace.step import TracedStep
+from launcher.trace import Interface, TracedStep
 
 
 class StepServices(NamedTuple):

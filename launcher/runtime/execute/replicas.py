@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from launcher.arrays.stacked_array import with_rows, with_stacks
-from launcher.partition.sharding.named_dims import axes
+from launcher.partition import axes
 from launcher.runtime.observe.digests import (
     Copies,
     from_words,

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launcher.partition.joint_graph import Name
-    from launcher.partition.partitioned import PartitionedStep
-    from launcher.partition.sharding.named_dims import Spec
+    from launcher.partition import Name, PartitionedStep, Spec
     from launcher.plan import Plan
     from launcher.runtime.emit.instructions import Instruction
     from launcher.runtime.emit.listing import Emitted
@@ -33,7 +31,7 @@ def stages_of_compilation(
     Raises:
         PlanError: the plan is for another program, or there are too few devices.
     """
-    from launcher.partition.partitioned import partition
+    from launcher.partition import partition
     from launcher.runtime.emit.emit import emit
 
     step = step.planned_as(plan.fingerprint)
@@ -64,15 +62,15 @@ def stages_of_compilation(
 
 def loss_program_text(loss: Loss) -> str:
     """Return the loss on one slice of the batch as a jaxpr, without its marks."""
-    from launcher.trace.ir.jaxpr import Jaxpr
+    from launcher.trace import Jaxpr
 
     return str(Jaxpr(loss.invars, loss.equations, loss.outvars))
 
 
 def layers_text(step: TracedStep, loss: Loss) -> str:
     """Return a jaxpr for each layer, with the operands that it reads."""
-    from launcher.partition.stages import cut_stages
-    from launcher.trace.ir.jaxpr import Jaxpr
+    from launcher.partition import cut_stages
+    from launcher.trace import Jaxpr
 
     names = step.operand_names
     graphs = cut_stages(loss, [(layer,) for layer in range(loss.num_layers)])
@@ -134,7 +132,7 @@ def tasks_text(cut: PartitionedStep, stage: int) -> str:
 
 def update_text(cut: PartitionedStep) -> str:
     """Return a jaxpr for each program that runs before the pipeline and after it."""
-    from launcher.trace.ir.jaxpr import Jaxpr
+    from launcher.trace import Jaxpr
 
     texts = []
     for word, segments in (("before", cut.update.before), ("update", cut.update.after)):
@@ -146,7 +144,7 @@ def update_text(cut: PartitionedStep) -> str:
 
 def slots_text(step: TracedStep, emitted: Emitted) -> str:
     """Return what each slot holds, and which leaf of the step's arguments is put there."""
-    from launcher.trace.interface import leaf_names
+    from launcher.trace import leaf_names
 
     names = leaf_names(step.whole)
     given = {slot: names[i] for i, slot in emitted.arguments}

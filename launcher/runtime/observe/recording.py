@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 
-from launcher.base.spans import Span, SpanRecorder
+from launcher.base import Span, SpanRecorder
 from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Instruction, Run, Send
 from launcher.runtime.execute.dispatch_table import Entry

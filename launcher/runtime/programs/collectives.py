@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from launcher.partition.gradient_sync import Bucket, are_packed, scatter_dim
-from launcher.partition.sharding.layout import DATA, ROWS, Layout
-from launcher.partition.sharding.named_dims import Spec, axes
+from launcher.partition import DATA, ROWS, Bucket, Layout, Spec, are_packed, axes, scatter_dim
 
 GRADIENT_SUM = "gradient_sum"  # the scope of a bucket's operations, by which they are found again
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 from filelock import FileLock
 
+from launcher.base import exposed, make_private
 from launcher.base.cache_folder import cache_folder, file_name, processor
-from launcher.base.files import exposed, make_private
 from launcher.base.jax_compat import on_unreadable
 
 MOST_BYTES = 2 << 30  # the programs that were used least recently go first

@@ -19,7 +19,7 @@ from launcher.base.jax_compat import (
     overlap_options,
     with_barriers_kept,
 )
-from launcher.partition.gradient_sync import are_packed
+from launcher.partition import are_packed
 from launcher.runtime.emit.instructions import Run, Send
 from launcher.runtime.emit.listing import Emitted
 from launcher.runtime.programs.device_meshes import DeviceMeshes

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from launcher.base.spans import SpanRecorder
+from launcher.base import SpanRecorder
 from launcher.plan import Plan, PlanError
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.emit.listing import Emitted
@@ -19,7 +19,7 @@ from launcher.runtime.programs.compile import Compilation
 from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transport import Transport
-from launcher.trace.step import TracedStep
+from launcher.trace import TracedStep
 
 
 def compile_step(

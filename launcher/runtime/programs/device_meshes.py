@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.partition.sharding.layout import AXES, mesh_sizes
+from launcher.partition import AXES, mesh_sizes
 from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Send, Slot
 from launcher.runtime.programs.collectives import partition_spec

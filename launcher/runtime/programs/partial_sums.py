@@ -17,12 +17,21 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, parts
-from launcher.partition.sharding.spmd import Execution, cut_axes, execution
+from launcher.partition import Execution, NamedDims, Sharding, Spec, Use, cut_axes, execution, parts
 from launcher.runtime.programs.collectives import abstract_mesh
-from launcher.trace.ir.bodies import replace_bodies
-from launcher.trace.ir.jaxpr import Atom, Equation, Jaxpr, Var, called_instead, is_var, jaxpr_as_fun
-from launcher.trace.ir.primitive_kinds import FORMS, GRADIENT_SUMS, PARTIAL_SUMS
+from launcher.trace import (
+    FORMS,
+    GRADIENT_SUMS,
+    PARTIAL_SUMS,
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    called_instead,
+    is_var,
+    jaxpr_as_fun,
+    replace_bodies,
+)
 
 
 def emitted_locally(jaxpr: Jaxpr, known: Sharding, replicas: int) -> Jaxpr:

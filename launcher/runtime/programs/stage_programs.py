@@ -18,27 +18,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.partition.gradient_sync import (
+from launcher.partition import (
+    DATA,
     Bucket,
     GradientSync,
+    Layout,
+    Name,
+    Operand,
+    PartitionedStep,
+    Slicing,
+    Spec,
+    StageGraph,
+    TaskProgram,
+    accumulator_dtype,
     gradient_order,
     is_summed_in_every,
     is_summed_in_place,
+    without_transposes,
 )
-from launcher.partition.joint_graph import Name
-from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.sharding.layout import DATA, Layout
-from launcher.partition.sharding.named_dims import Spec
-from launcher.partition.slicing import Slicing, accumulator_dtype
-from launcher.partition.stages import StageGraph
-from launcher.partition.task_programs import TaskProgram
-from launcher.partition.transposes import without_transposes
-from launcher.partition.update import Operand
 from launcher.runtime.programs.collectives import constrained, copied, sum_buckets
 from launcher.runtime.programs.partial_sums import emitted_locally
 from launcher.schedule import Kind
-from launcher.trace import Loss
-from launcher.trace.ir.jaxpr import Var, captured
+from launcher.trace import Loss, Var, captured
 
 _SUMS = ("result", "grad", "per_replica")
 

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.arrays.stacked_array import StackedSharding, stacked_in
 from launcher.runtime.transport.transfer import absent, is_here, place_array
-from launcher.trace.ir.jaxpr import Jaxpr, jaxpr_as_fun, make_jaxpr_and_shape
-from launcher.trace.scans.open_scans import with_rows_apart
+from launcher.trace import Jaxpr, jaxpr_as_fun, make_jaxpr_and_shape, with_rows_apart
 
 
 def create_state(

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from launcher.base.spans import SpanRecorder
+from launcher.base import SpanRecorder
 from launcher.runtime.emit.instructions import Exchange, ExchangeSpec
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.transport.transfer import plain_aval

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from launcher.base.jax_compat import batched_copy
-from launcher.partition.sharding.reshard import Box, Piece, route
+from launcher.partition import Box, Piece, route
 from launcher.runtime.transport.transport import Parcel, Transport, fail_together
 
 _MOST_PROGRAMS = 4096  # that are kept: microbatches and layers need the same few

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import jax
 
+from launcher.base import TRANSPORTS
 from launcher.base.jax_compat import all_gather_text
-from launcher.base.transports import TRANSPORTS
 from launcher.plan import PlanError
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.base.files import missing_path
+from launcher.base import missing_path
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.meta import META, CorpusMeta, read_meta
 from launcher.recipes.data.corpus.sources import SUFFIXES

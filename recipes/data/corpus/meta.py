@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.recipes import InputError
 
 META = "meta.json"

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launcher.base.files import FULL, write_whole
+from launcher.base import FULL, write_whole
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.encoded import BadDocuments, encoded_documents
 from launcher.recipes.data.corpus.meta import META, CorpusMeta, TokenPart, read_meta, write_meta

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.base.files import DamagedError, read_json
+from launcher.base import DamagedError, read_json
 from launcher.recipes import InputError
 
 _STATE = "state.json"

@@ -12,8 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.base.files import missing_path
-from launcher.base.libraries import lacking
+from launcher.base import lacking, missing_path
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.saved_datasets import saved_files
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.base.files import missing_path
-from launcher.base.libraries import lacking
+from launcher.base import lacking, missing_path
 from launcher.recipes import InputError
 
 BYTES = "bytes"

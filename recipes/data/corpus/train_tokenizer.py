@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.base.files import write_whole
+from launcher.base import write_whole
 from launcher.recipes.data.corpus.documents import documents_in
 from launcher.recipes.data.corpus.prepare import Preparation
 from launcher.recipes.data.corpus.sources import find_sources, pieces_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from launcher.arrays.npz import Header, read_arrays, read_headers
-from launcher.base.files import DamagedError, missing_path
+from launcher.base import DamagedError, missing_path
 from launcher.recipes import Batches, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.fingerprint import fingerprint_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launcher.base.libraries import lacking
+from launcher.base import lacking
 from launcher.recipes import Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.datasets.digits.options import CLASSES, SIDE, Digits

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from launcher.arrays.npz import read_arrays
-from launcher.base.libraries import lacking
+from launcher.base import lacking
 from launcher.recipes import InputError
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from launcher.arrays.npz import read_arrays, write_arrays
+from launcher.base import DamagedError
 from launcher.base.cache_folder import cache_folder
-from launcher.base.files import DamagedError
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.fingerprint import fingerprint_of
 from launcher.recipes.datasets.pictures.decode import BadPictureError, check_whole, open_picture

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from launcher.arrays.npz import read_arrays, read_headers
-from launcher.base.files import DamagedError, missing_path
+from launcher.base import DamagedError, missing_path
 from launcher.recipes import InputError
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"}

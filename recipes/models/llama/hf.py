@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from launcher.base.files import DamagedError
+from launcher.base import DamagedError
 from launcher.recipes.models.hugging_face import Tensor
 from launcher.recipes.models.llama.options import LlamaOptions
 

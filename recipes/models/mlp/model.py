@@ -12,7 +12,7 @@ from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.losses import Metrics
 from launcher.recipes.models.mlp.options import MLPOptions
-from launcher.trace.primitives import mark_pipeline_boundary
+from launcher.trace import mark_pipeline_boundary
 
 
 class MLP(nn.Module):

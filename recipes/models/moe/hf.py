@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.base.files import DamagedError
+from launcher.base import DamagedError
 from launcher.recipes.models.hugging_face import Tensor
 from launcher.recipes.models.llama import hf as llama_hf
 from launcher.recipes.models.moe.options import MoEOptions

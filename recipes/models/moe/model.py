@@ -34,7 +34,7 @@ from launcher.recipes.models.llama.model import (
 )
 from launcher.recipes.models.losses import Metrics, next_token_loss
 from launcher.recipes.models.moe.options import MoEOptions
-from launcher.trace.primitives import mark_pipeline_boundary
+from launcher.trace import mark_pipeline_boundary
 
 
 def capacity(options: MoEOptions) -> int:

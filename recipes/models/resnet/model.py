@@ -19,7 +19,7 @@ from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.losses import Metrics, classification
 from launcher.recipes.models.resnet.options import BLOCKS, ResNetOptions
-from launcher.trace.primitives import mark_pipeline_boundary, per_slice
+from launcher.trace import mark_pipeline_boundary, per_slice
 
 _EPSILON = 1e-5
 _LARGE = 64  # pictures from here on are made smaller at once

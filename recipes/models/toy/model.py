@@ -12,7 +12,7 @@ from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.nnx import model as nnx_model
 from launcher.recipes.models.toy.options import ToyOptions
-from launcher.trace.primitives import mark_pipeline_boundary, per_slice
+from launcher.trace import mark_pipeline_boundary, per_slice
 
 
 class Layer(nnx.Module):

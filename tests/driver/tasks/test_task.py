@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.base.stop import Stop
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.driver.run import run
 from launcher.driver.tasks import task
+from launcher.stop import Stop
 
 
 @pytest.fixture
