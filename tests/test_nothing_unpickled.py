@@ -24,7 +24,8 @@ SOURCES = sorted(
 )
 MAKERS_OF_CODE = {"eval", "exec", "compile", "__import__"}
 MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch"}
-READERS = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "np.load", "numpy.load", "jnp.load"}
+READERS = {"yaml.load", "yaml.full_load", "yaml.unsafe_load"}
+LOADERS = {"np.load", "numpy.load", "jnp.load"}  # of files that may hold pickled objects
 # What the driver and its workers say to one another, through a Ray that asks for a secret, and a
 # worker to the process that it started, through a pair of sockets.
 BETWEEN_PROCESSES = {
@@ -47,7 +48,10 @@ def risky(tree: ast.AST) -> Iterator[str]:
             called = ast.unparse(node.func)
             if called in MAKERS_OF_CODE | READERS or called.endswith(("pickle.load", "Unpickler")):
                 yield called
-            if any(word.arg == "allow_pickle" for word in node.keywords if not _is_off(word.value)):
+            pickles = [word.value for word in node.keywords if word.arg == "allow_pickle"]
+            if called in LOADERS and not pickles:
+                yield called
+            if not all(map(_is_off, pickles)):
                 yield "allow_pickle"
 
 
@@ -66,6 +70,7 @@ def test_no_source_makes_code_of_a_file() -> None:
 
 def test_what_is_risky_is_recognised() -> None:
     program = "import pickle\npickle.load(f)\nnp.load(f, allow_pickle=True)\neval(s)\nyaml.load(s)"
+    program += "\nnp.load(f)\nnp.load(f, allow_pickle=False)"
     assert set(risky(ast.parse(program))) == {
         *("pickle", "pickle.load", "np.load", "allow_pickle", "eval", "yaml.load")
     }

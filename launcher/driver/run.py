@@ -34,7 +34,7 @@ from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.status import Status
 from launcher.driver.planning.check import Inputs, is_kept, look, measures_first, os_error_text
 from launcher.driver.tasks.prepare_data import prepare_first
-from launcher.driver.tasks.task import Task, task_named
+from launcher.driver.tasks.task import TaskKind, task_named
 from launcher.recipes import InputError
 from launcher.report.console import RunConsole, line_printer, make_console
 from launcher.report.pages.plot_process import PlotProcess
@@ -101,7 +101,7 @@ def guarded(work: Callable[[], int]) -> int:
     return code
 
 
-class PlanOnly(Task):
+class PlanOnly(TaskKind):
     """Plan a training, without starting it."""
 
     name = "plan"
@@ -131,7 +131,7 @@ class PlanOnly(Task):
         return int(bool(ready.problem))
 
 
-class Train(Task):
+class TrainTask(TaskKind):
     """Train, while Ray and the workers start beside planning."""
 
     name, interruptible = "train", False

@@ -20,7 +20,7 @@ PARTS = ("compute", "collectives", "transfers", "bubble", "driver", "data", "sav
 
 
 @dataclass(frozen=True)
-class StageSeconds:
+class StageParts:
     """Time of a stage's devices during a step, in seconds; the sum is the step.
 
     Attributes:
@@ -64,7 +64,7 @@ class StepSeconds:
 
     step_seconds: float
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    stages: dict[int, StageSeconds] = field(default_factory=dict)
+    stages: dict[int, StageParts] = field(default_factory=dict)
     waits: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
@@ -125,9 +125,9 @@ def _add_stage(
     rest: tuple[float, float],
 ) -> None:
     """Add a stage's seconds of (forward, backward) in a pipeline of (idle, total) seconds."""
-    before, (idle, total) = step.stages.get(index, StageSeconds(index)), rest
+    before, (idle, total) = step.stages.get(index, StageParts(index)), rest
     others = total - idle - sum(passes) - stage.update_seconds
-    step.stages[index] = StageSeconds(
+    step.stages[index] = StageParts(
         index,
         before.forward_seconds + passes[0],
         before.backward_seconds + passes[1],

@@ -324,7 +324,7 @@ def test_what_is_not_known_of_devices_is_told(caplog):
         ({"resources": {"a": 0}}, r"resources\['a'\]=0 demands nothing"),
         ({"resources": {"a": 1}}, "1 worker demands a: 1, .* a private one on this machine has a"),
         ({"address": "ray://head:10001"}, "That is a Ray Client"),
-        ({"address": "head"}, "Give .auto. for the Ray of this machine, or host:port"),
+        ({"address": "head"}, "Give .auto. for this machine.s Ray cluster, or host:port"),
     ],
 )
 def test_a_session_that_cannot_be_is_refused(settings, told):

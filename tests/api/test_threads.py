@@ -198,7 +198,7 @@ def group(monkeypatch):
         time.sleep(min(timeout, 0.01))
         return [future for future in futures if future in made.over]
 
-    made.submit, made.watch, made.cause_of = submit, watch, lambda error: error
+    made.call, made.watch, made.cause_of = submit, watch, lambda error: error
     monkeypatch.setattr(messages, "ready", ready)
     return made
 

@@ -71,7 +71,7 @@ def measure(*words: str) -> None:
         mock.patch.object(generate, "model_answers", timed),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        generate.Generate().run(config, Console(quiet=True))
+        generate.GenerateTask().run(config, Console(quiet=True))
     cpu = time.process_time() - before
     began, loaded, first, *_, last = marks
     assert len(marks) == 2 + TOKENS

@@ -15,7 +15,7 @@ from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.driver.planning.init_from import check_start, find_start
-from launcher.driver.tasks.export import Export
+from launcher.driver.tasks.export import ExportTask
 
 PARAMS = {
     "layers": [{"kernel": jnp.arange(24.0).reshape(4, 6) / 7}, {"kernel": jnp.ones((4, 1))}],
@@ -43,7 +43,7 @@ def saved(tmp_path, monkeypatch):
 
 
 def write(config):
-    Export().run(config, Console(quiet=True))
+    ExportTask().run(config, Console(quiet=True))
 
 
 def like(dtype=None):

@@ -64,9 +64,8 @@ def test_one_alone_needs_no_way(handles):
 
 
 KNOWN = {
-    *(f"runtime/transport/{name}.py" for name in ("pull", "permute", "transfer")),
+    *(f"runtime/{name}.py" for name in ("pull", "permute", "transfer", "compile_step")),
     "base/jax_compat.py",
-    "runtime/programs/compile_step.py",
     "cluster/process_group.py",  # `Peer._rank`, where there are no servers
     "api/own_copies.py",  # which devices are this process's, as its own JAX says
     # Under servers the first worker alone writes, as the only process that it knows.

@@ -44,7 +44,7 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record.run_log import predicted_cost
 from launcher.driver.tasks import evaluate, generate, prepare_data, task
-from launcher.driver.tasks.export import Export
+from launcher.driver.tasks.export import ExportTask
 from launcher.inference import stored_model
 from launcher.plan import PlanError, local_shape
 from launcher.recipes import InputError, Model, build_dataset, build_model
@@ -415,7 +415,7 @@ def export_told(config: Config):
             "export_hugging_face",
             lambda *paths, dtype, private: told.append((paths, dtype)),
         )
-        Export().run(config, console)
+        ExportTask().run(config, console)
     return told
 
 
@@ -433,7 +433,7 @@ def evaluate_told(config: Config):
         patch.setattr(evaluate, "run_settings", lambda *given: config)
         patch.setattr(evaluate, "model_answers", answers)
         patch.setattr(evaluate, "write_whole", lambda path, *_: told.append(path))
-        evaluate.Evaluate().run(config, Console(file=io.StringIO()))
+        evaluate.EvaluateTask().run(config, Console(file=io.StringIO()))
     return told
 
 
@@ -452,7 +452,7 @@ def generate_told(config: Config):
         patch.setattr(generate, "tokenizer_of", lambda options: plain_bytes())
         patch.setattr(generate, "build_decoder", lambda *given: None)
         patch.setattr(generate, "model_answers", answers)
-        generate.Generate().run(config, Console(file=io.StringIO()))
+        generate.GenerateTask().run(config, Console(file=io.StringIO()))
     return told
 
 

@@ -19,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import doors
-import steps
+import net_steps
 from commands import PLANS, REFUSED
 from digests import REMAKE, hold, made_with, plain_program, read, rounded, sha, sha_of
 
@@ -64,14 +64,14 @@ def test_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     hold("plans", name, planned_digest(plan))
 
 
-@pytest.mark.parametrize("name", steps.PROGRAMS)
+@pytest.mark.parametrize("name", net_steps.PROGRAMS)
 def test_compiled_programs(name: str) -> None:
     with_jax = read("programs")["made_with"]["jax"]
     if not REMAKES and with_jax != jax.__version__:
         pytest.skip(f"the texts are those of JAX {with_jax}, and this is {jax.__version__}")
-    step, method, devices, hosts = steps.PROGRAMS[name]
+    step, method, devices, hosts = net_steps.PROGRAMS[name]
     texts = doors.compiled_texts(
-        *doors.planned(*steps.step_of(step), method, devices, hosts), devices
+        *doors.planned(*net_steps.step_of(step), method, devices, hosts), devices
     )
     plain = {program: plain_program(text) for program, text in texts.items()}
     kinds = collections.Counter(kind for text in plain.values() for kind in _COUNTED.findall(text))
@@ -80,10 +80,10 @@ def test_compiled_programs(name: str) -> None:
     hold("programs", name, {**dict(sorted(kinds.items())), **lines, **shas})
 
 
-@pytest.mark.parametrize("name", steps.LISTS)
+@pytest.mark.parametrize("name", net_steps.LISTS)
 def test_instructions(name: str) -> None:
-    step, method, devices, hosts = steps.LISTS[name]
-    traced, plan = doors.planned(*steps.step_of(step), method, devices, hosts)
+    step, method, devices, hosts = net_steps.LISTS[name]
+    traced, plan = doors.planned(*net_steps.step_of(step), method, devices, hosts)
     found: dict[str, Any] = {}
     for rank in range(hosts):
         slots, listed = doors.instructions(traced, plan, rank)

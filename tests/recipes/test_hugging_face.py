@@ -25,7 +25,7 @@ from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load, to_written
 from launcher.config.errors import ConfigError
 from launcher.driver.planning.init_from import check_start, find_start
-from launcher.driver.tasks.export import Export
+from launcher.driver.tasks.export import ExportTask
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
 from launcher.recipes.models.bert.options import BERTOptions
@@ -452,14 +452,14 @@ def test_a_run_is_exported_as_transformers_reads_it(kind, scan_layers, tmp_path,
     run = load([f"model={options.name}", "model.size=null", *words], [])
     (home / "config.yaml").write_text(yaml.safe_dump(to_written(run)))
     asked = load(["task=export", "run.id=mine", "export.format=hf"], [])
-    assert Export().run(asked, Console(quiet=True)) == 0
+    assert ExportTask().run(asked, Console(quiet=True)) == 0
     expected = transformers_reference.logits(home / "hf-3", TOKENS)
     assert_allclose(apply(options, params, TOKENS), expected, rtol=1e-5, atol=1e-5)
     assert json.loads((home / "hf-3" / "config.json").read_text())["eos_token_id"] == 256
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (home / "hf-3" / name).is_file()
     with pytest.raises(ConfigError, match="is there already"):
-        Export().run(asked, Console(quiet=True))
+        ExportTask().run(asked, Console(quiet=True))
 
 
 @pytest.mark.slow
@@ -491,7 +491,7 @@ def test_a_model_from_there_goes_back_trained_in_two_stages_of_two_devices(
     for one, other in zip(jax.tree.leaves(trained), jax.tree.leaves(params), strict=True):
         assert 0 < np.abs(one - other).max() < 0.02  # a step of Adam from there
     asked = load(["task=export", "run.id=mine", "export.format=hf"])
-    assert Export().run(asked, Console(quiet=True)) == 0
+    assert ExportTask().run(asked, Console(quiet=True)) == 0
     ours = apply(options, trained, TOKENS)
     theirs = transformers_reference.logits(home / "hf-1", TOKENS)
     assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ from launcher.checkpoint.adapters import without_adapters
 from launcher.checkpoint.names import flat_name
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.tasks.export import Export
+from launcher.driver.tasks.export import ExportTask
 from launcher.plan import local_shape
 from launcher.recipes import InputError, build_model
 from launcher.runtime import compile_step
@@ -306,7 +306,7 @@ def test_adapters_are_merged_at_export_and_begin_anew_on_a_stored_model(tmp_path
     (tmp_path / "outputs/mine/config.yaml").write_text(yaml.safe_dump(to_dict(load(words))))
     for name, more in {"plain": [], "average": ["export.ema=true"]}.items():
         asked = [f"export.path={name}.npz", "task=export", "run.id=mine", *more]
-        Export().run(load(asked), Console(quiet=True))
+        ExportTask().run(load(asked), Console(quiet=True))
     trainee.worker.restore("outputs/mine/checkpoints", 2)
     state, lora = trainee.worker._state, load(words).optimizer.lora
     state = jax.tree.map(np.asarray, state)

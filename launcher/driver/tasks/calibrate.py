@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from launcher.cluster.kinds import find_devices, pool_shape
 from launcher.cluster.measure import measure_links, measure_servers
 from launcher.config.schema import Config
-from launcher.driver.tasks.task import Task
+from launcher.driver.tasks.task import TaskKind
 from launcher.plan import ClusterShape
 from launcher.plan.profile.calibration import (
     HostLinks,
@@ -23,7 +23,7 @@ from launcher.report.text import seconds_text
 _log = logging.getLogger(__name__)
 
 
-class Calibrate(Task):
+class Calibrate(TaskKind):
     """Measure the devices of the cluster, store the rates and show them."""
 
     name = "calibrate"

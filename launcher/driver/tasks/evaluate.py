@@ -29,7 +29,7 @@ from launcher.recipes import Batches, Dataset, InputError, build_dataset, bytes_
 from launcher.report.console import RunConsole, status
 
 
-class Evaluate(CheckpointTask):
+class EvaluateTask(CheckpointTask):
     """Evaluate a run's model on held-out data."""
 
     name, verb = "evaluate", "be evaluated"

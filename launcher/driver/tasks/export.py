@@ -23,7 +23,7 @@ from launcher.recipes.models.hugging_face import family_named
 from launcher.report.console import RunConsole, status
 
 
-class Export(CheckpointTask):
+class ExportTask(CheckpointTask):
     """Write the weights of a run's checkpoint for other programs."""
 
     name, verb = "export", "be exported"

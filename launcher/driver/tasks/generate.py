@@ -23,7 +23,7 @@ from launcher.report.console import RunConsole, status
 _LARGEST = 2**20  # bytes of a file of prompts
 
 
-class Generate(CheckpointTask):
+class GenerateTask(CheckpointTask):
     """Continue texts by a run's checkpoint, on the run's own plan."""
 
     name, verb, answers = "generate", "generate", True

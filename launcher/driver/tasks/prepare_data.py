@@ -10,7 +10,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.tasks.task import Task
+from launcher.driver.tasks.task import TaskKind
 from launcher.recipes import needs_preparing, prepare_dataset
 from launcher.report.console import RunConsole, status
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from launcher.recipes.datasets.documents.options import Documents
 
 
-class PrepareData(Task):
+class PrepareData(TaskKind):
     """Prepare the dataset for a training."""
 
     name = "prepare_data"
@@ -58,7 +58,7 @@ def _prepare_here(config: Config, console: Console) -> bool:
     return made is not None
 
 
-class Tokenize(Task):
+class TokenizeTask(TaskKind):
     """Train a tokenizer on the dataset's documents."""
 
     name = "tokenize"

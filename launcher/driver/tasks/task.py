@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Task(ABC):
+class TaskKind(ABC):
     """A value of the setting `task`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Task(ABC):
         """
 
 
-class CheckpointTask(Task):
+class CheckpointTask(TaskKind):
     """A task that needs a run's checkpoint, by the section of the settings with its name.
 
     Attributes:
@@ -74,25 +74,25 @@ class CheckpointTask(Task):
         """Use the checkpoint `source` of the run in the folder `home`; return the exit code."""
 
 
-TASKS: dict[str, type[Task] | str] = {  # a dotted name is imported when the task runs
-    "train": "launcher.driver.run.Train",
+TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the task runs
+    "train": "launcher.driver.run.TrainTask",
     "plan": "launcher.driver.run.PlanOnly",
     "calibrate": "launcher.driver.tasks.calibrate.Calibrate",
-    "evaluate": "launcher.driver.tasks.evaluate.Evaluate",
-    "export": "launcher.driver.tasks.export.Export",
-    "generate": "launcher.driver.tasks.generate.Generate",
+    "evaluate": "launcher.driver.tasks.evaluate.EvaluateTask",
+    "export": "launcher.driver.tasks.export.ExportTask",
+    "generate": "launcher.driver.tasks.generate.GenerateTask",
     "prepare_data": "launcher.driver.tasks.prepare_data.PrepareData",
-    "tokenize": "launcher.driver.tasks.prepare_data.Tokenize",
+    "tokenize": "launcher.driver.tasks.prepare_data.TokenizeTask",
 }
 
 
-def register(task: type[Task]) -> type[Task]:
+def register(task: type[TaskKind]) -> type[TaskKind]:
     """Register a task by its name, as a decorator of its class."""
     TASKS[task.name] = task
     return task
 
 
-def task_named(name: str) -> type[Task]:
+def task_named(name: str) -> type[TaskKind]:
     """Return the class of a task; import it if need be."""
     found = TASKS[name]
     if isinstance(found, str):

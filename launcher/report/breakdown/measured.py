@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from launcher.base import Span
-from launcher.plan.breakdown import PARTS, StageSeconds, StepSeconds
+from launcher.plan.breakdown import PARTS, StageParts, StepSeconds
 from launcher.report.pages.timeline import ProcessSpans
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def measured_seconds(
     step = _step(parts, devices)
     total = length(step.window)
     found = StepSeconds(total / _NS)
-    rows: dict[int, list[StageSeconds]] = defaultdict(list)
+    rows: dict[int, list[StageParts]] = defaultdict(list)
     waits: dict[tuple[int, int], list[float]] = defaultdict(list)
     count = {mesh: sum(d.mesh == mesh for d in devices) for mesh in {d.mesh for d in devices}}
     for device in devices:
@@ -171,7 +171,7 @@ def _split(device: _Device, step: _Step) -> tuple[dict[str, float], dict[int, fl
     return found, waited
 
 
-def _rows(device: _Device, step: _Step, plans: Sequence[StagePlan]) -> list[StageSeconds]:
+def _rows(device: _Device, step: _Step, plans: Sequence[StagePlan]) -> list[StageParts]:
     """Return the rows of the stages on a device, in seconds."""
     runs = united(_times(device.runs))
     sums = length(overlap(minus(united(_times(device.sums)), runs), step.window))
@@ -196,7 +196,7 @@ def _rows(device: _Device, step: _Step, plans: Sequence[StagePlan]) -> list[Stag
         of_update = update * (shares[stage] / whole if whole else 1 / len(stages))
         own = forward[stage] + backward[stage] + of_update
         parts = forward[stage], backward[stage], of_update, idle, busy - own
-        found.append(StageSeconds(stage, *(seconds / _NS for seconds in parts)))
+        found.append(StageParts(stage, *(seconds / _NS for seconds in parts)))
     return found
 
 
@@ -207,10 +207,10 @@ def _forward_share(plans: Sequence[StagePlan], stage: int) -> float:
     return forward / max(forward + backward, 1e-12)
 
 
-def _mean(rows: Sequence[StageSeconds]) -> StageSeconds:
+def _mean(rows: Sequence[StageParts]) -> StageParts:
     columns = zip(*(dataclasses.astuple(row) for row in rows), strict=True)
     stage, *seconds = (sum(column) / len(rows) for column in columns)
-    return StageSeconds(int(stage), *seconds)
+    return StageParts(int(stage), *seconds)
 
 
 def united(intervals: Iterable[tuple[float, float]]) -> Intervals:

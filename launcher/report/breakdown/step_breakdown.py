@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from launcher.base import DamagedError, read, read_json, write_whole
-from launcher.plan.breakdown import PARTS, StageSeconds, StepSeconds, predicted_seconds
+from launcher.plan.breakdown import PARTS, StageParts, StepSeconds, predicted_seconds
 from launcher.report.breakdown.goodput import PHASES, Goodput
 from launcher.report.breakdown.measured import measured_seconds
 from launcher.report.breakdown.verdict import judged
@@ -56,8 +56,8 @@ class StepPart:
 class StageBreakdown:
     """A stage's time, predicted and measured."""
 
-    predicted: StageSeconds
-    measured: StageSeconds
+    predicted: StageParts
+    measured: StageParts
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _side_by_side(plan: Plan, measured: StepSeconds) -> dict[str, Any]:
         "sentence": sentence,
         "parts": tuple(StepPart(name, *(side.parts[name] for side in sides)) for name in PARTS),
         "stages": tuple(
-            StageBreakdown(*(side.stages.get(stage, StageSeconds(stage)) for side in sides))
+            StageBreakdown(*(side.stages.get(stage, StageParts(stage)) for side in sides))
             for stage in sorted(predicted.stages.keys() | measured.stages.keys())
         ),
         "links": tuple(

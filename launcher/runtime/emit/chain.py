@@ -16,7 +16,7 @@ from typing import Any
 from launcher.partition import Spec, axes
 from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Exchange, Instruction, Run, Send, Slot
-from launcher.runtime.emit.listing import Emitted, Program
+from launcher.runtime.emit.listing import Emitted, EmittedProgram
 from launcher.trace import TracedStep, Var, is_var
 
 
@@ -58,7 +58,7 @@ class _Chain:
     turns: int = 0
     read: set[int] = field(default_factory=set)
     slots: list[Slot] = field(default_factory=list)
-    programs: dict[str, Program] = field(default_factory=dict)
+    programs: dict[str, EmittedProgram] = field(default_factory=dict)
     listed: list[Instruction] = field(default_factory=list)
     arguments: list[tuple[int, int]] = field(default_factory=list)
     batches: list[tuple[int, int, int | None]] = field(default_factory=list)
@@ -188,7 +188,7 @@ class _Chain:
                 self.listed.append(Send(src, dst, inputs, outputs, turn))
                 continue
             program = f"{name}.{src}"
-            self.programs[program] = Program(lambda *values: values)
+            self.programs[program] = EmittedProgram(lambda *values: values)
             self.listed.append(Run(src, program, inputs, outputs, turn=turn))
         self.turns += len(links)
 

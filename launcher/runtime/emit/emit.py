@@ -34,7 +34,7 @@ from launcher.runtime.emit.instructions import (
     with_donations,
     with_frees,
 )
-from launcher.runtime.emit.listing import Emitted, Listing, Program
+from launcher.runtime.emit.listing import Emitted, EmittedProgram, Listing
 from launcher.runtime.emit.slots import Slots
 from launcher.runtime.programs.collectives import of_copies
 from launcher.runtime.transport.transfer import plain_aval
@@ -227,7 +227,7 @@ class _Emitter:
                 "held": [id(x) for x in captured(segment.equations)],
             }
             alike = structure_text(closed, how)
-        self.listing.programs[name] = Program(whole, alike)
+        self.listing.programs[name] = EmittedProgram(whole, alike)
         inputs = [of_outer(v, mesh) for v in segment.inputs]
         for k, (_, slot) in copies.items():
             inputs[k] = slot

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from launcher.partition import Name, PartitionedStep, Pieces, StageGraph
 from launcher.runtime.emit.instructions import Run
-from launcher.runtime.emit.listing import Listing, Program
+from launcher.runtime.emit.listing import EmittedProgram, Listing
 from launcher.runtime.programs.collectives import sum_buckets
 from launcher.runtime.programs.stage_programs import SharedPrograms, StageProgram
 from launcher.schedule import Kind, Task
@@ -110,7 +110,7 @@ class PipelineEmitter:
         name, key = self.pieces.names[graph.index], self.shared.key(graph.index)
         for made in (each for one in programs.values() for each in (one, one.last) if each):
             alike = key, made.name.removeprefix(name)
-            listing.programs[made.name] = Program(made.fun, alike, made.buckets)
+            listing.programs[made.name] = EmittedProgram(made.fun, alike, made.buckets)
             listing.slots.residuals.update(made.residuals)
         names = [name for made in programs.values() for name in made.accumulators]
         if names:
@@ -118,7 +118,7 @@ class PipelineEmitter:
             avals = [listing.slots.slots[slot].aval for slot in slots]
             zeros = f"{name}.zeros"
             made_of = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)  # noqa: E731
-            listing.programs[zeros] = Program(made_of, (key, "zeros"))
+            listing.programs[zeros] = EmittedProgram(made_of, (key, "zeros"))
             listing.run(turn, graph.mesh, zeros, (), slots)
 
     def tasks(self) -> None:
@@ -199,7 +199,7 @@ class PipelineEmitter:
             return tuple(found[i] for i in late)
 
         alike = self.shared.key(graph.index), "reduce"
-        listing.programs[name] = Program(summed, alike, tuple(buckets))
+        listing.programs[name] = EmittedProgram(summed, alike, tuple(buckets))
         inputs = [listing.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
         outputs = [listing.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         listing.run(turn, graph.mesh, name, inputs, outputs)

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class EmittedProgram:
     """A program before it is compiled.
 
     Attributes:
@@ -30,7 +30,7 @@ class Program:
     alike: object = None
     buckets: tuple[Bucket, ...] = ()
 
-    def in_part(self, prefix: str) -> Program:
+    def in_part(self, prefix: str) -> EmittedProgram:
         """Return it with a key that differs from those of programs of other losses."""
         return dataclasses.replace(self, alike=self.alike and (prefix, self.alike))
 
@@ -55,7 +55,7 @@ class Emitted:
     """
 
     slots: tuple[Slot, ...]
-    programs: dict[str, Program]
+    programs: dict[str, EmittedProgram]
     instructions: tuple[Instruction, ...]
     turns: int
     arguments: tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ class Listing:
     here: AbstractSet[int]
     turns: int = 0
     listed: list[Work] = field(default_factory=list)
-    programs: dict[str, Program] = field(default_factory=dict)
+    programs: dict[str, EmittedProgram] = field(default_factory=dict)
 
     def take_turns(self, count: int = 1) -> int:
         """Take turns for `count` instructions and return the first."""

@@ -20,8 +20,8 @@ from launcher import checkpoint
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.tasks import generate
-from launcher.driver.tasks.evaluate import Evaluate, means
-from launcher.driver.tasks.generate import Generate, decoded_after
+from launcher.driver.tasks.evaluate import EvaluateTask, means
+from launcher.driver.tasks.generate import GenerateTask, decoded_after
 from launcher.inference.answers import stored_plan
 from launcher.inference.model_layout import layout_of
 from launcher.inference.model_workers import EvaluationWorker
@@ -101,7 +101,7 @@ def runs(tmp_path_factory):
 
 def generated(capsys, *words):
     capsys.readouterr()
-    assert Generate().run(load(["task=generate", *words]), Console(quiet=True)) == 0
+    assert GenerateTask().run(load(["task=generate", *words]), Console(quiet=True)) == 0
     return capsys.readouterr().out
 
 
@@ -228,7 +228,7 @@ def test_several_texts_tell_how_far_they_are(runs, monkeypatch):
 
     monkeypatch.setattr(generate, "status", status)
     words = "task=generate", "run.id=one", "generate.max_new_tokens=3", "prompt=[a,e]"
-    assert Generate().run(load(words), Console(quiet=True)) == 0
+    assert GenerateTask().run(load(words), Console(quiet=True)) == 0
     assert (told, done) == (["compiling", "writing"], [(2, 3, "tokens"), (3, 3, "tokens")])
 
 
@@ -244,7 +244,7 @@ def test_several_texts_tell_how_far_they_are(runs, monkeypatch):
 def test_what_cannot_be_generated_is_one_line(runs, words, said, monkeypatch):
     monkeypatch.chdir(runs[0])
     with pytest.raises(ConfigError, match=said):
-        Generate().run(load(["task=generate", *words]), Console(quiet=True))
+        GenerateTask().run(load(["task=generate", *words]), Console(quiet=True))
 
 
 def test_a_model_without_a_decoder_is_refused_before_any_process_is_started(runs, monkeypatch):
@@ -255,7 +255,7 @@ def test_a_model_without_a_decoder_is_refused_before_any_process_is_started(runs
     (folder / "outputs" / "encoder" / "config.yaml").write_text(yaml.safe_dump(to_dict(settings)))
     monkeypatch.chdir(folder)
     with pytest.raises(InputError, match=r"model\.name=bert cannot generate text: it has no dec"):
-        Generate().run(load(["task=generate", "run.id=encoder"]), Console(quiet=True))
+        GenerateTask().run(load(["task=generate", "run.id=encoder"]), Console(quiet=True))
 
 
 def test_a_space_between_a_prompt_and_what_follows_stays():
@@ -281,7 +281,7 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     assert params["one"]
     monkeypatch.chdir(folder)
     words = "task=evaluate", "run.id=one"
-    assert Evaluate().run(load(words), make_console()) == 0
+    assert EvaluateTask().run(load(words), make_console()) == 0
     config = load(words)
     assert (config.model, config.dataset) == (load(GPT_WORDS).model, load(GPT_WORDS).dataset)
     dataset = build_dataset(config.dataset, config.model, 1000, 0)
@@ -298,11 +298,11 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     assert f"{told['loss']:.6g}" in capsys.readouterr().out
     (folder / "other.txt").write_text("import os\n" * 2000)
     other = [*words, "dataset.path=other.txt"]
-    assert Evaluate().run(load([*other, "evaluate.path=other.json"]), make_console()) == 0
+    assert EvaluateTask().run(load([*other, "evaluate.path=other.json"]), make_console()) == 0
     assert json.loads(Path("other.json").read_text())["loss"] != told["loss"]
     for fraction in (0.2, 0.3, 0.3):
         of_other = load([*other, f"dataset.validation_fraction={fraction}"])
-        assert Evaluate().run(of_other, make_console()) == 0
+        assert EvaluateTask().run(of_other, make_console()) == 0
     kept = {file.name for file in Path("outputs/one").glob("evaluation-2*")}
     assert len(kept) == 3  # one of each data
     assert all(re.fullmatch(r"evaluation-2(-text-[0-9a-f]{8})?\.json", name) for name in kept)
@@ -310,12 +310,12 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     (folder / "talks.jsonl").write_text('{"text": "one"}\n')
     unprepared = load([*words, "dataset=jsonl", "dataset.path=talks.jsonl"])
     with pytest.raises(InputError, match=r"has 257 tokens, more than model\.vocab_size=256"):
-        Evaluate().run(unprepared, make_console())
+        EvaluateTask().run(unprepared, make_console())
     assert Path("talks.jsonl.tokens/meta.json").exists()
     with pytest.raises(ConfigError, match=r"the model are not those of run\.id=one"):
-        Evaluate().run(load([*words, "model.num_heads=4"]), make_console())
+        EvaluateTask().run(load([*words, "model.num_heads=4"]), make_console())
     with pytest.raises(ConfigError, match=r"evaluate\.path=no/a\.json cannot be written: no is no"):
-        Evaluate().run(load([*words, "evaluate.path=no/a.json"]), make_console())
+        EvaluateTask().run(load([*words, "evaluate.path=no/a.json"]), make_console())
 
 
 @pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.slow)])
@@ -353,7 +353,9 @@ def test_workers_evaluate_together(runs, monkeypatch):
     assert params["two_stages"]
     monkeypatch.chdir(folder)
     words = "task=evaluate", "run.id=two_stages", "evaluate.batches=2", "evaluate.path=it.json"
-    assert Evaluate().run(load([*words, "cluster.hosts=2", "cluster.gpus=2"]), make_console()) == 0
+    assert (
+        EvaluateTask().run(load([*words, "cluster.hosts=2", "cluster.gpus=2"]), make_console()) == 0
+    )
     config = load(words)
     dataset = build_dataset(config.dataset, config.model, 16, 0)
     model = build_model(config.model, "fp32")

@@ -17,7 +17,7 @@ def count_layers(monkeypatch):
     monkeypatch.setattr(task, "TASKS", dict(task.TASKS))
 
     @task.register
-    class CountLayers(task.Task):
+    class CountLayers(task.TaskKind):
         name, answers = "count_layers", True
 
         def run(self, config, console):

@@ -12,7 +12,7 @@ from launcher.report.breakdown.step_breakdown import (
     LinkWait,
     Memory,
     StageBreakdown,
-    StageSeconds,
+    StageParts,
     StepBreakdown,
     StepPart,
     read_breakdown,
@@ -25,7 +25,7 @@ WHOLE = StepBreakdown(
     samples_per_second=16.0,
     memory=Memory(now=10, peak=20),
     parts=tuple(StepPart(name, 0.125, 0.25) for name in PARTS),
-    stages=(StageBreakdown(StageSeconds(0, 0.5, 0.25, 0.125, 0.125), StageSeconds(0, 2.0)),),
+    stages=(StageBreakdown(StageParts(0, 0.5, 0.25, 0.125, 0.125), StageParts(0, 2.0)),),
     links=(LinkWait((0, 2), (1,), 0.0, 0.25),),
     goodput=Goodput(training_seconds=90.0, starting_seconds=10.0),
 )
