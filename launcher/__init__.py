@@ -7,6 +7,7 @@ wrong setting, loads neither JAX nor Ray. The parallel methods are those of `lau
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ _HOMES = {
     "workers": "launcher.api.foreach",
 }
 _MODULES = ("nnx", "testing")
+
+_HERE = os.path.dirname(__file__)
+if not os.path.isdir(os.path.join(_HERE, "recipes")):  # a checkout on a disk without links
+    __path__.append(os.path.dirname(_HERE))  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import zipfile
 import zlib
@@ -62,7 +63,10 @@ def read_arrays(path: Path, names: Iterable[str] | None = None) -> dict[str, np.
         DamagedError: it is not an `.npz` file of plain arrays.
     """
     with _opened(path) as archive:
-        return {name: archive[name] for name in (archive.files if names is None else names)}
+        found = {name: archive[name] for name in (archive.files if names is None else names)}
+        if other := next((n for n, x in found.items() if not isinstance(x, np.ndarray)), None):
+            raise ValueError(f"{other!r} is no array")
+        return found
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], private: bool = False) -> None:
@@ -86,6 +90,9 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], private: bool = F
     write_whole(path, write, private)
 
 
+_DAMAGE = (zlib.error, lzma.LZMAError)  # of what is compressed
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[NpzFile]:
     with open(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -101,5 +108,5 @@ def _opened(path: Path) -> Iterator[NpzFile]:
             raise DamagedError(f"it is not an .npz file ({error})") from None
         except MemoryError:
             raise DamagedError("its arrays do not fit into memory") from None
-        except (ValueError, KeyError, EOFError, RuntimeError, zlib.error) as error:
+        except (ValueError, KeyError, EOFError, RuntimeError, *_DAMAGE) as error:
             raise DamagedError(f"it does not hold plain arrays ({error})") from None

@@ -33,12 +33,6 @@ from launcher.base.output import complain as complain
 from launcher.base.output import discard as discard
 from launcher.base.output import without_control as without_control
 from launcher.base.parent_death import end_with_parent as end_with_parent
-from launcher.base.reading import TYPE_NAMES as TYPE_NAMES
-from launcher.base.reading import Reader as Reader
-from launcher.base.reading import join_key as join_key
-from launcher.base.reading import read as read
-from launcher.base.reading import read_yaml as read_yaml
-from launcher.base.reading import yaml_node as yaml_node
 from launcher.base.remat_name import REMAT_NAMES as REMAT_NAMES
 from launcher.base.remat_name import parse_remat as parse_remat
 from launcher.base.spans import Clock as Clock

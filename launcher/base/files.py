@@ -167,7 +167,11 @@ def open_regular(path: Path, flags: int) -> int:
         status = path.stat(follow_symlinks=not flags & os.O_NOFOLLOW)
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError("it is not a regular file")
-    return os.open(path, flags | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedError("it is not a regular file")
+    return descriptor
 
 
 def open_own(path: Path, flags: int) -> int:

@@ -28,7 +28,8 @@ _REQUIREMENTS = {
 
 def installing(*modules: str) -> str:
     """Return the command that installs the libraries of these modules."""
-    return " ".join(["pip install", *(f"'{_REQUIREMENTS[module]}'" for module in modules)])
+    wanted = (_REQUIREMENTS.get(module, module) for module in modules)
+    return " ".join(["pip install", *(f"'{each}'" for each in wanted)])
 
 
 def lacking(*modules: str) -> str | None:

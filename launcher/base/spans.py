@@ -1,7 +1,7 @@
 """Spans: what ran from when to when, recorded from any thread of a process. Pure.
 
 Times are nanoseconds since the epoch by the clock of this host (`time.time_ns`), which is also that
-of JAX's profiler. `report.timeline` brings the hosts' clocks together.
+of JAX's profiler. `report.pages.timeline` brings the hosts' clocks together.
 """
 
 from __future__ import annotations

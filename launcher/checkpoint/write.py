@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.base import DamagedError, read, read_json, sync_folder, write_whole
+from launcher.base import DamagedError, read_json, sync_folder, write_whole
+from launcher.base.reading import read
 from launcher.checkpoint.integrity import Sums, checksums, files_below, write_checksums
 from launcher.checkpoint.layout import ARRAYS, METADATA, partial_path, stays, steps_in
 from launcher.checkpoint.orbax_compat import (

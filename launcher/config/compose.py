@@ -21,7 +21,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.base import DamagedError, installing, read_yaml
+from launcher.base import DamagedError, installing
+from launcher.base.reading import read_yaml
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
     check_environment,

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from launcher.base import TYPE_NAMES, Reader, join_key
+from launcher.base.reading import TYPE_NAMES, Reader, join_key
 from launcher.config.errors import ConfigError, closest, listed, shown
 from launcher.config.fields import LARGEST, Variants, key_of, settings_of
 from launcher.config.schema import Config

@@ -22,7 +22,8 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from launcher.base import DamagedError, read_yaml, yaml_node
+from launcher.base import DamagedError
+from launcher.base.reading import read_yaml, yaml_node
 from launcher.config.environment import COMMAND_LINE_ONLY, command_at, leaves, not_allowed
 from launcher.config.errors import ConfigError
 from launcher.config.machines import CLUSTERS, Emulated, Local
@@ -156,13 +157,18 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
     Raises:
         ConfigError: a setting would be ignored, or not mean what it seems to.
     """
+    lists = set()  # their items come under their keys
     for key, node in _nodes(source.node, source.package):
         where = source.place(node)
         if isinstance(node, yaml.ScalarNode):
             _check_scalar(source, key, node, commands_allowed, where)
+        elif key in lists:
+            pass
         elif (kind := collections().get(key)) and isinstance(node, _OTHER_NODES[kind]):
             words = ("table", "list") if kind is dict else ("list", "table")
             raise ConfigError("{} must be a {}, not a {}".format(key, *words), where=where)
+        elif isinstance(node, yaml.SequenceNode):
+            lists.add(key)
 
 
 def _check_scalar(

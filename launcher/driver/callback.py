@@ -57,10 +57,19 @@ class Callbacks:
         self._named = [("", each) for each in own if each]
 
     def add_hooks(self, names: Sequence[str]) -> None:
-        """Add users' callbacks, the setting `hooks`; raises like `find_hook`."""
+        """Add users' callbacks, the setting `hooks`.
+
+        Raises:
+            InputError: one is not there, or is no callback.
+            HookError: one cannot be made.
+        """
         for name in names:
             found = find_hook(name)
-            self._named.append((name, found() if isinstance(found, type) else found))
+            try:
+                self._named.append((name, found() if isinstance(found, type) else found))
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".removesuffix(": ")
+                raise HookError(f"hooks=[{name}] cannot be made: {text}") from error
 
     def of(self, kind: type[_Kind]) -> _Kind | None:
         """Return the callback of a class, if there is one."""

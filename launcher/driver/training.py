@@ -315,8 +315,8 @@ class _Job:
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over
         text = restart_text(failure, restart, limit, finished)
-        self.run_log.close(finished, text)
         complain(text)
+        self.run_log.close(finished, text)
 
     def _stored_position(self) -> int:
         """Return the index of the next batch after the newest checkpoint or a roll-back to it."""

@@ -95,11 +95,12 @@ def gradient_order(program: TaskProgram) -> tuple[int, ...]:
 
 def _complete(gradient: Var, made: Mapping[Var, tuple[int, Equation]]) -> int:
     """Return the place of the equation that makes the last part of a gradient; -1 if none does."""
-    last, parts = -1, [gradient]
+    last, parts, seen = -1, [gradient], {gradient}
     while parts:
         place, eqn = made.get(parts.pop(), (-1, None))
         if eqn is not None and eqn.primitive.name in GRADIENT_SUMS:
-            parts += filter(is_var, eqn.invars)
+            parts += (new := {v for v in eqn.invars if is_var(v)} - seen)
+            seen |= new
         else:
             last = max(last, place)
     return last

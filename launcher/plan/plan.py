@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.base import DamagedError, read
+from launcher.base import DamagedError
+from launcher.base.reading import read
 from launcher.hardware import ClusterShape, WorkerInfo
 from launcher.partition import DEFAULT_REDUCTION, PlanError, Reduction, validate
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer

@@ -14,7 +14,8 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from launcher.base import DamagedError, read_json, read_yaml, write_whole
+from launcher.base import DamagedError, read_json, write_whole
+from launcher.base.reading import read_yaml
 from launcher.report.console import table_of
 from launcher.report.pages.sweep_page import SweptRun, sweep_report
 from launcher.report.run_record import STOPPED_EARLY, ended_well

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base import DamagedError, answer, complain, lines_to, read, read_json, write_whole
+from launcher.base import DamagedError, answer, complain, lines_to, read_json, write_whole
+from launcher.base.reading import read
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.commands import job_state

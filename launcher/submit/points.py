@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.base import read, read_json, write_whole
+from launcher.base import DamagedError, read_json, write_whole
+from launcher.base.reading import read
 from launcher.config.compose import to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
@@ -154,7 +155,15 @@ def read_points(folder: Path) -> tuple[PointNote, ...]:
         ConfigError: it is damaged.
     """
     try:
-        return read(_File, read_json(folder / FILE)).points
+        points = read(_File, read_json(folder / FILE)).points
+        for place, point in enumerate(points):
+            if point.number != place:
+                raise DamagedError("its points are not numbered 0, 1, …")
+            if Path(point.run).name != point.run or point.run in ("", ".."):
+                raise DamagedError(f"run is {point.run!r}, not a folder's name")
+            if point.same_as is not None and not 0 <= point.same_as < place:
+                raise DamagedError(f"same_as is {point.same_as}, not an earlier point")
+        return points
     except FileNotFoundError:
         return ()
     except ValueError as error:

@@ -100,6 +100,8 @@ def test_what_is_no_file_of_plain_arrays_is_refused_in_one_line(tmp_path):
         with pytest.raises(DamagedError) as error:
             read_headers(path), read_arrays(path)
         assert str(error.value).startswith(text)
+    with pytest.raises(DamagedError, match="is no array"):
+        read_arrays(archive(tmp_path / "text.npz", a__npy=b"hello"))
 
 
 def test_what_is_no_file_blocks_nobody(tmp_path):

@@ -215,6 +215,15 @@ def test_what_a_recipe_says_of_its_own_choice_does_not_stick_to_another() -> Non
     assert other == load(["model=mlp", "dataset=synthetic"]).model
 
 
+def test_a_file_may_hold_a_list_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\noptimizer:\n  groups:\n    - {pattern: '*.bias', weight_decay: 0}\n"
+    )
+    (group,) = load(["recipe=mine"], [str(tmp_path)]).optimizer.groups
+    assert (group.pattern, group.weight_decay) == ("*.bias", 0)
+
+
 def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_path: Path) -> None:
     """And files before and after it keep their turn; the environment is asked at the end."""
     (tmp_path / "recipe").mkdir()

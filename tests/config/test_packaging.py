@@ -1,6 +1,7 @@
 """pyproject.toml names every package by hand, because of conf/: it must name them all. And what is
 installed from a checkout is found from everywhere."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -63,3 +64,16 @@ def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path: Path) 
     found = subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, text=True)
     homes = ("launcher/__init__.py", "launcher/recipes/__init__.py", "conf")
     assert found.stdout.split() == [str(checkout / home) for home in homes]
+
+
+@pytest.mark.devices
+def test_a_checkout_on_a_disk_without_links_composes_settings(tmp_path: Path) -> None:
+    for name in ("launcher", "recipes", "conf"):
+        unbuilt = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=unbuilt)
+    for link in (tmp_path / "launcher" / "recipes", tmp_path / "launcher" / "conf"):
+        link.unlink()
+        link.write_text(f"../{link.name}")  # as git writes it there
+    command = [sys.executable, "-m", "launcher", "--cfg", "job", "model=gpt", "dataset=stdlib_text"]
+    home = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run(command, cwd=tmp_path, env=home, check=True, capture_output=True)

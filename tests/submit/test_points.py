@@ -66,7 +66,13 @@ def test_other_settings_a_second_sweep_and_damage_are_refused(tmp_path: Path) ->
     with open_points(tmp_path) as points, other:
         points.claim(ONE, "other", 0, "x")
     text = (tmp_path / FILE).read_text()
-    for damaged in (text[:-9], '{"points": 3}'):
+    for damaged in (
+        text[:-9],
+        text.replace('"x-0"', '"../x"'),
+        text.replace('"number": 0', '"number": 4'),
+        text.replace('"same_as": null', '"same_as": 0'),
+        '{"points": 3}',
+    ):
         (tmp_path / FILE).write_text(damaged)
         with pytest.raises(ConfigError, match=r"sweep\.json is damaged: "):
             read_points(tmp_path)

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.base import DamagedError, read, read_own, write_whole
+from launcher.base import DamagedError, read_own, write_whole
+from launcher.base.reading import read
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.slurm.allocation import Allocation
 

@@ -21,7 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.base import DamagedError, parse_json, read, read_private, write_whole
+from launcher.base import DamagedError, parse_json, read_private, write_whole
+from launcher.base.reading import read
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.head import proof
 from launcher.cluster.slurm.allocation import Allocation, listen, own_address

@@ -105,7 +105,12 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     if isinstance(config.optimizer, CustomOptimizer):
         find_module("optimizer.module", config.optimizer.module)
     for hook in config.hooks:
-        find_module("hooks", hook.rpartition(".")[0] or hook)
+        if "." not in hook:
+            raise InputError(
+                f"hooks=[{hook}] is no callback; name a class or an instance of "
+                f"launcher.driver.Callback, such as {hook}.MyCallback"
+            )
+        find_module("hooks", hook.rpartition(".")[0])
     openers(config.report.trackers or (), users=False)
     if not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)

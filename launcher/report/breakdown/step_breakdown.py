@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from launcher.base import DamagedError, read, read_json, write_whole
+from launcher.base import DamagedError, read_json, write_whole
+from launcher.base.reading import read
 from launcher.plan.breakdown import PARTS, StageParts, StepSeconds, predicted_seconds
 from launcher.report.breakdown.goodput import PHASES, Goodput
 from launcher.report.breakdown.measured import measured_seconds

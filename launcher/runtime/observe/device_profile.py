@@ -111,6 +111,8 @@ class DeviceProfile:
             if keep is None:
                 temporary = TemporaryDirectory(prefix="launcher-profile-")
                 self._path = Path(folder.enter_context(temporary))
+            else:  # JAX would fail only at the end, and keep its session
+                keep.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(str(self._path), profiler_options=options)
             self._folder = folder
         except (OSError, RuntimeError) as error:  # a full disk; another session

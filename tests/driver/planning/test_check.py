@@ -91,6 +91,7 @@ def test_what_was_not_looked_at_is_said(here: Path) -> None:
         (("train.init_from=nowhere",), "train.init_from=nowhere does not exist"),
         (("run.id=a", "run.resume=must"), "run.resume=must finds nothing"),
         (("model=custom", "model.module=no.where", "allow_modules=[no]"), "no.where is not found"),
+        (("hooks=[json]", "allow_modules=[json]"), "such as json.MyCallback"),
         (("dataset=custom", "dataset.module=json.x", "allow_modules=[json]"), "x is not found"),
     ],
 )

@@ -183,6 +183,17 @@ def test_a_hook_that_fails_is_named_with_its_line(tmp_path, monkeypatch, said):
     assert said == [f"hooks=[bad_hook.Bad]: on_end {failed}"]
 
 
+def test_a_hook_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "odd_hook.py").write_text(
+        "from launcher.driver import Callback\n"
+        "class Odd(Callback):\n"
+        "    def __init__(self, size): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(HookError, match=r"^hooks=\[odd_hook.Odd\] cannot be made: TypeError: "):
+        Callbacks().add_hooks(["odd_hook.Odd"])
+
+
 def test_hooks_that_are_none_are_refused(tmp_path, monkeypatch):
     (tmp_path / "a_hook.py").write_text(BAD)
     (tmp_path / "broken_hook.py").write_text("\nx = 1 / 0\n")
