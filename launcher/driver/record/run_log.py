@@ -245,7 +245,8 @@ class RunLog:
             restarts: number of restarts by this process.
             path: the run's folder, which may have been moved.
         """
-        self._home.status.on_end(self.recorder.finished_steps, reason)  # trackers may take long
+        if self._home.status:  # first, as trackers may take long to finish
+            self._home.status.on_end(self.recorder.finished_steps, reason)
         with ExitStack() as stack:  # each of these also where one before it fails
             stack.callback(self._callbacks.call, "on_end", self.recorder.finished_steps, reason)
             metrics = path / METRICS
