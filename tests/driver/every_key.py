@@ -43,7 +43,7 @@ from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record.run_log import predicted_cost
-from launcher.driver.tasks import evaluate, generate, prepare_data, task
+from launcher.driver.tasks import evaluate, generate, task
 from launcher.driver.tasks.export import ExportTask
 from launcher.inference import stored_model
 from launcher.plan import PlanError, local_shape
@@ -159,8 +159,7 @@ def prepared_told(config: Config):
             "launcher.recipes.data.corpus.train_tokenizer.train_tokenizer",
             lambda *given: told.append(given[1:]) or 1,
         )
-        work = prepare_data.prepare_data if config.task == "prepare_data" else prepare_data.tokenize
-        work(config, console)
+        task.task_named(config.task)().run(config, console)
     return told
 
 

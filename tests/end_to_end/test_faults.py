@@ -135,7 +135,7 @@ def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path:
 
 SPOILED = """
 import numpy as np
-from launcher.recipes import synthetic
+from launcher.recipes.datasets.synthetic import dataset as synthetic
 check = synthetic.check
 
 def build(*arguments):

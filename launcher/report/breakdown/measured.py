@@ -187,7 +187,7 @@ def _rows(device: _Device, step: _Step, plans: Sequence[StagePlan]) -> list[Stag
         forward[stage] += seconds * share
         backward[stage] += seconds * (1 - share)
     stages = sorted({*forward, *backward})
-    shares = {s: plans[s].update_seconds if plans else 0.0 for s in stages}
+    shares = {s: plans[s].update_seconds if s < len(plans) else 0.0 for s in stages}
     whole = sum(shares.values())
     busy = length(overlap(runs, step.window)) + sums
     idle = length(step.window) - busy
@@ -201,7 +201,7 @@ def _rows(device: _Device, step: _Step, plans: Sequence[StagePlan]) -> list[Stag
 
 
 def _forward_share(plans: Sequence[StagePlan], stage: int) -> float:
-    if not plans:
+    if stage >= len(plans):  # recorded under another plan, by an earlier start
         return 0.5
     forward, backward = plans[stage].forward_seconds, plans[stage].backward_seconds
     return forward / max(forward + backward, 1e-12)

@@ -21,7 +21,6 @@ from launcher.driver.record.recorder import Recorder
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import local_shape
 from launcher.report.breakdown.step_breakdown import read_breakdown
-from launcher.runtime.execute import dispatch_table
 from launcher.train import worker as worker_module
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -130,25 +129,3 @@ def test_saves_that_are_slow_are_named(what, seconds, words, tmp_path, monkeypat
     assert found.culprit == "saves"
     assert "saves, which hold training up for" in found.sentence
     assert found.part("saves").measured_seconds > 0.5 * found.measured_step_seconds
-
-
-@pytest.mark.slow
-def test_the_error_of_the_second_plan_is_at_most_half_of_the_firsts(tmp_path, monkeypatch, caplog):
-    """Of a pair of trainings, whose programs are sent off so late that it decides their times."""
-
-    class Late(dispatch_table.Throttle):
-        def wrap(self, program, devices):
-            return late(super().wrap(program, devices), 0.02)
-
-    monkeypatch.setattr(dispatch_table, "Throttle", Late)
-    caplog.set_level("INFO")
-    errors = []
-    for name in ("first", "second"):
-        assert "times as long here before" not in caplog.text
-        (tmp_path / name).mkdir()
-        found = Accounted(tmp_path / name, "train.steps=10", *pipeline(2, 4)).run()
-        took = found.median_step_seconds
-        assert took > 0.2  # 12 programs
-        errors.append(abs(found.predicted_step_seconds - took) / took)
-    assert "times as long here before" in caplog.text
-    assert errors[1] <= errors[0] / 2

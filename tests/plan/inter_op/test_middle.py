@@ -133,8 +133,8 @@ def least_possible(plan, problem):
     chain, once = 0.0, 0.0
     for s, (layers, mesh) in enumerate(zip(plan.layers, plan.mesh_of, strict=True)):
         data, model = plan.submeshes[mesh].logical_mesh
-        mesh = Mesh.of(data, model, problem.table.index(model, False))
-        costs = problem.costs(mesh, _setting(plan, problem), False, None)
+        shape = Mesh.of(data, model, problem.table.index(model, False))
+        costs = problem.costs(shape, _setting(plan, problem), False, None)
         at = 0, layers[0], layers[-1] + 1
         again = recompute_of(plan.remat[s], [(i,) for i in layers], problem.table.selective)
         passes = costs.passes(plan.zero[s], again)
