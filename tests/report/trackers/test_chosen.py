@@ -126,7 +126,7 @@ def test_a_class_of_the_users_is_named(tmp_path, monkeypatch):
 def test_a_class_of_the_users_may_need_a_library(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text(f"{OWN}\n    needs = ('not_there_ml',)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="Install it with: .* 'not_there_ml'"):
+    with pytest.raises(ConfigError, match=r"Install it with: .* 'not_there_ml'"):
         openers(["needs_more.Mine"])
 
 
