@@ -163,7 +163,7 @@ class Schedule(abc.ABC):
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
         """Return the most microbatches whose activations a mesh holds at once (`max_in_flight`)."""
-        return max_in_flight(self.order(mesh, num_meshes, num_micro_batches, stages_per_mesh))
+        return _in_flight(self, mesh, num_meshes, num_micro_batches, stages_per_mesh)
 
     def hidden_forwards(self, behind: int, num_micro_batches: int) -> int:
         """Return the forward passes that a mesh runs while it waits for the first gradient.
@@ -175,10 +175,7 @@ class Schedule(abc.ABC):
             behind: number of meshes after it.
             num_micro_batches: number of microbatches.
         """
-        tasks = self.order(0, behind + 1, num_micro_batches, 1)
-        back = next(i for i, task in enumerate(tasks) if task.kind is not Kind.FORWARD)
-        forward = [t.microbatch for t in tasks[:back]].index(tasks[back].microbatch)
-        return back - forward - 1
+        return _hidden_forwards(self, behind, num_micro_batches)
 
     def round_trips(self, behind: int, num_micro_batches: int) -> int:
         """Return a lower bound on the sequential round trips of a mesh after the first one.
@@ -229,6 +226,19 @@ def make_tasks(name: str, num_stages: int, num_meshes: int, num_micro_batches: i
     if rest or (stages_per_mesh > 1 and not schedule.interleaves):
         raise ScheduleError(f"{name} cannot run {num_stages} stages on {num_meshes} meshes")
     return _tasks(schedule, num_meshes, num_micro_batches, stages_per_mesh)
+
+
+@functools.lru_cache(maxsize=4096)  # a search asks for the same few again and again
+def _in_flight(schedule: Schedule, mesh: int, num_meshes: int, count: int, each: int) -> int:
+    return max_in_flight(schedule.order(mesh, num_meshes, count, each))
+
+
+@functools.lru_cache(maxsize=4096)
+def _hidden_forwards(schedule: Schedule, behind: int, count: int) -> int:
+    tasks = schedule.order(0, behind + 1, count, 1)
+    back = next(i for i, task in enumerate(tasks) if task.kind is not Kind.FORWARD)
+    forward = [t.microbatch for t in tasks[:back]].index(tasks[back].microbatch)
+    return back - forward - 1
 
 
 @functools.lru_cache(maxsize=8)
