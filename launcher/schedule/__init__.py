@@ -22,7 +22,6 @@ from launcher.schedule.base import (
 )
 from launcher.schedule.schedules import Forward, OneFOneB
 from launcher.schedule.simulate import (
-    NO_ROUTES,
     Route,
     Routes,
     Shared,
@@ -39,7 +38,6 @@ FORWARD_SCHEDULE = Forward.name  # of evaluation
 __all__ = [
     "DEFAULT_SCHEDULE",
     "FORWARD_SCHEDULE",
-    "NO_ROUTES",
     "SCHEDULES",
     "Kind",
     "Route",

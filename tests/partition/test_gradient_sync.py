@@ -114,3 +114,19 @@ def test_each_bucket_is_summed_as_often_as_it_says(count, slicing):
     assert [summed.count(bucket) for bucket in once] == [0 if by_servers else 1] * count
     if slicing.micro_batches > 1 and count == 1:
         assert sync.after_pass == (() if by_servers else once)  # one alone would wait for the pass
+
+
+def test_a_gradient_of_sums_of_sums_is_walked_once():
+    """Each level doubles the ways through the sums: 40 would take years one by one."""
+
+    def doubled(params, batch):
+        def loss(params):
+            for _ in range(40):
+                params = params + params
+            return jnp.mean(batch @ params)
+
+        return launcher.value_and_grad(loss)(params)
+
+    shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    plan = DataParallel().plan(trace_step(doubled, shapes), local_shape(4, 1, "cpu"))
+    assert len(plan.stages[0].buckets) == 1

@@ -199,6 +199,15 @@ def test_a_profile_leaves_no_file(tmp_path, monkeypatch, runs):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_costs_that_trace_alone(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    assert DeviceProfile(tmp_path / "file" / "trace").stop() == []
+    assert "no trace is written to" in caplog.text
+    caplog.clear()
+    DeviceProfile(tmp_path / "trace").stop()  # no session is left open
+    assert caplog.text == ""
+
+
 def test_a_trace_that_is_kept_names_stages_and_microbatches_and_still_has_the_lanes(
     parallel, tmp_path
 ):

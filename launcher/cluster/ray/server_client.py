@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from launcher.runtime.emit.instructions import ExchangeSpec
+    from launcher.runtime import ExchangeSpec
 
 
 class ServerError(RuntimeError):

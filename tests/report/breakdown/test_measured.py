@@ -1,5 +1,6 @@
 """Where a recorded step's time went: sums that hold, schedules' bubbles, and culprits by name."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,17 @@ def test_idle_moments_have_reasons_and_the_start_of_the_recording_is_no_part_of_
     assert row.others_seconds == pytest.approx(0)
     assert row.step_seconds == pytest.approx(found.step_seconds)
     assert measured_seconds([ProcessSpans("worker 0", spans[:3], Clock())]) is None
+
+
+def test_a_recording_may_have_more_stages_than_the_plan_of_today():
+    """An earlier start of the run recorded it under another plan."""
+    first = run(0, 10, "forward_backward")
+    second = dataclasses.replace(first, about={**first.about, "stage": 1})
+    stage = SimpleNamespace(forward_seconds=1.0, backward_seconds=3.0, update_seconds=0.0)
+    spans = (span("data", 0, 1), first, second)
+    found = measured_seconds([ProcessSpans("worker 0", spans, Clock())], [stage])
+    assert 1e3 * found.stages[0].forward_seconds == pytest.approx(2.5)
+    assert 1e3 * found.stages[1].forward_seconds == pytest.approx(5)
 
 
 SLOW = 0.030  # seconds that each slow thing takes longer
