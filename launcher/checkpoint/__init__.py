@@ -7,7 +7,7 @@ checkpoint (settings, plan, next batch) is JSON in the same folder, and `checksu
 a checksum of every file, so that a damaged checkpoint is recognised.
 
 `shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
-holding up training, `integrity` detects damage, `choose` picks the checkpoint to resume from, and
+holding up training, `layout` detects damage, `choose` picks the checkpoint to resume from, and
 `finished` is the model for other programs, `flat` one by flat names, `weights` and `hugging_face`
 the files of other programs.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
@@ -16,14 +16,14 @@ Modules that need JAX are imported on first use: settings and run folders are ch
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from launcher.checkpoint.choose import Account as Account
 from launcher.checkpoint.choose import InitError as InitError
 from launcher.checkpoint.choose import NewestIntact as NewestIntact
+from launcher.checkpoint.choose import RunMetadata as RunMetadata
 from launcher.checkpoint.choose import newest as newest
 from launcher.checkpoint.choose import resolve as resolve
-from launcher.checkpoint.integrity import damage as damage
 from launcher.checkpoint.layout import best_step as best_step
 from launcher.checkpoint.layout import clear_partial_saves as clear_partial_saves
+from launcher.checkpoint.layout import damage as damage
 from launcher.checkpoint.layout import read_metadata as read_metadata
 from launcher.checkpoint.layout import write_best as write_best
 

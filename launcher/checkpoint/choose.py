@@ -8,13 +8,12 @@ from typing import Any
 
 from launcher.arrays.npz import read_headers
 from launcher.base import DamagedError, missing_path
-from launcher.checkpoint.integrity import damage
-from launcher.checkpoint.layout import CHECKSUMS, METADATA, read_metadata, steps_in
+from launcher.checkpoint.layout import CHECKSUMS, METADATA, damage, read_metadata, steps_in
 from launcher.recipes.models.hugging_face import CONFIG
 
 
 @dataclass(frozen=True)
-class Account:
+class RunMetadata:
     """The metadata of a checkpoint that a run resumes by.
 
     Attributes:
@@ -32,7 +31,7 @@ class Account:
     data: str = ""
 
 
-def read_account(folder: Path, step: int) -> Account:
+def read_run_metadata(folder: Path, step: int) -> RunMetadata:
     """Read the metadata of `folder/<step>`.
 
     Raises:
@@ -57,7 +56,7 @@ def read_account(folder: Path, step: int) -> Account:
         raise DamagedError(f"{METADATA} continues at batch {next_batch!r}, after {step} steps")
     if not isinstance(data, str):
         raise DamagedError(f"{METADATA} holds no fingerprint of its data")
-    return Account(run_id, config, prints, next_batch, data)
+    return RunMetadata(run_id, config, prints, next_batch, data)
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,12 @@ class NewestIntact:
     Attributes:
         step: its step, or None if no checkpoint is intact.
         damaged: the newer steps, newest first, each with what is wrong with it.
-        account: the metadata of `step`, if a run's id was given.
+        run: the metadata of `step`, if a run's id was given.
     """
 
     step: int | None
     damaged: tuple[tuple[int, str], ...] = ()
-    account: Account | None = None
+    run: RunMetadata | None = None
 
 
 class InitError(Exception):
@@ -89,26 +88,26 @@ def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> Ne
     """
     damaged: list[tuple[int, str]] = []
     for step in reversed(steps_in(folder)):
-        problem, account = damage(folder / str(step), thorough), None
+        problem, run = damage(folder / str(step), thorough), None
         if problem is None and run_id is not None:
-            account, problem = _own(folder, step, run_id)
+            run, problem = _own(folder, step, run_id)
         if problem is None:
-            return NewestIntact(step, tuple(damaged), account)
+            return NewestIntact(step, tuple(damaged), run)
         damaged.append((step, problem))
     return NewestIntact(None, tuple(damaged))
 
 
-def _own(folder: Path, step: int, run_id: str) -> tuple[Account | None, str | None]:
+def _own(folder: Path, step: int, run_id: str) -> tuple[RunMetadata | None, str | None]:
     """Return an intact checkpoint's metadata, and why it is not one of the run's, if so."""
     try:
-        account = read_account(folder, step)
+        run = read_run_metadata(folder, step)
     except OSError as error:
         return None, f"{METADATA} cannot be read ({error.strerror})"
     except DamagedError as error:
         return None, str(error)
-    if account.run_id != run_id:
-        return account, f"{METADATA} is of run {account.run_id!r}; a folder was renamed or copied"
-    return account, None
+    if run.run_id != run_id:
+        return run, f"{METADATA} is of run {run.run_id!r}; a folder was renamed or copied"
+    return run, None
 
 
 def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:

@@ -10,11 +10,8 @@ import jax
 import numpy as np
 
 from launcher.base import DamagedError
-from launcher.checkpoint.adapters import ADAPTERS, adapted_kernel, without_adapters
-from launcher.checkpoint.flat import value_of, write_flat
+from launcher.checkpoint.flat import names_of, sources, value_of, write_flat
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
-from launcher.checkpoint.layers import names_of, sources
-from launcher.checkpoint.names import flat_name
 from launcher.checkpoint.read import (
     Mismatch,
     first_of,
@@ -23,7 +20,13 @@ from launcher.checkpoint.read import (
     read_named,
     stored_tree_of,
 )
-from launcher.checkpoint.train_state import MODEL_PARTS
+from launcher.checkpoint.train_state import (
+    ADAPTERS,
+    MODEL_PARTS,
+    adapted_kernel,
+    flat_name,
+    without_adapters,
+)
 from launcher.config.optimizers import Lora
 
 

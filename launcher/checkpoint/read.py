@@ -16,12 +16,10 @@ import numpy as np
 from launcher.arrays.npz import Header
 from launcher.arrays.stacked_array import StackedArray, sharding_of
 from launcher.base import DamagedError
-from launcher.checkpoint.flat import can_take, find_weights, read_flat
-from launcher.checkpoint.layers import Source, names_of, sources
+from launcher.checkpoint.flat import Source, can_take, find_weights, names_of, read_flat, sources
 from launcher.checkpoint.layout import ARRAYS
-from launcher.checkpoint.names import flat_name
 from launcher.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
-from launcher.checkpoint.train_state import MODEL_PARTS, TrainState
+from launcher.checkpoint.train_state import MODEL_PARTS, TrainState, flat_name
 from launcher.checkpoint.write import stored_parts
 
 _MESSAGE_LIMIT = 200  # characters

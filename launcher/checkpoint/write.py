@@ -22,8 +22,17 @@ from typing import Any
 
 from launcher.base import DamagedError, read_json, sync_folder, write_whole
 from launcher.base.reading import read
-from launcher.checkpoint.integrity import Sums, checksums, files_below, write_checksums
-from launcher.checkpoint.layout import ARRAYS, METADATA, partial_path, stays, steps_in
+from launcher.checkpoint.layout import (
+    ARRAYS,
+    METADATA,
+    Sums,
+    checksums,
+    files_below,
+    partial_path,
+    stays,
+    steps_in,
+    write_checksums,
+)
 from launcher.checkpoint.orbax_compat import (
     merge_shards,
     os_error_code,

@@ -207,10 +207,10 @@ def _on_slurm(config: Config, stop: Stop) -> int:
             return submit(config, stop)
     config = settled(config, allocation)
     if allocation.index:
-        from launcher.driver.slurm_node import serve_node
+        from launcher.driver.slurm import serve_node
 
         return serve_node(config, allocation, stop)
-    from launcher.driver.slurm_task import run_allocated
+    from launcher.driver.slurm import run_allocated
 
     return run_allocated(config, allocation, stop)
 

@@ -108,10 +108,9 @@ class PlanOnly(TaskKind):
 
     def run(self, config: Config, console: RunConsole) -> int:
         """Trace, plan and write the plan into the run's folder; return the exit code."""
-        from launcher.driver.folder.plan_files import write_plan
+        from launcher.driver.folder.folder import write_plan
         from launcher.driver.planning.prepare import plan, trace
-        from launcher.driver.record.pictures import TIMELINE
-        from launcher.driver.record.run_log import write_planned
+        from launcher.driver.record.run_log import TIMELINE, write_planned
 
         gc.freeze()  # what is imported stays: no collection need look through it
         found = look(config, folder.check(config), plan_only=True)

@@ -1,20 +1,21 @@
-"""A training run in its folder: start the workers, run the loop, restart after a failure."""
+"""A training run in its folder: start the workers, try plans, run the loop, restart."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from rich.console import Console
+from rich.table import Table
 
 from launcher import checkpoint
 from launcher.base import complain, lines_to
 from launcher.checkpoint import SaveError
-from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.errors import ClusterError, HungError, WorkerError
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.ray.session import RaySession
 from launcher.cluster.ray.waiting import StartLimit
@@ -33,21 +34,19 @@ from launcher.driver.failures import (
     run_with_restarts,
 )
 from launcher.driver.folder import folder
-from launcher.driver.folder.folder import RunFolder
-from launcher.driver.folder.plan_files import current_folder, write_plan, write_plan_alone
-from launcher.driver.loop import train
-from launcher.driver.planning.candidates import knows_trials, of_run
-from launcher.driver.planning.prepare import Prepared
+from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
+from launcher.driver.loop import Saving, contents, resuming, train
+from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
 from launcher.driver.record.recorder import DivergedError
 from launcher.driver.record.run_log import RunLog
-from launcher.driver.saving import Saving, contents, resuming
-from launcher.driver.tries import Tries
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
-from launcher.plan import Plan, describe_plan
+from launcher.plan import Plan, Trial, describe_plan
+from launcher.plan.profile.trials import fastest, keep_trial, kept_trial, trial_of
 from launcher.recipes import fingerprint_dataset
-from launcher.report.console import Phase, line_printer, status
+from launcher.report.console import Phase, line_printer, status, table_of
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.plan_table import print_plan
+from launcher.report.text import seconds_text
 from launcher.runtime import ReplicaError
 from launcher.stop import Stop
 from launcher.train.worker import TrainWorker
@@ -344,3 +343,93 @@ class _Job:
         settings, failures = self._config.train.checkpoint, self.run_log.failed_saves
         folder, log = self._home.checkpoints, self.run_log
         return Saving(workers, folder, settings, describe, failures, log.sync, log.saved)
+
+
+_ROUNDS = 4
+_ROUND = 0.5  # seconds
+_MOST_STEPS = 20  # of a round
+
+
+class Tries:
+    """The plans that a training tries before it takes one.
+
+    A plan that crashes the workers is dropped; the rest run on new workers.
+
+    Args:
+        plans: the plans, the best by its prediction first.
+        console: where progress and the result are shown.
+        knows: whether to use trials of earlier runs.
+    """
+
+    def __init__(self, plans: Sequence[Plan], console: Console, knows: bool) -> None:
+        self._plans, self._console = tuple(plans), console
+        known = [kept_trial(plan) if knows else None for plan in plans]
+        self._trials = {k: trial for k, trial in enumerate(known) if trial}
+
+    def run(self, workers: Workers) -> bool:
+        """Try the remaining plans on workers that have built the program.
+
+        Returns:
+            Whether the workers are usable; if not, new ones have to try the rest.
+
+        Raises:
+            RayEndedError: Ray ended.
+        """
+        left = [k for k in range(len(self._plans)) if k not in self._trials]
+        with status(self._console, f"trying {len(left)} plans", Phase.TRYING):
+            for k in left:
+                if not self._try(k, workers):
+                    return False
+            workers.submit("begin_trial", None).result()
+        return True
+
+    def _try(self, k: int, workers: Workers) -> bool:
+        plan, usable, seconds, failure = self._plans[k], True, None, ""
+        try:
+            workers.submit("begin_trial", plan.to_dict()).result()
+            seconds = timed_rounds(lambda steps: max(workers.submit("run_trial", steps).each()))
+        except HungError as error:
+            failure, usable = str(error).splitlines()[0], False
+        except WorkerError as error:  # the other workers may wait for the one that failed
+            failure, usable = error.summary, not error.died and len(workers.handles) == 1
+        self._trials[k] = trial_of(plan, seconds, failure)
+        if usable:  # a crash may have another cause
+            keep_trial(plan, self._trials[k])
+        return usable
+
+    def choose(self) -> Plan:
+        """Return the fastest plan, and show all results; the first plan if each failed."""
+        trials = [self._trials[k] for k in range(len(self._plans))]
+        self._console.print(_table(trials))
+        for trial in trials:
+            if trial.failure:
+                _log.warning(f"{trial.plan} is dropped: {trial.failure}")
+        chosen = fastest(self._plans, trials)
+        if chosen is None:
+            _log.warning("no plan that was tried could run; the best by its prediction is taken")
+            return replace(self._plans[0], tried=tuple(trials))
+        _log.info(f"the fastest is taken: {describe_plan(chosen)}")
+        return chosen
+
+
+def timed_rounds(timed: Callable[[int], float]) -> float:
+    """Return the seconds of a step: of the fastest round, as other work counts little there.
+
+    Args:
+        timed: runs so many steps and returns the seconds of one.
+    """
+    timed(1)  # opens connections and allocates
+    steps = min(max(1, int(_ROUND / timed(1))), _MOST_STEPS)
+    return min(timed(steps) for _ in range(_ROUNDS))
+
+
+def _table(trials: Sequence[Trial]) -> Table:
+    rows = [
+        (
+            trial.plan,
+            seconds_text(trial.predicted_step_seconds),
+            "failed" if trial.failure else seconds_text(trial.measured_step_seconds),
+        )
+        for trial in trials
+    ]
+    return table_of(("plan", "predicted", "measured"), rows, ("plan",))

@@ -23,7 +23,7 @@ from lm_eval.api.model import LM
 
 from launcher import checkpoint
 from launcher.arrays.stacked_array import spec_at
-from launcher.checkpoint.names import flat_name, map_named
+from launcher.checkpoint.train_state import flat_name, map_named
 from launcher.config.compose import load, load_frozen
 from launcher.config.errors import ConfigError
 from launcher.inference.answers import stored_plan

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.arrays.stacked_array import StackedArray
 from launcher.checkpoint import FinishedModel
-from launcher.checkpoint.names import flat_name
+from launcher.checkpoint.train_state import flat_name
 from launcher.config.schema import Config
 from launcher.inference.model_layout import ModelLayout
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder

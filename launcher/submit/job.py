@@ -29,10 +29,8 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config
 from launcher.driver.folder import folder
-from launcher.driver.folder.folder import RunFolder, delete_on_error
-from launcher.driver.folder.make_folder import new_id
-from launcher.driver.folder.plan_files import write_plan
-from launcher.driver.folder.private_files import private_files
+from launcher.driver.folder.folder import RunFolder, delete_on_error, write_plan
+from launcher.driver.folder.make_folder import new_id, private_files
 from launcher.driver.planning.prepare import prepare
 from launcher.driver.run import guarded
 from launcher.report.console import line_printer, make_console

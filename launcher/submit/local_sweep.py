@@ -25,7 +25,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
 from launcher.config.schema import Config, Run
 from launcher.config.sweep import Batch, Outcome
-from launcher.driver.folder.private_files import private_files
+from launcher.driver.folder.make_folder import private_files
 from launcher.report.console import make_console
 from launcher.report.sweep import is_done, print_comparison, report_sweep
 from launcher.report.sweep_results import Row, objective_of, result_of, write_results

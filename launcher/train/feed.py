@@ -1,4 +1,4 @@
-"""Make batches as a process takes them, ahead of time: its own rows, and each held-out row once.
+"""Batches of a process, made ahead of time: its own rows, and each held-out row once.
 
 Every program is compiled for full batches. A held-out batch with fewer rows is therefore evaluated
 in pieces, each of a size that divides a full batch, and a piece is repeated until it fills one. So

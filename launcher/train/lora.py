@@ -14,8 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.checkpoint.adapters import ADAPTERS, adapted_kernel, adapters_of, without_adapters
-from launcher.checkpoint.names import flat_name, map_named, matches
+from launcher.checkpoint.train_state import (
+    ADAPTERS,
+    adapted_kernel,
+    adapters_of,
+    flat_name,
+    map_named,
+    matches,
+    without_adapters,
+)
 from launcher.config.optimizers import Lora
 from launcher.recipes import InputError, Model
 from launcher.trace import (
@@ -29,7 +36,7 @@ from launcher.trace import (
     make_jaxpr_and_shape,
     splice,
 )
-from launcher.train.muon import matrix_axes
+from launcher.train.optimizer import matrix_axes
 
 
 def with_adapters(model: Model, options: Lora) -> Model:

@@ -10,8 +10,13 @@ import jax
 import numpy as np
 
 from launcher.arrays.stacked_array import StackedArray
-from launcher.checkpoint.adapters import adapted_kernel, adapters_of, without_adapters
-from launcher.checkpoint.names import flat_name, map_named
+from launcher.checkpoint.train_state import (
+    adapted_kernel,
+    adapters_of,
+    flat_name,
+    map_named,
+    without_adapters,
+)
 from launcher.config.schema import Config
 from launcher.inference.model_layout import layout_of
 from launcher.inference.placed_model import ModelPlaces, everywhere, text_generator

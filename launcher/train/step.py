@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from launcher.checkpoint.names import Picks, rejoined, split_named
-from launcher.checkpoint.train_state import TrainState
+from launcher.checkpoint.train_state import Picks, TrainState, rejoined, split_named
 from launcher.recipes.checked_model import Metrics, checked_loss, init_model
 from launcher.trace import value_and_grad
 from launcher.train.optimizer import Schedule, count_updates

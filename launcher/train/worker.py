@@ -6,8 +6,11 @@ plain data.
 
 from __future__ import annotations
 
+import gc
+import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,36 +26,40 @@ from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
-from launcher.plan import Plan
+from launcher.plan import Plan, make_forward_plan
+from launcher.recipes import InputError
 from launcher.runtime import (
     Copies,
     Digester,
+    Executable,
     StageTimes,
+    StepCompilation,
     StepServices,
+    compile_step,
     named_values,
     shared_copies,
+    wait_for_more,
     with_first_replicas,
     with_values,
 )
-from launcher.train.compiling import Compiling, TriedPlan
-from launcher.train.evaluation import Evaluator
-from launcher.train.feed import Feeder, own_rows
-from launcher.train.program import Program, build_program
-from launcher.train.recordings import Recordings, trace_folder
+from launcher.train.feed import Feeder, filled, own_rows
+from launcher.train.program import Program, averaged_model, build_program, with_stored_model
 from launcher.train.sampling import Sample, Sampler
-from launcher.train.saver import Saver
-from launcher.train.start import averaged_model, with_stored_model
 from launcher.train.step_result import (
+    Recordings,
     Sent,
     StepResult,
     fetched_metrics,
+    fetched_values,
     finished,
     stalled_seconds,
+    trace_folder,
     with_stage_times,
 )
 
 if TYPE_CHECKING:
-    pass
+    from launcher.runtime import Transport
+    from launcher.train.program import Program
 
 
 class TrainWorker(Peer):
@@ -336,3 +343,206 @@ class TrainWorker(Peer):
             return None
         result = replace(result, recordings=self._recordings.take())
         return result if self._stages is None else with_stage_times(result, self._stages)
+
+
+class Saver:
+    """Writes this process's part of a state, one save at a time.
+
+    Args:
+        spans: records copying and writing.
+    """
+
+    def __init__(self, spans: SpanRecorder) -> None:
+        self._spans = spans
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._process: checkpoint.Background | None = None
+        self._save: Future[None] | None = None
+
+    def start_process(self) -> None:
+        """Start the process of low priority that writes the saves from now on."""
+        self._process = checkpoint.Background()
+
+    def begin(
+        self,
+        folder: Path,
+        step: int,
+        state: TrainState,
+        metadata: dict[str, Any],
+        keep: int,
+        writers: checkpoint.Writers,
+    ) -> None:
+        """Begin to write a state; return once it is copied.
+
+        `finish` must have been called for the save before.
+
+        Args:
+            folder: the folder of checkpoints.
+            step: the number of finished steps.
+            state: the state after them.
+            metadata: JSON-able metadata of the checkpoint.
+            keep: how many of the newest checkpoints to keep.
+            writers: the processes that write it together.
+        """
+        assert self._save is None
+        # A save at the end of a run holds nothing up, so it is not worth starting a process.
+        writer = self._process or checkpoint  # both have `copy_to_host` and `save`
+        with self._spans.span("save", f"copy of the state after step {step}"):
+            copy = writer.copy_to_host(state)
+        self._save = self._thread.submit(
+            self._write, writer.save, folder, step, copy, metadata, keep, writers
+        )
+
+    def _write(self, save: Callable[..., None], folder: Path, step: int, *rest: Any) -> None:
+        with self._spans.span("save", f"state after step {step}"):
+            save(folder, step, *rest)
+
+    def is_writing(self, seconds: float) -> bool:
+        """Wait for up to `seconds`; return whether the save is still being written."""
+        return bool(self._save and wait([self._save], seconds).not_done)
+
+    def finish(self) -> str | None:
+        """Wait for the save in progress; return why it failed, or None if it did not."""
+        save, self._save = self._save, None
+        try:
+            if save is not None:
+                save.result()
+        except checkpoint.SaveError as error:
+            return str(error)
+        return None
+
+    def close(self) -> None:
+        """Stop the thread and the process, once the save in progress is written."""
+        self._thread.shutdown()
+        if self._process is not None:
+            self._process.close()
+
+
+class Compiling:
+    """The train step and the evaluation step of a plan, lowered, and on their way.
+
+    Args:
+        program: the run's program.
+        plan: the plan of the train step; evaluation follows it.
+        services: what instructions use.
+
+    Raises:
+        PlanError: the program differs from the one that was planned.
+    """
+
+    def __init__(self, program: Program, plan: Plan, services: StepServices) -> None:
+        self._started, devices = time.perf_counter(), jax.devices()
+        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler")
+        self._train = StepCompilation(program.train, plan, devices, services, self._pool)
+        self._evaluate = None
+        if program.evaluate:
+            forward = make_forward_plan(program.evaluate, like=plan)
+            silent = StepServices(
+                services.transport, services.servers, SpanRecorder()
+            )  # a recorded step holds no evaluation
+            self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
+
+    @property
+    def programs(self) -> int:
+        """The number of distinct programs."""
+        return len(self._all)
+
+    def wait(self, seen: int) -> int:
+        """Wait until more than `seen` programs are compiled, or all; return how many are."""
+        return wait_for_more(self._all, seen)
+
+    def result(self) -> tuple[Executable, Executable | None, float]:
+        """Wait for all; return the train step, the evaluation step, and the seconds it took."""
+        with self._pool:
+            train = self._train.result()
+            evaluate = self._evaluate.result() if self._evaluate else None
+        return train, evaluate, time.perf_counter() - self._started
+
+    @property
+    def _all(self) -> list[Future[Any]]:
+        return [*self._train.programs, *(self._evaluate.programs if self._evaluate else [])]
+
+
+class TriedPlan:
+    """A plan's step, compiled, with a first state and a batch; nothing of it stays.
+
+    Args:
+        program: the run's program.
+        plan: the plan to try.
+        transport: moves arrays between processes.
+
+    Raises:
+        Exception: the plan cannot be compiled, or its state does not fit.
+    """
+
+    def __init__(self, program: Program, plan: Plan, transport: Transport | None) -> None:
+        gc.collect()  # what the trial before has held
+        self._step = compile_step(program.train, plan, jax.devices(), transport=transport)
+        self._state = self._step.create(program.init, program.seed)
+        rows = self._step.batch_rows()
+        self._batch: Any = own_rows(program.dataset.train, program.batch, rows)(0)
+
+    def run(self, steps: int) -> float:
+        """Return the mean seconds of a step over `steps` consecutive steps.
+
+        All workers call it together, with the same number.
+        """
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._state, metrics = self._step(self._state, self._batch)
+        arrays = jax.tree.leaves((self._state, metrics))
+        jax.block_until_ready([array for array in arrays if array.addressable_shards])
+        return (time.perf_counter() - began) / steps
+
+
+class Evaluator:
+    """Evaluates a model batch by batch.
+
+    Args:
+        step: the compiled evaluation step.
+        program: the run's program, with what is held out.
+    """
+
+    def __init__(self, step: Executable, program: Program) -> None:
+        self._step, self._program = step, program
+        self._rows = step.batch_rows()
+        self._evaluated: list[tuple[int, dict[str, jax.Array]]] = []
+
+    def run(self, model: dict[str, Any], batch: int) -> dict[str, float] | None:
+        """Evaluate on one batch of held-out data; batches are given in order, from 0.
+
+        Args:
+            model: `TrainState.model`.
+            batch: the number of the batch, below `Program.eval_batches`.
+
+        Returns:
+            After the last batch, the means over all rows of the metrics that this process knows;
+            before, None.
+
+        Raises:
+            launcher.recipes.InputError: there are no rows.
+        """
+        held_out = self._program.dataset.validation
+        assert held_out is not None
+        if batch == 0:
+            self._evaluated = []
+        for count, part in filled(held_out, batch, self._program.batch, self._rows):
+            self._evaluated.append((count, self._step(model, part)))
+            if len(self._evaluated) > 1:  # wait for the one before while this one runs
+                fetched_values(self._evaluated[-2][1])
+        if batch + 1 != self._program.eval_batches:
+            return None
+        if not self._evaluated:
+            raise InputError("the first batch of held-out data has no rows; hold some out")
+        fetched = [(count, fetched_values(metrics)) for count, metrics in self._evaluated]
+        return {name: _mean([(n, values[name]) for n, values in fetched]) for name in fetched[0][1]}
+
+
+def _mean(found: list[tuple[int, np.ndarray]]) -> float:
+    """Return the mean over full batches, each with the number of rows that it stands for.
+
+    Each holds a value or, of a model that gives weights, the value and the batch's weight
+    (`make_eval_step`), which grows with the repetition of rows.
+    """
+    pairs = [(n, *np.ravel(value).astype(float)) for n, value in found]
+    weights = [n * weight for n, _, *weights in pairs for weight in weights or [1.0]]
+    return float(np.average([value for _, value, *_ in pairs], weights=weights))

@@ -141,7 +141,7 @@ def runner(case: Any, plan: Any) -> Callable[[int], Step]:
 
 def tried(run: Callable[[int], Step]) -> float:
     """The seconds of a step as `parallel.try` measures them."""
-    from launcher.driver.tries import timed_rounds
+    from launcher.driver.training import timed_rounds
 
     return timed_rounds(lambda steps: run(steps).seconds)
 

@@ -20,8 +20,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 from launcher.config.compose import load, to_dict  # noqa: E402
+from launcher.driver.loop import contents  # noqa: E402
 from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
-from launcher.driver.saving import contents  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.train.program import build_program  # noqa: E402
 from launcher.train.worker import TrainWorker  # noqa: E402

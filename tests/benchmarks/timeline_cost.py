@@ -41,8 +41,7 @@ import psutil  # noqa: E402
 
 from launcher.base.spans import Clock  # noqa: E402
 from launcher.config.compose import load, to_dict  # noqa: E402
-from launcher.driver.folder.folder import RunFolder  # noqa: E402
-from launcher.driver.folder.plan_files import write_plan  # noqa: E402
+from launcher.driver.folder.folder import RunFolder, write_plan  # noqa: E402
 from launcher.driver.folder.status import Status  # noqa: E402
 from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
 from launcher.driver.record.run_log import RunLog  # noqa: E402
@@ -209,7 +208,7 @@ def main() -> None:
             if profiled:
                 _, spans, _ = found[-1][0]
                 used = time.process_time()
-                reporting.log.accounts.record(3, [ProcessSpans("worker 0", spans, Clock())])
+                reporting.log.accounting.record(3, [ProcessSpans("worker 0", spans, Clock())])
                 print(f"accounted for in {time.process_time() - used:.2f} s of processor time")
         reporting.log._trackers.finish({})
     trained.worker.close()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher import checkpoint
-from launcher.checkpoint import integrity
+from launcher.checkpoint import layout
 from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
@@ -251,13 +251,13 @@ def test_what_lies_outside_of_a_checkpoint_is_no_part_of_it(checkpoints):
     root, outside = checkpoints / "6", checkpoints.parent / "secret"
     outside.write_text("not to be read")
     (root / "link").symlink_to(outside)
-    _, sums = integrity._read(root / "checksums.json")
+    _, sums = layout._read(root / "checksums.json")
     sum_ = (outside.stat().st_size, hashlib.sha256(outside.read_bytes()).hexdigest())
     for name in (str(outside), "../../secret", "link"):
-        integrity.write_checksums(root, 6, {**sums, name: sum_})
-        assert integrity.damage(root) == f"checksums.json names {name}, which is not below it"
+        layout.write_checksums(root, 6, {**sums, name: sum_})
+        assert layout.damage(root) == f"checksums.json names {name}, which is not below it"
     (checkpoints / "link").symlink_to(checkpoints / "3")  # of the whole, a link is fine
-    assert integrity.damage(checkpoints / "link") is None
+    assert layout.damage(checkpoints / "link") is None
 
 
 def test_what_stands_in_a_checkpoints_place_or_a_locks_is_not_waited_for(config, checkpoints):

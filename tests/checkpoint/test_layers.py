@@ -8,8 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher import checkpoint
 from launcher.arrays.stacked_array import StackedArray
-from launcher.checkpoint.flat import write_flat
-from launcher.checkpoint.layers import sources
+from launcher.checkpoint.flat import sources, write_flat
 from launcher.checkpoint.train_state import TrainState
 from launcher.testing import assert_allclose
 

@@ -21,7 +21,7 @@ from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.machines import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
 from launcher.driver.planning import check
-from launcher.driver.planning.cluster_from_config import shape_of
+from launcher.driver.planning.prepare import shape_of
 from launcher.submit.local_sweep import find_slots
 
 ALLOCATION = Allocation("7", 0, 0, ("a", "b"), 0)

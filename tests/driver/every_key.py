@@ -38,10 +38,9 @@ from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.planning import check
-from launcher.driver.planning.candidates import plans_to_try
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.planning.prepare import Prepared
+from launcher.driver.planning.prepare import Prepared, plans_to_try
 from launcher.driver.record.run_log import predicted_cost
 from launcher.driver.tasks import evaluate, generate, task
 from launcher.driver.tasks.export import ExportTask

@@ -4,7 +4,7 @@ import json
 import os
 import random
 
-from launcher.checkpoint import integrity, layout
+from launcher.checkpoint import layout
 
 ODD_VALUES = (
     None, True, False, 0, -1, 1, 7, 10**30, -(10**30), 0.5, -1e300, "", " ", "x", "a\nb",
@@ -126,6 +126,6 @@ _WAYS = {
 
 def seal(root, step):
     """Make a checkpoint's checksums those of what it holds."""
-    files = [path for path in integrity.files_below(root) if path.name != layout.CHECKSUMS]
+    files = [path for path in layout.files_below(root) if path.name != layout.CHECKSUMS]
     if (root / layout.CHECKSUMS).is_file():
-        integrity.write_checksums(root, step, integrity.checksums(root, files))
+        layout.write_checksums(root, step, layout.checksums(root, files))

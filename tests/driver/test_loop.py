@@ -13,15 +13,15 @@ import pytest
 from launcher import checkpoint
 from launcher.config.training import Checkpoint, Train
 from launcher.driver.loop import Cadence
+from launcher.driver.record.accounting import WallClock
 from launcher.driver.record.recorder import DivergedError, is_evaluated
-from launcher.driver.record.wall_clock import WallClock
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import build_dataset, build_model
 from launcher.report.breakdown.goodput import Goodput
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
-from launcher.train.saver import Saver
 from launcher.train.step import init_state, make_train_step
+from launcher.train.worker import Saver
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trained_here import Training

@@ -24,12 +24,12 @@ from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load
 from launcher.config.parallel import Replay
 from launcher.driver import training
-from launcher.driver.folder import folder, plan_files
+from launcher.driver.folder import folder
+from launcher.driver.loop import contents
 from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.run import guarded
-from launcher.driver.saving import contents
 from launcher.plan import local_shape
 from launcher.report.console import make_console
 from launcher.report.jsonl import JsonlTracker
@@ -66,7 +66,7 @@ class Doors:
 
     def _write(self):
         self.home.mkdir(parents=True)
-        plan_files.write_plan(folder.RunFolder(self.home), self.config, self.plan)
+        folder.write_plan(folder.RunFolder(self.home), self.config, self.plan)
         params = {"w": jnp.ones(3)}
         for step in (3, 6):
             state = TrainState(jnp.int32(step), params, {}, jnp.zeros(2, jnp.uint32))
@@ -160,8 +160,8 @@ SEEDS = [
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_every_door_answers_in_words(seeds, doors, monkeypatch, capsys):
     monkeypatch.setattr(training._Job, "_attempt", attempt)
-    monkeypatch.setattr("launcher.driver.record.pictures.plot_timeline", lambda *_: None)
-    monkeypatch.setattr("launcher.driver.record.pictures.plot_loss", lambda *_: None)
+    monkeypatch.setattr("launcher.driver.record.run_log.plot_timeline", lambda *_: None)
+    monkeypatch.setattr("launcher.driver.record.run_log.plot_loss", lambda *_: None)
     monkeypatch.setattr("launcher.checkpoint.write._LIMIT_SECONDS", 0.0)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -14,9 +14,9 @@ from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.errors import HungError
 from launcher.config.compose import load
 from launcher.config.training import Checkpoint
-from launcher.driver import saving
+from launcher.driver import loop as saving
+from launcher.driver.loop import Saving
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.saving import Saving
 from launcher.plan import local_shape
 from launcher.train.program import build_program
 
@@ -127,7 +127,7 @@ def test_a_save_that_never_ends_is_a_hang(tmp_path, monkeypatch):
 def test_a_process_that_writes_on_after_the_first_gave_up_leaves_nothing(
     tmp_path, said, monkeypatch
 ):
-    monkeypatch.setattr("launcher.driver.saving.secrets.token_hex", lambda size: "t")
+    monkeypatch.setattr("launcher.driver.loop.secrets.token_hex", lambda size: "t")
     (tmp_path / "3.partial-t" / "default").mkdir(parents=True)
     (tmp_path / "3.partial-t" / "default" / "ocdbt.process_0").write_text("in the way")
     save = make(Workers(2, late=[1]), tmp_path)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from launcher.checkpoint import integrity
+from launcher.checkpoint import layout
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.slurm.allocation import Allocation
@@ -15,7 +15,7 @@ from launcher.config.compose import load, load_frozen, to_dict
 from launcher.config.machines import Emulated
 from launcher.driver import training
 from launcher.driver.failures import FailedError
-from launcher.driver.folder import folder, plan_files
+from launcher.driver.folder import folder
 from launcher.driver.folder.folder import LostFolderError
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
@@ -65,8 +65,8 @@ class Run:
         text = json.dumps({"custom_metadata": described})
         (path / "_CHECKPOINT_METADATA").write_text(text)
         (path / "default" / "arrays").write_text("numbers")
-        files = integrity.files_below(path)
-        integrity.write_checksums(path, step, integrity.checksums(path, files))
+        files = layout.files_below(path)
+        layout.write_checksums(path, step, layout.checksums(path, files))
 
     def damage(self, step):
         (self.checkpoints / str(step) / "default" / "arrays").write_text("NUMBERS")
@@ -217,7 +217,7 @@ def test_settings_that_hold_values_of_the_jobs_environment_are_their_users_alone
     config = load(["model=mlp", "dataset=synthetic", *words])
     path = tmp_path / "config.yaml"
     path.touch(0o644)
-    plan_files.write_plan(folder.RunFolder(tmp_path), config, plan)
+    folder.write_plan(folder.RunFolder(tmp_path), config, plan)
     assert ("s3cret" in path.read_text()) == ("s3cret" in env)
     assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
 

@@ -8,10 +8,9 @@ from launcher import checkpoint
 from launcher.base.log import lines_to
 from launcher.config.compose import load, to_dict
 from launcher.driver.callback import Callbacks
-from launcher.driver.loop import train
+from launcher.driver.loop import Saving, contents, train
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.recorder import Recorder
-from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import merged
 from launcher.plan import local_shape
 from launcher.stop import Stop

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from launcher.config.compose import load
-from launcher.driver.planning.cluster_from_config import shape_of
 from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.planning.prepare import shape_of
 from launcher.recipes import build_model
 from launcher.train.program import build_program
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from launcher.checkpoint.adapters import adapters_of, without_adapters
-from launcher.checkpoint.names import map_named
+from launcher.checkpoint.train_state import adapters_of, map_named, without_adapters
 
 
 def merge(params, options):

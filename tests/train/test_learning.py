@@ -13,8 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from launcher.checkpoint.adapters import without_adapters
-from launcher.checkpoint.names import flat_name
+from launcher.checkpoint.train_state import flat_name, without_adapters
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.tasks.export import ExportTask
@@ -22,7 +21,7 @@ from launcher.plan import local_shape
 from launcher.recipes import InputError, build_model
 from launcher.runtime import compile_step
 from launcher.train.lora import with_adapters
-from launcher.train.muon import matrix_axes
+from launcher.train.optimizer import matrix_axes
 from launcher.train.program import build_program, build_steps
 from launcher.train.step import init_state, make_train_step
 from launcher.train.worker import TrainWorker

@@ -1,4 +1,4 @@
-"""The run folder `<run.dir>/<run.id>/`: its owner, its content, its lock, and its open handle.
+"""The run folder `<run.dir>/<run.id>/`: its lock, its open handle, its settings and plan.
 
 `check` only looks, so that a wrong setting fails fast and leaves nothing behind. `claim` makes the
 folder and locks it, so that no two runs share one.
@@ -7,23 +7,29 @@ folder and locks it, so that no two runs share one.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+import yaml
 
 from launcher import checkpoint
-from launcher.base import clear_partial, open_own, set_aside
+from launcher.base import aside, clear_partial, complain, open_own, set_aside, write_whole
 from launcher.cluster.slurm.attempts import attempt_folder
+from launcher.config.compose import to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.identity import check_same_run
-from launcher.driver.folder.make_folder import check_folder, make_folder
-from launcher.driver.folder.private_files import private_files
+from launcher.driver.folder.make_folder import check_folder, make_folder, private_files
 from launcher.driver.folder.status import Status
+
+if TYPE_CHECKING:
+    from launcher.plan import Plan  # imports JAX
 
 LOCK = ".lock"
 
@@ -167,7 +173,7 @@ def reload(home: RunFolder, config: Config) -> RunFolder:
     choice = _choose(config, home.path)
     checkpoint.clear_partial_saves(home.checkpoints)
     damaged = tuple(_set_aside(home.checkpoints, *each) for each in choice.damaged)
-    next_batch = choice.account.next_batch if choice.account else 0
+    next_batch = choice.run.next_batch if choice.run else 0
     step = choice.step or 0
     return replace(home, finished_steps=step, damaged=damaged, next_batch=next_batch)
 
@@ -196,8 +202,8 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             "Make it readable, or choose another run.id.",
             ["run.id"],
         ) from None
-    if choice.step is not None and choice.account is not None:
-        check_same_run(path, choice.step, choice.account, config)
+    if choice.step is not None and choice.run is not None:
+        check_same_run(path, choice.step, choice.run, config)
     elif choice.damaged:
         step, problem = choice.damaged[0]
         raise ConfigError(
@@ -285,3 +291,38 @@ def open_handle(path: Path) -> Iterator[FolderHandle]:
         yield FolderHandle(path.absolute(), descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
+    """Write `config.yaml`, resolved except for environment variables, and `plan.json`."""
+    tree = to_written(replace(config, run=replace(config.run, id=home.id)))
+    tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
+    # Atomic, because another task of a Slurm job may be reading them.
+    text = yaml.safe_dump(tree, sort_keys=False)
+    write_whole(home.path / "config.yaml", text, config.cluster.holds_secrets)
+    write_plan_alone(home, plan)
+
+
+def write_plan_alone(home: RunFolder, plan: Plan) -> None:
+    """Write `plan.json`."""
+    write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+def current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
+    """Return the folder's present path; recreate a deleted folder from this process's memory.
+
+    Then at least the metrics survive a command that was meant for another folder.
+    """
+    if home.handle is None:
+        return home.path
+    try:
+        home.check()
+        return home.path
+    except LostFolderError:
+        if (path := home.handle.current_path()) is not None:
+            return path
+    path = home.path if not (home.path / LOCK).exists() else aside(home.path)  # another run's
+    path.mkdir(parents=True, exist_ok=True)
+    write_plan(replace(home, path=path), config, plan)
+    complain(f"settings, plan and metrics of the run are written again, to {path}")
+    return path

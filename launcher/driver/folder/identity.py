@@ -14,7 +14,7 @@ import json
 import secrets
 from pathlib import Path
 
-from launcher.checkpoint import Account
+from launcher.checkpoint import RunMetadata
 from launcher.config.compose import to_dict
 from launcher.config.environment import dotted, unresolved
 from launcher.config.errors import ConfigError, shown
@@ -42,7 +42,7 @@ def fingerprints(config: Config) -> dict[str, str]:
     }
 
 
-def check_same_run(path: Path, step: int, stored: Account, config: Config) -> None:
+def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -> None:
     """Check that the settings fit the checkpoint that the run is to resume from.
 
     Args:

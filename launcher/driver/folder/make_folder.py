@@ -1,4 +1,7 @@
-"""Make the folder `<run.dir>/<run.id>/`, or check beforehand that it can be made or used."""
+"""Make the folder `<run.dir>/<run.id>/`, or check beforehand that it can be made or used.
+
+The user alone may read its files, unless `run.shared` is set.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.base import FULL, exposed, named
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
-from launcher.driver.folder.private_files import OTHERS, is_own
 
 _OF_THE_DISK = FULL | {errno.EIO}  # errors of the disk, not of a setting
 
@@ -164,3 +168,37 @@ def _of_another_user(path: Path) -> ConfigError:
         "Choose another run.id, or set run.shared=true.",
         ["run.id"],
     )
+
+
+OTHERS = 0o077  # permissions of the group and of others
+
+
+@contextmanager
+def private_files(run: Run) -> Iterator[None]:
+    """Make new files private within the context, unless the run is shared.
+
+    It sets the umask, so it holds for every library and for child processes.
+    """
+    before = os.umask(OTHERS)
+    try:
+        if run.shared:
+            os.umask(before)
+        yield
+    finally:
+        os.umask(before)
+
+
+def is_own(folder: Path) -> bool:
+    """Return whether a folder, and a link that stands for it, belong to this user.
+
+    The user is compared by the number that the file system itself assigns: on NFS, root may be
+    another user.
+    """
+    owners = {folder.stat().st_uid, folder.lstat().st_uid}
+    if owners == {os.getuid()}:
+        return True
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as probe:
+            return owners == {os.stat(probe).st_uid}
+    except OSError:  # this user cannot write there
+        return False

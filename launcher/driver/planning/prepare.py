@@ -1,29 +1,32 @@
-"""Prepare a run: find data and devices, trace the program, plan."""
+"""Prepare a run: find data and devices, trace the program, plan, or take a plan tried before."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from launcher.base import held_back
+from launcher.base import DamagedError, held_back, read_json
 from launcher.cluster.devices import DevicePool
+from launcher.cluster.kinds import kind_of
+from launcher.config.parallel import Auto, Planned
 from launcher.config.schema import Config
-from launcher.driver.planning.candidates import known_fastest, plans_to_try
-from launcher.driver.planning.check import Inputs, look
-from launcher.driver.planning.cluster_from_config import shape_of
-from launcher.driver.planning.fitting import too_large, what_fits
+from launcher.driver.planning.check import Inputs, look, measures_first
 from launcher.driver.planning.init_from import check_start
-from launcher.driver.planning.plan_from_config import plans_of
-from launcher.plan import ClusterShape, Plan, PlanError
+from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
+from launcher.hardware import is_nominal
+from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
+from launcher.plan.profile.calibration import calibrated, kept
+from launcher.plan.profile.measure_first import measure_first
+from launcher.plan.profile.trials import fastest, kept_trial, same_way
 from launcher.report.console import Phase, status
 from launcher.report.plan_table import print_plan
-from launcher.train.program import Program, build_program
-from launcher.train.start import stored_part
+from launcher.train.program import Program, build_program, stored_part
 
 _log = logging.getLogger(__name__)
 
@@ -152,3 +155,95 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
             raise PlanError(problem)
         return replace(ready, problem=problem)
     return ready
+
+
+_PLANS = 3
+_PAYS = 1800.0  # seconds of training from which on trying, some ten seconds a plan, costs little
+
+
+def plans_to_try(config: Config, pool: DevicePool | None) -> Callable[[Plan], int]:
+    """Return a function from the best plan to how many plans to try; 1: none is tried.
+
+    It is `parallel.try` or, if that is null, a few where the training is long enough to pay for
+    them, or where earlier trials decide.
+    """
+    parallel = config.parallel
+    if pool is None or not isinstance(parallel, Auto):
+        return lambda best: 1
+    if parallel.try_ is not None:
+        number = max(parallel.try_, 1)
+        return lambda best: number
+    if parallel.cost == "model":
+        return lambda best: 1
+
+    def count(best: Plan) -> int:
+        is_long = best.predicted_step_seconds * config.train.steps >= _PAYS
+        return _PLANS if is_long or kept_trial(best) else 1
+
+    return count
+
+
+def knows_trials(config: Config) -> bool:
+    """Return whether earlier trials of plans count."""
+    return not (isinstance(config.parallel, Auto) and config.parallel.cost == "model")
+
+
+def known_fastest(config: Config, plans: Sequence[Plan]) -> Plan | None:
+    """Return the fastest of several plans, with a log line, if all were measured before."""
+    if len(plans) == 1 or not knows_trials(config):
+        return None
+    trials = [trial for plan in plans if (trial := kept_trial(plan))]
+    best = fastest(plans, trials) if len(trials) == len(plans) else None
+    if best is not None:
+        _log.info(
+            f"of {len(plans)} plans that were tried before, {describe_plan(best)} was the fastest "
+            "(parallel.cost=model forgets it)"
+        )
+    return best
+
+
+def of_run(folder: Path, plans: Sequence[Plan]) -> Plan | None:
+    """Return the plan that a run chose by trials, if it is one of `plans`.
+
+    Args:
+        folder: the run's folder, with its `plan.json`.
+        plans: the plans that it could try now.
+    """
+    try:
+        before = Plan.from_dict(read_json(folder / "plan.json"))
+    except (OSError, DamagedError, PlanError):
+        return None
+    same = [plan for plan in plans if before.tried and same_way(plan, before)]
+    return replace(same[0], tried=before.tried) if same else None
+
+
+def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -> ClusterShape:
+    """Return the shape to plan for: of the devices here, or of the described cluster.
+
+    Devices that were calibrated have their measured rates, unless nominal ones are asked for.
+
+    Args:
+        config: the settings.
+        pool: the devices here; None for a described cluster.
+        console: where it is shown that devices are measured of which no calibration is kept; None:
+            they are not measured.
+    """
+    nominal = kind_of(config.cluster).shape(pool)
+    if pool is None:
+        return nominal
+    if isinstance(config.parallel, Planned) and config.parallel.cost == "model":
+        return nominal
+    if not measures_first(config) or kept(nominal, "measured again") is not None:
+        return calibrated(nominal)
+    if console is not None:
+        with (
+            held_back(),
+            status(console, "measuring the devices, which are new here", Phase.MEASURING),
+        ):
+            return calibrated(nominal, measure_first(nominal))
+    if not is_nominal(nominal):  # else there is a warning that says more
+        _log.info(
+            "predictions rest on nominal rates: the first training here, or python -m launcher "
+            "task=calibrate, measures these devices"
+        )
+    return calibrated(nominal)

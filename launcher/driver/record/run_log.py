@@ -1,14 +1,15 @@
-"""The record of a run under way: trackers, performance, and the summary at its end."""
+"""The record of a run under way: trackers, performance, and the summary and pictures at its end."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +18,18 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from launcher.base import write_whole
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.script import SCRIPT
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
-from launcher.driver.record.accounts import Accounts
+from launcher.driver.record.accounting import Accounting
 from launcher.driver.record.best import Best
-from launcher.driver.record.pictures import ARTIFACTS, TIMELINE, draw_pictures, write_report
-from launcher.driver.record.recorder import FINITE, Recorder, warm_up
-from launcher.driver.record.timelines import Timelines
+from launcher.driver.record.recorder import FINITE, Recorder, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
+from launcher.report.breakdown import step_breakdown
 from launcher.report.breakdown.step_breakdown import (
     StepBreakdown,
     breakdown_tables,
@@ -39,9 +40,13 @@ from launcher.report.console import line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.pages.plot_process import PlotProcess
+from launcher.report.pages.plots import plot_loss, plot_memory
+from launcher.report.pages.run_page import Reported, run_report
+from launcher.report.pages.timeline import FILE, read_timeline
+from launcher.report.pages.timeline_plot import plot_timeline
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.step_lines import ConsoleTracker
-from launcher.report.summary import Summary, print_summary, write_summary
+from launcher.report.summary import REPORT, Summary, print_summary, write_summary
 from launcher.report.trackers.registry import open_trackers, openers
 from launcher.report.trackers.tracker import CompositeTracker, Metrics, TrackedRun, Tracker
 from launcher.stop import ENDINGS
@@ -92,7 +97,7 @@ class RunLog:
 
     Attributes:
         recorder: takes the steps' results from the loop.
-        accounts: where the time goes.
+        accounting: where the time goes.
         compile_seconds: compile time of the newest attempt, None before.
         failed_saves: a line for each checkpoint that could not be saved.
         best: follows its evaluations.
@@ -116,7 +121,7 @@ class RunLog:
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
         self._restarts: list[str] = []
-        self.accounts = Accounts(home, config, plan, plan_seconds)
+        self.accounting = Accounting(home, config, plan, plan_seconds)
         report = config.report
         steps, traced = report.timeline_steps or (), report.profiler_steps or ()
         self.best = Best(config.train, home.path)
@@ -129,8 +134,10 @@ class RunLog:
             line_printer(console),
             lambda *table: self._trackers.table(*table),
         )
-        timelines = Timelines(home.path, steps, traced, self.accounts.record)
-        self._callbacks = Callbacks(home.status, self.accounts.wall, self.best, timelines, samples)
+        timelines = Timelines(home.path, steps, traced, self.accounting.record)
+        self._callbacks = Callbacks(
+            home.status, self.accounting.wall, self.best, timelines, samples
+        )
         self.recorder = Recorder(
             self._log,
             config.train.log_every,
@@ -181,7 +188,7 @@ class RunLog:
 
     def show(self, finished_steps: int) -> None:
         """Show the steps of the attempt on the console from now on."""
-        self.accounts.started(self.compile_seconds)
+        self.accounting.started(self.compile_seconds)
         steps = self._config.train.steps
         self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
@@ -209,7 +216,7 @@ class RunLog:
         self._home.check()
         if self._metrics:
             self._metrics.sync()
-        self.accounts.write(self.recorder.finished_steps)
+        self.accounting.write(self.recorder.finished_steps)
 
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
@@ -282,7 +289,7 @@ class RunLog:
         first_step_at = self.recorder.first_step_at
         allocation = self._allocation
         found = measured(records, self._performance(), before, self._warm_up)
-        accounting = self.accounts.finish(path, self.recorder.finished_steps, found)
+        accounting = self.accounting.finish(path, self.recorder.finished_steps, found)
         summary = Summary(
             run_id=self._home.id,
             exit_reason=reason,
@@ -314,3 +321,93 @@ class RunLog:
         command = [program] if program == "launcher" else ["python", "-m", "launcher"]
         settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]
         return shlex.join([*command, *settings, f"run.id={self._home.id}"])
+
+
+TIMELINE = Path("plots/timeline.png")
+
+_log = logging.getLogger(__name__)
+
+# Files of a run's folder that trackers record, by name.
+ARTIFACTS = {
+    "plan": "plan.json",
+    "config": "config.yaml",
+    "timeline": FILE,
+    "accounting": step_breakdown.FILE,
+    "report": REPORT,
+    "profile": "profile",
+}
+
+
+def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
+    """Draw the plan's predicted step into the run's folder; return the plot's path.
+
+    Below it is the recorded step, the last one, if there is one.
+    """
+    path, recorded = folder / TIMELINE, read_timeline(folder / FILE)
+    return plot_timeline(
+        timeline(plan),
+        path,
+        run_id,
+        plan.predicted_step_seconds,
+        {step: recorded.spans(step) for step in recorded.steps},
+    )
+
+
+def draw_pictures(
+    folder: Path, plan: Plan, records: Sequence[dict[str, Any]], peak: int | None
+) -> dict[str, Path]:
+    """Draw a run's pictures into its folder; return the paths by name of those that are drawn.
+
+    A picture that cannot be written, for instance on a full disk, costs a warning.
+
+    Args:
+        folder: the run's folder.
+        plan: its plan.
+        records: its logged steps.
+        peak: the measured peak of memory in bytes, None where it is unknown.
+    """
+    run_id, plots = folder.name, folder / "plots"
+    drawn = {
+        "timeline": functools.partial(draw_timeline, plan, folder, run_id),
+        "memory": functools.partial(plot_memory, plan, peak, plots / "memory.png", run_id),
+    }
+    if records:
+        drawn["loss"] = functools.partial(plot_loss, records, plots / "loss.png", run_id)
+    pictures = {}
+    for name, draw in drawn.items():
+        try:
+            pictures[f"plots/{name}"] = draw()
+        except OSError as error:
+            _log.warning(f"plots/{name}.png cannot be written: {error.strerror}")
+    return pictures
+
+
+def write_report(
+    folder: Path,
+    summary: Summary,
+    plan: Plan,
+    config: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]] = (),
+    accounting: StepBreakdown | None = None,
+    restarts: Sequence[str] = (),
+) -> None:
+    """Write `report.html` of a run; an error is a warning, and ends no run.
+
+    Args:
+        folder: the run's folder, with its recorded steps.
+        summary: its summary.
+        plan: its plan.
+        config: its settings, without secrets.
+        records: its logged steps.
+        accounting: the breakdown of its time, None where that is not known.
+        restarts: the message of each restart.
+    """
+    try:
+        recorded = read_timeline(folder / FILE)
+        steps = {step: recorded.spans(step) for step in recorded.steps}
+        found = Reported(
+            summary, plan, timeline(plan), config, records, steps, accounting, restarts
+        )
+        write_whole(folder / REPORT, run_report(found).encode())
+    except Exception as error:
+        _log.warning(f"{REPORT} cannot be written: {error}")

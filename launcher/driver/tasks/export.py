@@ -14,7 +14,7 @@ from launcher.checkpoint.hugging_face import Folder
 from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
-from launcher.driver.folder.private_files import private_files
+from launcher.driver.folder.make_folder import private_files
 from launcher.driver.tasks.task import CheckpointTask
 from launcher.inference.export_tokenizer import exported_tokenizer
 from launcher.inference.stored_model import run_settings

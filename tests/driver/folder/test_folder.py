@@ -21,7 +21,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Slurm, SlurmCluster
 from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import new_id
-from launcher.driver.saving import contents
+from launcher.driver.loop import contents
 
 
 @functools.cache

@@ -9,9 +9,9 @@ import pytest
 from launcher.base import measurements
 from launcher.cluster.kinds import pool_shape
 from launcher.config.compose import load
-from launcher.driver.planning import cluster_from_config, prepare
+from launcher.driver.planning import prepare
 from launcher.driver.planning.check import find_pool, measures_first
-from launcher.driver.planning.cluster_from_config import shape_of
+from launcher.driver.planning.prepare import shape_of
 from launcher.plan.profile.calibration import Calibration
 from launcher.report.console import make_console
 
@@ -37,7 +37,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return FOUND
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cluster_from_config, "measure_first", stand_in)
+    monkeypatch.setattr(prepare, "measure_first", stand_in)
     return found
 
 

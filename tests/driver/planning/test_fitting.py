@@ -11,8 +11,7 @@ from launcher.__main__ import main
 from launcher.config.compose import load
 from launcher.config.parallel import METHODS, Zero3
 from launcher.driver.planning import prepare
-from launcher.driver.planning.fitting import too_large, what_fits
-from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.planning.plan_from_config import plan_of, too_large, what_fits
 from launcher.plan import PlanError, local_shape
 from launcher.report.console import make_console
 

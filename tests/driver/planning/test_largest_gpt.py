@@ -3,8 +3,8 @@
 import pytest
 
 from launcher.config.compose import load
-from launcher.driver.planning.cluster_from_config import shape_of
 from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.planning.prepare import shape_of
 from launcher.train.program import build_program
 
 GPT_13B = (

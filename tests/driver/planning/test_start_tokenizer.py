@@ -1,4 +1,4 @@
-"""`launcher/driver/planning/start_tokenizer.py`: data of tokens that the model does not know."""
+"""`launcher/driver/planning/init_from.py`: data of tokens that the model does not know."""
 
 import json
 import os

@@ -16,9 +16,8 @@ from launcher.base.spans import Clock
 from launcher.checkpoint import Background
 from launcher.driver.callback import Callbacks
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.record.accounts import Accounts
-from launcher.driver.record.recorder import Recorder
-from launcher.driver.record.timelines import Timelines
+from launcher.driver.record.accounting import Accounting
+from launcher.driver.record.recorder import Recorder, Timelines
 from launcher.plan import local_shape
 from launcher.report.breakdown.step_breakdown import read_breakdown
 from launcher.train import worker as worker_module
@@ -38,12 +37,12 @@ class Accounted(Training):
 
     def recorder_of(self, plan):
         home = SimpleNamespace(path=self.home, finished_steps=0)
-        self.accounts = Accounts(home, self.config, plan, 0.0)
-        self.accounts.started(0.0)
-        timelines = Timelines(self.home, [RECORDED], take=self.accounts.record)
+        self.accounting = Accounting(home, self.config, plan, 0.0)
+        self.accounting.started(0.0)
+        timelines = Timelines(self.home, [RECORDED], take=self.accounting.record)
         timelines.begin([Clock()])
         return Recorder(
-            self._log, 1, lambda seconds: {}, callbacks=Callbacks(timelines, self.accounts.wall)
+            self._log, 1, lambda seconds: {}, callbacks=Callbacks(timelines, self.accounting.wall)
         )
 
     def plan_of(self, step):
@@ -54,7 +53,7 @@ class Accounted(Training):
         super().run()
         steady = [line["perf/step_seconds"] for line in self.lines[RECORDED + 1 :]]
         measured = {"step_seconds_median": statistics.median(steady)} if steady else {}
-        self.accounts.finish(self.home, self.recorder.finished_steps, measured)
+        self.accounting.finish(self.home, self.recorder.finished_steps, measured)
         return read_breakdown(self.home)
 
     def run_and_add_up(self):

@@ -9,8 +9,7 @@ import pytest
 
 from launcher.base.spans import Clock, Span
 from launcher.config.compose import load
-from launcher.driver.folder.folder import RunFolder
-from launcher.driver.folder.plan_files import write_plan
+from launcher.driver.folder.folder import RunFolder, write_plan
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.recorder import DivergedError
 from launcher.driver.record.run_log import RunLog

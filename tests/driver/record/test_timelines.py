@@ -5,9 +5,9 @@ import json
 import pytest
 
 from launcher.base.spans import Clock, Span
-from launcher.driver.record.timelines import Timelines
+from launcher.driver.record.recorder import Timelines
 from launcher.report.pages.timeline import FILE
-from launcher.train.recordings import Recording, Recordings
+from launcher.train.step_result import Recording, Recordings
 
 SPAN = Span("device 0", "it", 1_000, 2_000, "update", {})
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.driver.record.wall_clock import WallClock, with_lost
+from launcher.driver.record.accounting import WallClock, with_lost
 from launcher.report.breakdown.goodput import Goodput
 
 
