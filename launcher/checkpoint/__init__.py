@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from launcher.checkpoint.orbax_compat import PLACEHOLDER as PLACEHOLDER
     from launcher.checkpoint.read import Mismatch as Mismatch
     from launcher.checkpoint.read import check_model as check_model
+    from launcher.checkpoint.read import first_of as first_of
     from launcher.checkpoint.read import restore as restore
     from launcher.checkpoint.read import restore_model as restore_model
     from launcher.checkpoint.read import restore_parts as restore_parts
@@ -45,26 +46,13 @@ if TYPE_CHECKING:
     from launcher.checkpoint.write import save as save
     from launcher.checkpoint.write import save_parts as save_parts
 
-# The module of each name that needs JAX.
-_HOMES = {
-    "background": ("Background",),
-    "finished": ("FinishedModel", "export_hugging_face", "export_model"),
-    "orbax_compat": ("PLACEHOLDER",),
-    "read": (
-        "Mismatch",
-        "check_model",
-        "restore",
-        "restore_model",
-        "restore_parts",
-        "stored_shapes",
-    ),
-    "shards": ("copy_to_host",),
-    "write": ("SaveError", "Writers", "save", "save_parts"),
-}
+# The modules that need JAX, those that are imported fastest first.
+_LAZY = ("shards", "write", "read", "orbax_compat", "finished", "background")
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    for module in _LAZY if name[0] != "_" and name not in _LAZY else ():
+        home = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(home, name):
+            return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 
 from launcher.base import end_with_parent
+from launcher.checkpoint.layout import partial_path
 from launcher.checkpoint.shards import view_on_host
 from launcher.checkpoint.write import SaveError, Writers, abandon, save, stored_parts
 
@@ -108,7 +109,7 @@ class Background:
                 "was stopped (SIGSTOP, or a debugger)" if stopped else f"ended ({_exit_text(code)})"
             )
             message = f"cannot save step {step} in {folder}: the process that writes it {how}."
-            abandon(folder, step, writers, message)
+            abandon(partial_path(folder / str(step), writers.token), writers, message)
             self._start()
             raise SaveError(message) from None
         if kind == "refused":

@@ -19,7 +19,7 @@ class RunMetadata:
     Attributes:
         run_id: the run that saved it.
         config: that run's settings.
-        fingerprints: a fingerprint of each setting that came from the environment, by its key.
+        fingerprints: by its key, the fingerprint of a setting that came from the environment.
         next_batch: the index of the next batch, from 0.
         data: the fingerprint of the dataset's content; "" where it has none.
     """

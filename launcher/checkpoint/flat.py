@@ -144,26 +144,28 @@ def value_of(read: Arrays, source: Source) -> np.ndarray:
 
 
 def _placed(read: Arrays, source: Source | None, leaf: Any) -> Any:
-    if isinstance(leaf, StackedArray):
-        if source is None:
-            return StackedArray([_at(None, row) for row in leaf.rows])
-        if isinstance(source, tuple) and not isinstance(source[1], int):  # a layer at a time
-            rows: Iterable[np.ndarray] = (read(name) for name in names_of(source))
-        else:
-            rows = value_of(read, source)
-        return StackedArray([_at(*each) for each in zip(rows, leaf.rows, strict=True)])
-    return _at(None if source is None else value_of(read, source), leaf)
+    if source is None:
+        return absent(leaf)
+    if not isinstance(leaf, StackedArray):
+        return _at(value_of(read, source), leaf)
+    if isinstance(source, tuple) and not isinstance(source[1], int):  # a layer at a time
+        rows: Iterable[np.ndarray] = (read(name) for name in names_of(source))
+    else:
+        rows = value_of(read, source)
+    return StackedArray([_at(*each) for each in zip(rows, leaf.rows, strict=True)])
 
 
-def _at(value: np.ndarray | None, leaf: Any) -> jax.Array:
-    """Return an array where its shape `leaf` says, without parts if it has no value here."""
-    if value is None:
-        return jax.make_array_from_single_device_arrays(
-            leaf.shape, leaf.sharding, [], dtype=leaf.dtype
-        )
+def _at(value: np.ndarray, leaf: Any) -> jax.Array:
     return jax.make_array_from_callback(
         leaf.shape, leaf.sharding, lambda index: value[index].astype(leaf.dtype)
     )
+
+
+def absent(leaf: Any) -> Any:
+    """Return an array with the shape and sharding of `leaf`, without a part in this process."""
+    if isinstance(leaf, StackedArray):
+        return StackedArray([absent(row) for row in leaf.rows])
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]

@@ -16,7 +16,15 @@ import numpy as np
 from launcher.arrays.npz import Header
 from launcher.arrays.stacked_array import StackedArray, sharding_of
 from launcher.base import DamagedError
-from launcher.checkpoint.flat import Source, can_take, find_weights, names_of, read_flat, sources
+from launcher.checkpoint.flat import (
+    Source,
+    absent,
+    can_take,
+    find_weights,
+    names_of,
+    read_flat,
+    sources,
+)
 from launcher.checkpoint.layout import ARRAYS
 from launcher.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.checkpoint.train_state import MODEL_PARTS, TrainState, flat_name
@@ -187,7 +195,7 @@ def _assembled(leaf: Any, source: Source, values: Mapping[str, Any]) -> Any:
     if isinstance(leaf, StackedArray):
         return StackedArray(rows)
     if not _is_here(leaf):
-        return _absent(leaf)
+        return absent(leaf)
     value = np.stack([np.asarray(row) for row in rows])
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
@@ -219,8 +227,13 @@ def _read(path: Path, tree: Any) -> Any:
     if not arrays.is_dir():
         raise FileNotFoundError(f"{arrays} is not there")
     wanted = jax.tree.map(lambda leaf: leaf if _is_here(leaf) else PLACEHOLDER, tree)
-    read = read_tree(arrays, wanted)
-    return jax.tree.map(lambda leaf, value: value if _is_here(leaf) else _absent(leaf), tree, read)
+
+    def placed(leaf: Any, value: Any) -> Any:
+        if leaf is PLACEHOLDER:
+            return None
+        return value if _is_here(leaf) else absent(leaf)
+
+    return jax.tree.map(placed, tree, read_tree(arrays, wanted))
 
 
 def _is_here(leaf: Any) -> bool:
@@ -228,12 +241,3 @@ def _is_here(leaf: Any) -> bool:
         return False
     where = sharding_of(leaf)
     return where is None or bool(where.addressable_devices)
-
-
-def _absent(leaf: Any) -> Any:
-    """Return an array of which this process holds no part; None for a `PLACEHOLDER`."""
-    if leaf is PLACEHOLDER:
-        return None
-    if isinstance(leaf, StackedArray):
-        return StackedArray([_absent(row) for row in leaf.rows])
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)

@@ -28,16 +28,6 @@ from launcher.checkpoint.layout import CHECKSUMS, METADATA, is_step
 from launcher.checkpoint.shards import OwnedShards
 
 _ALONE = "tree"  # the name of a tree that is one leaf
-_MOST_NAMED = 5
-_REMEDIES = {
-    errno.ENOSPC: "Free some space there",
-    errno.EDQUOT: "Your quota there is used up: free some space, or choose another folder",
-    **dict.fromkeys(
-        (errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable, or choose another folder"
-    ),
-    errno.EFBIG: "Raise the limit on the size of files (ulimit -f)",
-}
-
 _Path = tuple[str, ...]
 
 
@@ -161,7 +151,7 @@ def write_part(
     step = int(folder.name) if is_step(folder.name) else 0
     try:
         with _quiet():
-            checkpoint.save_parts(folder, parts, step, {}, writers, _REMEDIES)
+            checkpoint.save_parts(folder, parts, step, {}, writers)
     except checkpoint.SaveError as error:
         return [], str(error)
     return [], None
@@ -251,9 +241,7 @@ def _check_stored(folder: Path, paths: Sequence[_Path], leaves: Sequence[Any]) -
         (stored.keys() - wanted.keys(), "has {}, which `like` does not have"),
     ):
         if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            listed = ", ".join(sorted(names)[:_MOST_NAMED]) + more
-            raise RestoreError(f"{folder} {text.format(listed)}")
+            raise RestoreError(f"{folder} {text.format(checkpoint.first_of(sorted(names)))}")
     for name, leaf in wanted.items():
         there, asked = _text(stored[name]), _text(leaf)
         if there != asked:

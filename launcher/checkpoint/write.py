@@ -46,12 +46,12 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 _LIMIT_SECONDS = 1800.0  # for another process to write its part, on a slow disk
 
+_FREE = "Free some space there"
+_PERMIT = "Make it writable, or choose another {place}"
 _REMEDIES = {
-    errno.ENOSPC: "Free some space there, or keep fewer states (train.checkpoint.keep)",
-    errno.EDQUOT: "Your quota there is used up: free some space, or choose another run.dir",
-    errno.EROFS: "Make it writable, or choose another run.dir",
-    errno.EACCES: "Make it writable, or choose another run.dir",
-    errno.EPERM: "Make it writable, or choose another run.dir",
+    errno.ENOSPC: _FREE,
+    errno.EDQUOT: "Your quota there is used up: free some space, or choose another {place}",
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _PERMIT),
     errno.EFBIG: "Raise the limit on the size of files (ulimit -f)",
 }
 
@@ -113,7 +113,7 @@ def save(
         SaveError: the disk refused it; earlier checkpoints are unchanged.
     """
     final = folder.absolute() / str(step)
-    save_parts(final, stored_parts(state), step, metadata, writers)
+    save_parts(final, stored_parts(state), step, metadata, writers, "run.dir")
     if writers.index == 0 and keep:
         _prune(final.parent, step, keep)
 
@@ -124,7 +124,7 @@ def save_parts(
     step: int,
     metadata: dict[str, Any],
     writers: Writers,
-    remedies: Mapping[int, str] | None = None,
+    place: str = "folder",
 ) -> None:
     """Write the checkpoint `final`, completely or not at all.
 
@@ -134,7 +134,7 @@ def save_parts(
         step: the number of finished steps.
         metadata: JSON-able metadata.
         writers: the processes that write.
-        remedies: what to do, by the number of the disk's error; None for a run's own.
+        place: what to choose another one of, if the disk refuses it.
 
     Raises:
         SaveError: the disk refused it.
@@ -149,19 +149,15 @@ def save_parts(
             write_checksums(partial, step, {**sums, **rest})
             _commit(partial, final)
     except Exception as error:
-        problem = _explained(error, what, _REMEDIES if remedies is None else remedies)
-        _abandon(partial, writers, problem or f"cannot save {what}: {error!r}")
+        problem = _explained(error, what, place)
+        abandon(partial, writers, problem or f"cannot save {what}: {error!r}")
         if problem is None:
             raise
         raise SaveError(problem) from None
 
 
-def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
+def abandon(partial: Path, writers: Writers, problem: str) -> None:
     """Abandon a save: notify the first process, or delete the files if this is the first."""
-    _abandon(partial_path(folder / str(step), writers.token), writers, problem)
-
-
-def _abandon(partial: Path, writers: Writers, problem: str) -> None:
     try:
         if writers.index:
             shutil.rmtree(process_folder(partial / ARRAYS, writers.index), ignore_errors=True)
@@ -261,7 +257,7 @@ def _read_note(path: Path) -> _Note:
         raise SaveError(f"cannot save {path.parent.stem}: {path} is damaged: {error}.") from None
 
 
-def _explained(error: Exception, what: str, remedies: Mapping[int, str]) -> str | None:
+def _explained(error: Exception, what: str, place: str) -> str | None:
     """Return the error as one line, or None if it is not an error of the disk."""
     if isinstance(error, SaveError):
         return str(error)
@@ -273,7 +269,9 @@ def _explained(error: Exception, what: str, remedies: Mapping[int, str]) -> str 
         reason = text  # TensorStore's, for example if another process deleted the folder
     else:
         return None
-    remedy = remedies.get(code or 0, "Check the disk")
+    remedy = _REMEDIES.get(code or 0, "Check the disk").format(place=place)
+    if remedy == _FREE and place == "run.dir":
+        remedy += ", or keep fewer states (train.checkpoint.keep)"
     return f"cannot save {what}: {reason}. {remedy}."
 
 

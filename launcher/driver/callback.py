@@ -110,9 +110,14 @@ def find_hook(name: str) -> Callback | type[Callback]:
     found = getattr(users_module("hooks", module or name, ()), last, None)
     if isinstance(found, Callback) or (isinstance(found, type) and issubclass(found, Callback)):
         return found
-    raise InputError(
+    raise no_callback(name)
+
+
+def no_callback(name: str) -> InputError:
+    """Return the error for a hook that names no callback."""
+    return InputError(
         f"hooks=[{name}] is no callback; name a class or an instance of launcher.driver.Callback, "
-        f"such as {module or name}.MyCallback"
+        f"such as {name.rpartition('.')[0] or name}.MyCallback"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from launcher.cluster.errors import HungError, RayEndedError, WorkerError
-from launcher.driver.record.recorder import DivergedError
+from launcher.driver.record.step_log import DivergedError
 from launcher.plan import Plan
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
@@ -52,17 +52,6 @@ class Restart:
 
     number: int
     delay_seconds: float
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """The decision to end the run.
-
-    Attributes:
-        why: the reason as a clause; empty if restarts are off.
-    """
-
-    why: str
 
 
 class FailedError(Exception):
@@ -116,18 +105,21 @@ def _stages(plan: Plan, host: int) -> str:
     return f"stage{many} {', '.join(owned)} of {len(plan.stages)}"
 
 
-def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
+def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | str:
     """Return whether to restart after the last of `failures`, which are in order of time.
 
     The delay doubles from restart to restart, from one second to a minute.
+
+    Returns:
+        The restart, or why there is none, as a clause; "" if restarts are off.
     """
     if not max_restarts:
-        return GiveUp("")
+        return ""
     *before, last = failures
     if before and last.is_like(before[-1]):
-        return GiveUp(f"it failed in the same way twice in a row at step {last.step}")
+        return f"it failed in the same way twice in a row at step {last.step}"
     if len(failures) > max_restarts:
-        return GiveUp(f"it was restarted cluster.max_restarts={max_restarts} times")
+        return f"it was restarted cluster.max_restarts={max_restarts} times"
     delay = min(_FIRST_DELAY * 2 ** len(before), _LONGEST_DELAY)
     return Restart(len(failures), delay)
 
@@ -175,8 +167,8 @@ def run_with_restarts(
                 raise
             failures.append(failure)
             verdict = decide(failures, max_restarts())
-            if isinstance(verdict, GiveUp):
-                ending = f"\nThe run is not restarted: {verdict.why}." if verdict.why else ""
+            if isinstance(verdict, str):
+                ending = f"\nThe run is not restarted: {verdict}." if verdict else ""
                 raise FailedError(failure.report + ending) from error
         prepare_restart(failure, verdict)
         sleep(verdict.delay_seconds)

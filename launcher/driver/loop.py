@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,8 +20,8 @@ from launcher.config.schema import Config
 from launcher.config.training import Checkpoint, Train
 from launcher.driver.folder.identity import fingerprints
 from launcher.driver.record.best import Best
-from launcher.driver.record.recorder import Recorder, is_evaluated, profiled_step
 from launcher.driver.record.samples import Samples
+from launcher.driver.record.step_log import StepLog, is_evaluated, profiled_step
 from launcher.plan import Plan
 from launcher.report.text import shown_path
 from launcher.stop import Stop
@@ -29,15 +29,13 @@ from launcher.stop import Stop
 if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
 
-Calls: TypeAlias = "deque[tuple[str, Answers]]"  # with what each is part of: a phase of `Goodput`
-
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
 
 
 def train(
     settings: Train,
     workers: Workers,
-    recorder: Recorder,
+    step_log: StepLog,
     stop: Stop,
     finished: int,
     save: Saving,
@@ -45,14 +43,14 @@ def train(
 ) -> None:
     """Train from step `finished` + 1 to `settings.steps`, or until a signal asks to stop.
 
-    Saves go on in the background while training continues; all are complete on return. The last
-    step is saved if it is due like any other, if `settings.checkpoint.at_end` is set, or if a
-    signal ends the run, provided that a step was made. So is one whose evaluation is the best.
+    Saves are written while training continues; all are complete on return. The last step is saved
+    if it is due like any other, if `settings.checkpoint.at_end` is set, or if a signal ends the
+    run, provided that a step was made. So is one whose evaluation is the best.
 
     Args:
         settings: the section `train`, with the number of batches of an evaluation.
         workers: the workers, with their state created or restored.
-        recorder: takes the result of each step.
+        step_log: takes the result of each step.
         stop: the signals received.
         finished: the number of steps already finished.
         save: `save(step)` begins to save the state after `step`.
@@ -64,39 +62,29 @@ def train(
         SaveError: a save failed, and that ends the run.
         WorkerError: and the other errors of `Workers.result`.
     """
-    lines, none = recorder.timelines, frozenset[int]()
-    recorded, traced = (lines.steps, lines.traced) if lines else (none, none)
-    profiled = profiled_step(settings.steps, finished, recorded | traced)
-    cadence = Cadence(settings.checkpoint, clock())
-    calls: Calls = deque()
+    profiled = profiled_step(settings.steps, finished, step_log.timelines.all)
+    cadence, calls = Cadence(settings.checkpoint, clock()), _Calls(workers, step_log)
+    best, samples = step_log.callbacks.of(Best), step_log.callbacks.of(Samples)
     step = saved = finished
-    best, samples = recorder.callbacks.of(Best), recorder.callbacks.of(Samples)
-    num_batches = settings.eval_batches or 0
     while step < settings.steps and not stop.requested and not (best and best.reason):
         step += 1
-        if step in recorded:
-            recorder.spans.start()
-        how = step == profiled, step in recorded
-        trace_in = str(lines.traces.absolute()) if lines and step in traced else None
-        calls.append(("training", workers.submit("step", step, *how, trace_in)))
+        calls.send("training", "step", step, step == profiled, *step_log.timelines.start(step))
         if is_evaluated(step, settings):
-            for batch in range(num_batches):
-                calls.append(("evaluating", workers.submit("evaluate", batch)))
+            for batch in range(settings.eval_batches or 0):
+                calls.send("evaluating", "evaluate", batch)
             if best and best.follows:
-                _finish(workers, calls, recorder)
+                calls.finish()
         if samples and samples.is_due(step):
-            calls.append(("training", workers.submit("flush")))
-            asked = samples.prompts, samples.most
-            calls.append(("sampling", workers.submit("sample", step, *asked)))
+            calls.send("training", "flush")
+            calls.send("sampling", "sample", step, samples.prompts, samples.most)
         is_best = bool(best and best.is_to_keep(step))
         if step < settings.steps and (cadence.is_due(step, clock()) or is_best):
-            _finish(workers, calls, recorder)  # a step that diverged must not be saved
+            calls.finish()  # a step that diverged must not be saved
             calls.append(("saving", save(step)))
             saved = step
-        while len(calls) >= IN_FLIGHT:
-            _record_next(calls, recorder)
-    _finish(workers, calls, recorder)
-    recorder.log_newest()
+        calls.record(IN_FLIGHT - 1)
+    calls.finish()
+    step_log.log_newest()
     at_end = settings.checkpoint.at_end or stop.requested
     # The last step may be due like any other; nothing has to overlap with its save.
     is_best = bool(best and best.is_to_keep(step))
@@ -104,29 +92,40 @@ def train(
     if final and step != saved:
         save(step).result()
     save.finish(final)
-    recorder.wall.lap("saving")
+    step_log.wall.lap("saving")
 
 
-def _finish(workers: Workers, calls: Calls, recorder: Recorder) -> None:
-    """Wait for all calls that were sent, and record their results."""
-    calls.append(("training", workers.submit("flush")))
-    while calls:
-        _record_next(calls, recorder)
+class _Calls(deque[tuple[str, "Answers"]]):
+    """Calls under way, the oldest first, each with what it is part of: a phase of `Goodput`."""
 
+    def __init__(self, workers: Workers, step_log: StepLog) -> None:
+        super().__init__()
+        self._workers, self._recorder = workers, step_log
 
-def _record_next(calls: Calls, recorder: Recorder) -> None:
-    """Wait for the oldest call and record its result."""
-    phase, answers = calls.popleft()
-    with recorder.spans.span("loop", "wait for the workers"):
-        result = answers.result()
-    with recorder.spans.span("loop", "log"):
-        if phase == "sampling":
-            recorder.lap("evaluating")
-            if samples := recorder.callbacks.of(Samples):
-                samples.take(result)
-            return
-        recorder.lap(phase, result)
-        recorder.record(result)
+    def send(self, phase: str, method: str, *arguments: Any) -> None:
+        """Call a method of all workers."""
+        self.append((phase, self._workers.submit(method, *arguments)))
+
+    def finish(self) -> None:
+        """Wait for all calls that were sent, and record their results."""
+        self.send("training", "flush")
+        self.record(0)
+
+    def record(self, most: int) -> None:
+        """Wait for the oldest calls and record their results, until `most` are under way."""
+        step_log = self._recorder
+        while len(self) > most:
+            phase, answers = self.popleft()
+            with step_log.timelines.spans.span("loop", "wait for the workers"):
+                result = answers.result()
+            with step_log.timelines.spans.span("loop", "log"):
+                if phase == "sampling":
+                    step_log.lap("evaluating")
+                    if samples := step_log.callbacks.of(Samples):
+                        samples.take(result)
+                else:
+                    step_log.lap(phase, result)
+                    step_log.record(result)
 
 
 class Cadence:
@@ -221,8 +220,8 @@ class Saving:
         """Begin to save the state after `step` steps, once the save before it is complete.
 
         Returns:
-            The workers' answers, which arrive when the state is copied: training can then go on
-                while it is written.
+            The workers' answers, which arrive when the state is copied: training can then
+                continue while it is written.
 
         Raises:
             SaveError: the save before failed, and that ends the run.
@@ -235,7 +234,7 @@ class Saving:
     def finish(self, final: bool) -> None:
         """Wait until the save under way is complete.
 
-        A worker that writes for longer than `cluster.step_timeout` is not taken for hung: it
+        A worker that writes for longer than `cluster.step_timeout` does not count as hung: it
         answers that it still writes, and is asked again.
 
         Args:
@@ -257,9 +256,7 @@ class Saving:
             if step:
                 self._saved(step)
             return
-        clear_partial_saves(
-            self._folder
-        )  # parts that other processes wrote after the first gave up
+        clear_partial_saves(self._folder)  # other processes may write after the first gave up
         self._failures.append(problem)
         if final or self._settings.on_error == "stop":
             raise SaveError(problem)

@@ -88,7 +88,7 @@ def guarded(work: Callable[[], int]) -> int:
         message, code = str(error), 1
     except Exception as error:
         from launcher.driver.failures import FailedError
-        from launcher.driver.record.recorder import DivergedError
+        from launcher.driver.record.step_log import DivergedError
         from launcher.plan import PlanError
         from launcher.runtime import ReplicaError
         from launcher.trace import TraceError

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher import checkpoint
-from launcher.base import complain, lines_to
+from launcher.base import Advance, complain, lines_to
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, HungError, WorkerError
 from launcher.cluster.kinds import kind_of
@@ -37,8 +37,8 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
 from launcher.driver.loop import Saving, contents, resuming, train
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
-from launcher.driver.record.recorder import DivergedError
 from launcher.driver.record.run_log import RunLog
+from launcher.driver.record.step_log import DivergedError
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
 from launcher.plan import Plan, Trial, describe_plan
 from launcher.plan.profile.trials import fastest, keep_trial, kept_trial, trial_of
@@ -50,6 +50,13 @@ from launcher.report.text import seconds_text
 from launcher.runtime import ReplicaError
 from launcher.stop import Stop
 from launcher.train.worker import TrainWorker
+
+_SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsaved"
+_ROUNDS = 4
+_ROUND = 0.5  # seconds
+_MOST_STEPS = 20  # of a round
+
+_log = logging.getLogger(__name__)
 
 
 def train_in(
@@ -88,33 +95,30 @@ def train_in(
         OSError: the run's folder cannot be written.
     """
     config = replace(config, run=replace(config.run, id=home.id))
-    attempt = None
-    if rendezvous is not None:
-        last_step = _last_step(home)
+    if rendezvous is not None:  # after a crash, the newest recorded step is after the checkpoint
+        steps = [record["step"] for record in read_metrics(home.path / METRICS)]
+        last_step = int(max([home.finished_steps, *steps]))
         with lines_to(complain):
             attempt = begin(home.path, rendezvous.allocation, last_step, home.finished_steps)
         home = replace(home, attempt=attempt.number)
     if home.finished_steps and ready.candidates:  # it has chosen before
         chosen = of_run(home.path, ready.candidates) or ready.plan
         ready = replace(ready, plan=chosen, candidates=())
-    job = _Job(home, config, ready, console, rendezvous, session)
+    job = _Job(home, config, ready, console, stop, rendezvous, session)
     code, reason = 1, "failed"
     try:  # from here on the attempt's end is recorded, even on a full disk
         (home.path / "summary.json").unlink(missing_ok=True)
         home.logs.mkdir(exist_ok=True)
         write_plan(home, config, ready.plan)
-        job.train(stop)
+        job.train()
         home.check()
-        code, reason = 0, "done"
-        if stop.requested and job.run_log.recorder.finished_steps < config.train.steps:
-            code, reason = stop.ending
-        reason = job.run_log.best.reason or reason
+        code, reason = job.ending
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
         # Fast: compares names and sizes only, and cleans nothing up.
         saved = checkpoint.newest(home.checkpoints, thorough=False).step or 0
-        if saved < job.run_log.recorder.finished_steps:
+        if saved < job.finished_steps:
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
@@ -123,25 +127,13 @@ def train_in(
     finally:
         try:
             path = current_folder(home, config, job.plan)
-            if attempt is not None:
-                step = max(home.finished_steps, job.run_log.recorder.finished_steps)
-                finish(path, attempt, code, reason, step)
+            if rendezvous is not None:
+                finish(path, attempt, code, reason, max(home.finished_steps, job.finished_steps))
             job.run_log.sum_up(reason, job.restarts, path)
         except OSError as error:  # on a full disk, report what ended the run, not this
             if code == 0:
                 raise
             complain(f"the end of the run is not recorded: {error}")
-
-
-def _last_step(home: RunFolder) -> int:
-    """Return the newest recorded step; after a crash it is later than the newest checkpoint."""
-    records = read_metrics(home.path / METRICS)
-    return int(max([home.finished_steps, *(record["step"] for record in records)]))
-
-
-_log = logging.getLogger(__name__)
-
-_SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsaved"
 
 
 class _Job:
@@ -159,31 +151,41 @@ class _Job:
         config: Config,
         ready: Prepared,
         console: Console,
+        stop: Stop,
         rendezvous: Rendezvous | None,
         session: RaySession | None = None,
     ) -> None:
-        self._home, self._config, self._console = home, config, console
-        self._say = line_printer(console)
-        assert ready.pool is not None, "nothing to train on"
-        self._rendezvous, self._pool, self._session = rendezvous, ready.pool, session
-        self._plan_seconds = ready.plan_seconds
+        self._home, self._config, self._ready, self._stop = home, config, ready, stop
+        self._console, self._say = console, line_printer(console)
+        self._rendezvous, self._session = rendezvous, session
         plans = ready.candidates
         self._tries = Tries(plans, console, knows_trials(config)) if plans else None
-        self._go_by(ready.plan)
+        self._follow(ready.plan)
         self.restarts = 0
-        self._init_from = str(ready.init_from) if ready.init_from else None
-        self._settings = replace(config.train, eval_batches=ready.eval_batches)
         # After a roll-back: its step and the index of the next batch.
         self._rolled_back: tuple[int, int] | None = None
         self._passed_over = 0  # the offset of a batch's index from its step's
 
-    def _go_by(self, plan: Plan) -> None:
+    def _follow(self, plan: Plan) -> None:
         """Take a plan; before a step is made, as the record begins anew."""
         allocation = self._rendezvous.allocation if self._rendezvous else None
-        about = plan, self._plan_seconds, self._console, allocation
+        about = plan, self._ready.plan_seconds, self._console, allocation
         self.plan, self.run_log = plan, RunLog(self._home, self._config, *about)
 
-    def train(self, stop: Stop) -> None:
+    @property
+    def finished_steps(self) -> int:
+        """The newest finished step; 0 before the first one."""
+        return self.run_log.step_log.finished_steps
+
+    @property
+    def ending(self) -> tuple[int, str]:
+        """The exit code and reason of a run that no error has ended."""
+        code, reason = 0, "done"
+        if self._stop.requested and self.finished_steps < self._config.train.steps:
+            code, reason = self._stop.ending
+        return code, self.run_log.best.reason or reason
+
+    def train(self) -> None:
         """Train to the end; after a failure that a restart may mend, resume from a checkpoint.
 
         Raises:
@@ -192,17 +194,15 @@ class _Job:
         """
 
         def max_restarts() -> int:
-            return 0 if stop.requested else machines_of(self._config.cluster).max_restarts
+            return 0 if self._stop.requested else machines_of(self._config.cluster).max_restarts
 
         def sleep(seconds: float) -> None:
-            with self._interruptible(stop):
+            with self._interruptible():
                 time.sleep(seconds)
 
-        attempt = functools.partial(self._attempt, stop)
-        prepare_restart = functools.partial(self._prepare_restart, stop)
-        run_with_restarts(attempt, self._diagnose, prepare_restart, max_restarts, sleep)
+        run_with_restarts(self._attempt, self._diagnose, self._prepare_restart, max_restarts, sleep)
 
-    def _attempt(self, stop: Stop) -> None:
+    def _attempt(self) -> None:
         """Start the workers, train, save, and stop the workers."""
         finished, steps = self._home.finished_steps, self._config.train.steps
         if finished >= steps:  # the attempt before failed after its last step
@@ -214,25 +214,35 @@ class _Job:
             _log.info(resuming(self._home.id, self._home.checkpoints, finished))
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers", Phase.STARTING) as advance:
-                session = stack.enter_context(self._start(stop))
-                cluster = machines_of(self._config.cluster)
-                handles = session.spawn(TrainWorker, advance=advance)
-
-                def check() -> None:
-                    session.check()
-                    stop.check()
-
-                transport = getattr(cluster, "transport", "auto")
-                reduction = self.plan.reduction
-                servers = session.serve(reduction.servers, reduction.workers)
-                timeout = cluster.step_timeout
-                workers = Workers(handles, self.plan, check, timeout, transport, servers)
-                workers.connect(advance)
+                workers = self._start_workers(stack, advance)
             built = workers.submit("build", to_dict(self._config))
-            if goes_on := self._tried(workers, built):
-                self._train_on(workers, built, finished, stop)
-        if not goes_on:  # a plan that was tried has ended the workers
-            self._attempt(stop)
+            if usable := self._tried(workers, built):
+                self._train_on(workers, built, finished)
+        if not usable:  # a plan that was tried has ended the workers
+            self._attempt()
+
+    def _start_workers(self, stack: ExitStack, advance: Advance) -> Workers:
+        """Start Ray, unless it is started, and connect the workers; `stack` ends them."""
+        session, self._session = self._session or self._start(), None
+        stack.enter_context(session)
+        handles = session.spawn(TrainWorker, advance=advance)
+
+        def check() -> None:
+            session.check()
+            self._stop.check()
+
+        cluster, reduction = machines_of(self._config.cluster), self.plan.reduction
+        transport = getattr(cluster, "transport", "auto")
+        servers = session.serve(reduction.servers, reduction.workers)
+        workers = Workers(handles, self.plan, check, cluster.step_timeout, transport, servers)
+        workers.connect(advance)
+        return workers
+
+    def _start(self) -> RaySession:
+        assert self._ready.pool is not None, "nothing to train on"
+        cluster = machines_of(self._config.cluster)
+        limit = StartLimit(cluster.start_timeout, check=self._stop.check)
+        return kind_of(cluster).start(self._ready.pool, self._home.logs, limit, self._rendezvous)
 
     def _tried(self, workers: Workers, built: Answers) -> bool:
         """Try plans, if that is still to be done; return whether the workers can continue."""
@@ -244,27 +254,13 @@ class _Job:
         chosen = self._tries.choose()
         if describe_plan(chosen) != describe_plan(self.plan):
             print_plan(self._console, chosen)
-        self._go_by(chosen)
+        self._follow(chosen)
         workers.plan, self._tries = self.plan, None
         return True
 
-    def _train_on(self, workers: Workers, built: Answers, finished: int, stop: Stop) -> None:
+    def _train_on(self, workers: Workers, built: Answers, finished: int) -> None:
         """Train by the plan, save, and close the workers."""
-        begun = workers.submit("begin_setup", self.plan.to_dict())
-        with self._interruptible(stop):  # may wait for the network
-            self.run_log.open(finished)  # while the worker traces and compiles
-        with status(self._console, "compiling", Phase.COMPILING) as advance:
-            built.result(advance)
-            self.run_log.compile_seconds = compile_everywhere(workers, begun, advance)
-            self._home.check()
-            processes = workers.submit("process").each()
-            infos = workers.infos(processes, self._pool.devices_per_host)
-            write_plan_alone(self._home, replace(self.plan, workers=tuple(infos)))
-            if not finished:
-                create_everywhere(workers, self._init_from)
-        if finished:
-            with status(self._console, "reading the checkpoint", Phase.READING) as advance:
-                workers.submit("restore", self._checkpoints, finished).result(advance)
+        self._set_up(workers, built, finished)
         with status(self._console, "reading the first batch", Phase.READING) as advance:
             if self._passed_over:
                 workers.submit("pass_over", self._passed_over, finished).result(advance)
@@ -273,14 +269,15 @@ class _Job:
             with status(self._console, "warming up", Phase.WARMING_UP):
                 for _ in range(dry_steps):
                     workers.submit("dry_step", finished + 1).result()
-        timelines = self.run_log.recorder.timelines
-        if timelines and any(step > finished for step in timelines.steps):
+        timelines = self.run_log.step_log.timelines
+        if any(step > finished for step in timelines.steps):
             timelines.begin(workers.clocks())
         self.run_log.show(finished)
-        with stop.heeded(self._say, _SAVING, until="done"):
+        settings = replace(self._config.train, eval_batches=self._ready.eval_batches)
+        with self._stop.heeded(self._say, _SAVING, until="done"):
             save = self._saving(workers)
             try:
-                train(self._settings, workers, self.run_log.recorder, stop, finished, save)
+                train(settings, workers, self.run_log.step_log, self._stop, finished, save)
             except (DivergedError, ReplicaError):
                 with suppress(SaveError):
                     save.finish(final=False)  # the save of an earlier step
@@ -288,24 +285,37 @@ class _Job:
             with suppress(WorkerError, ClusterError):  # all is done and saved
                 workers.submit("close").result()
 
-    def _start(self, stop: Stop) -> RaySession:
-        session, self._session = self._session, None
-        if session is not None:
-            return session
-        cluster = machines_of(self._config.cluster)
-        limit = StartLimit(cluster.start_timeout, check=stop.check)
-        return kind_of(cluster).start(self._pool, self._home.logs, limit, self._rendezvous)
+    def _set_up(self, workers: Workers, built: Answers, finished: int) -> None:
+        """Compile the plan, and create the state or read it from the checkpoint."""
+        begun = workers.submit("begin_setup", self.plan.to_dict())
+        with self._interruptible():  # may wait for the network
+            self.run_log.open(finished)  # while the worker traces and compiles
+        with status(self._console, "compiling", Phase.COMPILING) as advance:
+            built.result(advance)
+            self.run_log.compile_seconds = compile_everywhere(workers, begun, advance)
+            self._home.check()
+            assert self._ready.pool is not None
+            processes = workers.submit("process").each()
+            infos = workers.infos(processes, self._ready.pool.devices_per_host)
+            write_plan_alone(self._home, replace(self.plan, workers=tuple(infos)))
+            if not finished:
+                init_from = self._ready.init_from
+                create_everywhere(workers, str(init_from) if init_from else None)
+        if finished:
+            with status(self._console, "reading the checkpoint", Phase.READING) as advance:
+                folder = str(self._home.checkpoints.absolute())
+                workers.submit("restore", folder, finished).result(advance)
 
     def _diagnose(self, error: Exception) -> Failure | None:
-        train, step = self._config.train, self.run_log.recorder.finished_steps
+        train = self._config.train
         rolls_back = train.non_finite == "rollback"
-        return failure_of(error, step, train.steps, self.plan, rolls_back)
+        return failure_of(error, self.finished_steps, train.steps, self.plan, rolls_back)
 
-    def _prepare_restart(self, stop: Stop, failure: Failure, restart: Restart) -> None:
+    def _prepare_restart(self, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._rendezvous = self._rendezvous and reopened(self._rendezvous)
         try:
-            with self._interruptible(stop):  # it reads checkpoints
+            with self._interruptible():  # it reads checkpoints
                 self._home = folder.reload(self._home, self._config)
         except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
             raise FailedError(f"{failure.report}\nThe run is not restarted: {error}") from None
@@ -325,29 +335,20 @@ class _Job:
         return self._home.next_batch
 
     @contextmanager
-    def _interruptible(self, stop: Stop) -> Iterator[None]:
+    def _interruptible(self) -> Iterator[None]:
         """End at once on a signal: for work that may take long and needs no cleaning up."""
-        with stop.heeded(self._say, until="now"):
-            stop.check()
+        with self._stop.heeded(self._say, until="now"):
+            self._stop.check()
             yield
-
-    @property
-    def _checkpoints(self) -> str:
-        return str(self._home.checkpoints.absolute())
 
     def _saving(self, workers: Workers) -> Saving:
         data, passed = fingerprint_dataset(self._config.dataset), self._passed_over
         describe = functools.partial(
             contents, self._config, self.plan, passed_over=passed, data=data
         )
-        settings, failures = self._config.train.checkpoint, self.run_log.failed_saves
-        folder, log = self._home.checkpoints, self.run_log
+        settings, log = self._config.train.checkpoint, self.run_log
+        folder, failures = self._home.checkpoints, log.failed_saves
         return Saving(workers, folder, settings, describe, failures, log.sync, log.saved)
-
-
-_ROUNDS = 4
-_ROUND = 0.5  # seconds
-_MOST_STEPS = 20  # of a round
 
 
 class Tries:

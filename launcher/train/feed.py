@@ -80,6 +80,15 @@ def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:
     )
 
 
+def num_batches(held_out: Callable[[int], Batch], batch_size: int, most: int | None) -> int | None:
+    """Return how many batches an evaluation takes, none twice; None: `most` has to be given."""
+    num_rows = held_out.num_rows if isinstance(held_out, Batches) else None
+    if num_rows is None:
+        return most
+    all_batches = -(-num_rows // batch_size)
+    return all_batches if most is None else min(most, all_batches)
+
+
 def own_rows(
     batches: Callable[[int], Batch], shapes: Any, rows: np.ndarray | None
 ) -> Callable[[int], Batch]:

@@ -1,6 +1,6 @@
 """Optimizers: Optax's transformations and learning-rate schedules, by the `optimizer` section.
 
-Every optimizer of ours is the same chain of Optax's parts: clip, scale, decay, learning rate. The
+Each of our optimizers is the same chain of Optax's parts: clip, scale, decay, learning rate. The
 last two may differ from one group of parameters to the next.
 """
 
@@ -152,7 +152,7 @@ def _scale_by_rates(
 def count_updates(opt_state: Any) -> jax.Array | None:
     """Return the number of updates, int32 [], in a state of a `build_optimizer` optimizer.
 
-    It is None if an optimizer of the user's own does not count them by an Optax schedule.
+    It is None if a custom optimizer does not count them by an Optax schedule.
     """
     schedules = (part for part in opt_state if isinstance(part, optax.ScaleByScheduleState))
     found = next(schedules, None)

@@ -20,9 +20,9 @@ from launcher.arrays.stacked_array import sharding_of, with_rows, with_stacks
 from launcher.checkpoint.train_state import ADAPTERS, TrainState, without_adapters
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
-from launcher.recipes import Batches, InputError, build_dataset, build_model
+from launcher.recipes import InputError, build_dataset, build_model
 from launcher.trace import TracedStep, described_cudnn, trace_step
-from launcher.train.feed import shapes_of
+from launcher.train.feed import num_batches, shapes_of
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
 from launcher.train.step import init_state, make_train_step
@@ -111,18 +111,16 @@ def build_steps(
 
 def _eval_batches(config: Config, dataset: Dataset) -> int:
     """Return how many batches an evaluation takes, where it takes none twice."""
-    most, batches = config.train.eval_batches, dataset.validation
-    num_rows = batches.num_rows if isinstance(batches, Batches) else None
-    if num_rows is not None:
-        there = -(-num_rows // config.train.global_batch_size)
-        return there if most is None else min(most, there)
-    if most is None and config.train.eval_every:
+    most, size = config.train.eval_batches, config.train.global_batch_size
+    if dataset.validation and (number := num_batches(dataset.validation, size, most)) is not None:
+        return number
+    if config.train.eval_every:
         raise InputError(
             f"train.eval_batches=null evaluates on all that is held out, and dataset.name="
             f"{config.dataset.name} does not say how much that is; set train.eval_batches to a "
             "number, or have its build return launcher.recipes.data.batches.held_out"
         )
-    return most or 0
+    return 0
 
 
 def stored_part(model: Mapping[str, Any]) -> dict[str, Any]:

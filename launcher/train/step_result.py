@@ -37,8 +37,8 @@ def memory_bytes(counted: int | None) -> dict[str, float]:
     """Return the memory of this process, and of the fullest of its devices, by their metrics.
 
     Args:
-        counted: what stands for the peak of a device that is this CPU: what the step's programs
-            say. Such devices have no memory of their own that could be asked.
+        counted: the peak of a device that is this CPU, by the step's programs. Such devices have
+            no memory of their own that could be asked.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -159,7 +159,7 @@ class Recording:
     spans: tuple[Span, ...]
 
 
-class Recordings:
+class RecordingReader:
     """The recordings of a process that have not been handed on."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Recordings:
     def add(
         self, step: int, rank: int, read: Callable[[], list[Span]], hand_on: bool = True
     ) -> None:
-        """Begin to read what was recorded of a step, by what `Executable.record` returned.
+        """Begin to read the recording of a step, by the function of `Executable.record`.
 
         Args:
             step: the step.

@@ -46,7 +46,7 @@ from launcher.train.feed import Feeder, filled, own_rows
 from launcher.train.program import Program, averaged_model, build_program, with_stored_model
 from launcher.train.sampling import Sample, Sampler
 from launcher.train.step_result import (
-    Recordings,
+    RecordingReader,
     Sent,
     StepResult,
     fetched_metrics,
@@ -84,7 +84,7 @@ class TrainWorker(Peer):
         self._sampler: Sampler | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
-        self._recordings = Recordings()
+        self._recording_reader = RecordingReader()
         self._spans = SpanRecorder()
         self._saver = Saver(self._spans)
         self._before_evaluation: StepResult | None = None
@@ -218,7 +218,7 @@ class TrainWorker(Peer):
         alone = record or trace_in is not None
         result = self._finish() if profile or alone else None
         if alone:
-            self._recordings.wait()  # there is one session of JAX's profiler at a time
+            self._recording_reader.wait()  # there is one session of JAX's profiler at a time
             self._spans.start()
         with self._spans.span("data", f"batch of step {step}"):
             batch, waited = self._feeder.get(step - 1 + self._passed_over)
@@ -228,7 +228,7 @@ class TrainWorker(Peer):
         elif alone:
             keep = None if trace_in is None else trace_folder(trace_in, self._rank, step)
             (self._state, metrics), read = self._train.record(self._state, batch, keep=keep)
-            self._recordings.add(step, self._rank, read, hand_on=record)
+            self._recording_reader.add(step, self._rank, read, hand_on=record)
         else:
             self._state, metrics = self._train(self._state, batch)
             result = self._finish()
@@ -242,7 +242,7 @@ class TrainWorker(Peer):
     def flush(self) -> StepResult | None:
         """Wait for the step in progress and return its result; None if there is none."""
         result = self._finish()
-        self._recordings.wait()
+        self._recording_reader.wait()
         return self._with_times(result)
 
     def evaluate(self, batch: int) -> StepResult | None:
@@ -308,7 +308,7 @@ class TrainWorker(Peer):
         """Stop the threads and leave the process group."""
         self._saver.close()
         self._fetcher.shutdown()
-        self._recordings.close()
+        self._recording_reader.close()
         self._feeder.close()
         if self._transport is not None:
             jax.distributed.shutdown()
@@ -341,7 +341,7 @@ class TrainWorker(Peer):
         """Return a result with the stage times, and with what was recorded and has been read."""
         if result is None:
             return None
-        result = replace(result, recordings=self._recordings.take())
+        result = replace(result, recordings=self._recording_reader.take())
         return result if self._stages is None else with_stage_times(result, self._stages)
 
 
@@ -362,35 +362,17 @@ class Saver:
         """Start the process of low priority that writes the saves from now on."""
         self._process = checkpoint.Background()
 
-    def begin(
-        self,
-        folder: Path,
-        step: int,
-        state: TrainState,
-        metadata: dict[str, Any],
-        keep: int,
-        writers: checkpoint.Writers,
-    ) -> None:
-        """Begin to write a state; return once it is copied.
+    def begin(self, folder: Path, step: int, state: TrainState, *rest: Any) -> None:
+        """Begin to write a state, like `checkpoint.save`; return once it is copied.
 
         `finish` must have been called for the save before.
-
-        Args:
-            folder: the folder of checkpoints.
-            step: the number of finished steps.
-            state: the state after them.
-            metadata: JSON-able metadata of the checkpoint.
-            keep: how many of the newest checkpoints to keep.
-            writers: the processes that write it together.
         """
         assert self._save is None
         # A save at the end of a run holds nothing up, so it is not worth starting a process.
         writer = self._process or checkpoint  # both have `copy_to_host` and `save`
         with self._spans.span("save", f"copy of the state after step {step}"):
             copy = writer.copy_to_host(state)
-        self._save = self._thread.submit(
-            self._write, writer.save, folder, step, copy, metadata, keep, writers
-        )
+        self._save = self._thread.submit(self._write, writer.save, folder, step, copy, *rest)
 
     def _write(self, save: Callable[..., None], folder: Path, step: int, *rest: Any) -> None:
         with self._spans.span("save", f"state after step {step}"):

@@ -129,8 +129,8 @@ class Reporting:
 
     def step(self, result: StepResult) -> None:
         """Report a step, and wait until all is done."""
-        self.log.recorder.lap("training", result)
-        self.log.recorder.record(result)
+        self.log.step_log.lap("training", result)
+        self.log.step_log.record(result)
         if time.monotonic() - self._written > STATUS_SECONDS:
             self._written = time.monotonic()
             self._status._write()

@@ -78,7 +78,7 @@ def test_a_step_and_a_file_are_chosen(saved, tmp_path):
         np.testing.assert_array_equal(arrays["params.layers.1.kernel"], np.full((4, 1), 2.0))
     before = (tmp_path / "w.npz").read_bytes()
     for words, text in {
-        ("export.path=w.npz",): "export.path=w.npz is there already (on the command line). Name an",
+        ("export.path=w.npz",): "export.path=w.npz exists already (on the command line). Name an",
         ("export.path=no/w.npz",): "export.path=no/w.npz cannot be made: no is not a folder (on",
         ("export.step=4",): "run.id=mine cannot be exported: outputs/mine/checkpoints/4 does not",
         ("run.id=none",): "run.id=none cannot be exported: outputs/none does not exist. Check run.",

@@ -79,7 +79,7 @@ def plan_told(config: Config):
         plan = plan_of(config.parallel, STEP(), shape)
     except (ConfigError, PlanError) as error:
         return str(error)
-    tried = plans_to_try(config, find_devices(Emulated(gpus=4)))(plan)
+    tried = plans_to_try(config, find_devices(Emulated(gpus=4)), plan)
     return plan.to_dict() | {"runners_up": None, "tried": tried}
 
 
@@ -264,10 +264,11 @@ def run_told(config: Config, third: str = ""):
             config,
             Prepared(find_devices(Emulated()), plan, 0.0, eval_batches=config.train.eval_batches),
             console,
+            Stop(),
             None,
         )
         try:
-            job.train(Stop())
+            job.train()
         except Exception as error:
             told.append((type(error).__name__, str(error)))
         job.run_log._trackers.finish({})
@@ -339,7 +340,7 @@ def ray_told(config: Config):
         patch.setattr(f"{of_ray}.ExistingRay", lambda *all: told.append(all[:3] + all[4:5]))
         pool = check.find_pool(config, plan_only=False)
         ready, home = Prepared(pool, PLAN(), 0.0), RunFolder(Path("run"))
-        training._Job(home, config, ready, Console(), None)._start(Stop())
+        training._Job(home, config, ready, Console(), Stop(), None)._start()
     return told
 
 

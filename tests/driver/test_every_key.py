@@ -26,7 +26,6 @@ import every_key as told
 
 ROW = {"vocab_size": 256, "sequence_length": 4, "num_layers": 1, "num_heads": 2, "hidden_size": 8}
 GPT = {"model": {"name": "gpt", "size": "s", "sizes": {"s": ROW, "t": ROW | {"num_layers": 2}}}}
-LLAMA = {"model": {"name": "llama", "size": "s", "sizes": {"s": ROW, "t": ROW | {"num_layers": 2}}}}
 MLP = {"model": {"name": "mlp", "hidden_size": 4, "input_size": 4, "output_size": 2}}
 MADE_UP = {"dataset": {"name": "synthetic", "num_samples": 64}}
 NET = {
@@ -101,26 +100,33 @@ EXPERTS = {"num_experts": 2, "experts_per_token": 1, "mlp_size": 8}
 PICTURE = {"image_size": 8, "channels": 1}
 CLASSES = PICTURE | {"num_classes": 2}
 TRANSFORMER = {"num_layers": 1, "num_heads": 1, "hidden_size": 8}
+WIDER = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "hidden_size": 16}
+LLAMA = WIDER | {"num_heads": 4, "num_kv_heads": 1, "head_size": 8, "mlp_size": 5}
+LLAMA |= {"activation": "gelu", "gated_mlp": False, "norm_epsilon": 0.1, "rope_base": 10.0}
+LLAMA |= {"sliding_window": 2, "qkv_bias": True, "head_norm": True, "scale_embeddings": True}
+LLAMA |= {"tie_embeddings": True}
+RESNET = (
+    CLASSES | {"depth": 10, "width": 4},
+    {"image_size": 4, "channels": 2, "num_classes": 3, "depth": 18, "width": 2},
+    {"momentum": 0.5},
+)
 FAMILIES = {  # by family: a row, other values of its settings, and of what is beside the row
+    "gpt": (
+        ROW,
+        WIDER | {"num_heads": 1, "mlp_ratio": 2, "dropout": 0.5, "tie_embeddings": False},
+        {"scan_layers": True, "loss_chunks": 2},
+    ),
+    "llama": (ROW, LLAMA, {"scan_layers": True, "loss_chunks": 2}),
     "moe": (
         ROW | EXPERTS,
-        {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "num_heads": 4, "hidden_size": 16}
-        | {"num_kv_heads": 1, "head_size": 8, "mlp_size": 5, "activation": "gelu"}
-        | {"gated_mlp": False, "norm_epsilon": 0.1, "rope_base": 10.0, "sliding_window": 2}
-        | {"qkv_bias": True, "head_norm": True, "scale_embeddings": True, "tie_embeddings": True}
+        LLAMA
         | {"num_experts": 3, "experts_per_token": 2, "expert_size": 6, "shared_size": 3}
         | {"expert_every": 2, "capacity_factor": 0.5, "group_size": 2},
         {"scan_layers": True, "loss_chunks": 2, "balance_loss": 0.5, "router_z_loss": 0.5},
     ),
     "bert": (
         {"vocab_size": 64, "sequence_length": 8} | TRANSFORMER,
-        {
-            "vocab_size": 32,
-            "sequence_length": 4,
-            "num_layers": 2,
-            "num_heads": 2,
-            "hidden_size": 16,
-        },
+        WIDER | {"vocab_size": 32, "sequence_length": 4, "num_heads": 2},
         {"mlp_ratio": 2, "scan_layers": True, "loss_chunks": 2},
     ),
     "vit": (
@@ -129,16 +135,8 @@ FAMILIES = {  # by family: a row, other values of its settings, and of what is b
         | {"num_heads": 2, "hidden_size": 16},
         {"mlp_ratio": 2, "scan_layers": True},
     ),
-    "resnet": (
-        CLASSES | {"depth": 10, "width": 4},
-        {"image_size": 4, "channels": 2, "num_classes": 3, "depth": 18, "width": 2},
-        {"momentum": 0.5},
-    ),
-    "wide_resnet": (
-        CLASSES | {"depth": 10, "width": 4},
-        {"image_size": 4, "channels": 2, "num_classes": 3, "depth": 18, "width": 2},
-        {"momentum": 0.5},
-    ),
+    "resnet": RESNET,
+    "wide_resnet": RESNET,
     "unet": (
         PICTURE | {"width": 8, "levels": 1, "blocks": 1},
         {"image_size": 4, "channels": 2, "width": 16, "levels": 2, "blocks": 2, "time_steps": 10},
@@ -157,14 +155,16 @@ def family_probes(model):
         for key, value in (of_row | beside).items():
             yield name, f"model.{key}", model(base, value)
         in_16_bits = merged(base, {"train": {"precision": "bf16"}})
-        if name in ("bert", "vit", "moe"):
-            one_head = {"num_heads": 1} | ({"num_kv_heads": 1} if name == "moe" else {})
+        if name in ("gpt", "llama", "bert", "vit", "moe"):
+            grouped = name in ("llama", "moe")
+            one_head = {"num_heads": 1} | ({"num_kv_heads": 1} if grouped else {})
             if name == "vit":
                 one_head |= {"image_size": 4}  # an even number of positions: one patch, one class
             fits = merged(in_16_bits, {"model": one_head})
             yield name, "model.attention", model(fits, "cudnn")
-    slow_turns = {"name": "moe", "size": "s", "sizes": {"s": FAMILIES["moe"][0]}, "head_size": 64}
-    yield "moe", "model.rope_factor", model(merged({"model": slow_turns}, MADE_UP), 8.0)
+        if name in ("llama", "moe"):
+            slow_turns = merged(base, {"model": {"head_size": 64}})
+            yield name, "model.rope_factor", model(slow_turns, 8.0)
     deep = {"name": "resnet", "size": "s", "sizes": {"s": CLASSES | {"depth": 50, "width": 2}}}
     for name in ("resnet", "wide_resnet"):
         base = merged({"model": deep | {"name": name}}, MADE_UP)
@@ -182,31 +182,6 @@ def family_probes(model):
 def probes():
     """By option and key; the option is "" for sections without variants."""
     model = functools.partial(Probe, told.model_told)
-    gpt = merged(GPT, MADE_UP)
-    yield "gpt", "model.size", model(gpt, "t")
-    yield "gpt", "model.sizes", model(gpt, {"s": ROW | {"num_layers": 2}})
-    values = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "num_heads": 1}
-    values |= {"hidden_size": 16, "mlp_ratio": 2, "dropout": 0.5, "tie_embeddings": False}
-    values |= {"scan_layers": True, "loss_chunks": 2}
-    for name, value in values.items():
-        yield "gpt", f"model.{name}", model(gpt, value)
-    llama = merged(LLAMA, MADE_UP)
-    yield "llama", "model.size", model(llama, "t")
-    yield "llama", "model.sizes", model(llama, {"s": ROW | {"num_layers": 2}})
-    values = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "num_heads": 4}
-    values |= {"hidden_size": 16, "num_kv_heads": 1, "head_size": 8, "mlp_size": 5}
-    values |= {"activation": "gelu", "gated_mlp": False, "norm_epsilon": 0.1, "rope_base": 10.0}
-    values |= {"sliding_window": 2, "qkv_bias": True, "head_norm": True, "scan_layers": True}
-    values |= {"scale_embeddings": True, "tie_embeddings": True, "loss_chunks": 2}
-    for name, value in values.items():
-        yield "llama", f"model.{name}", model(llama, value)
-    slow_turns = merged(llama, {"model": {"head_size": 64}})
-    yield "llama", "model.rope_factor", model(slow_turns, 8.0)
-    in_16_bits = merged(gpt, {"model": {"num_heads": 1}, "train": {"precision": "bf16"}})
-    yield "gpt", "model.attention", model(in_16_bits, "cudnn")
-    in_16_bits = merged(in_16_bits, LLAMA)
-    in_16_bits = merged(in_16_bits, {"model": {"num_heads": 1, "num_kv_heads": 1}})
-    yield "llama", "model.attention", model(in_16_bits, "cudnn")
     yield from family_probes(model)
     for name, value in {"input_size": 8, "hidden_size": 8, "output_size": 4}.items():
         yield "mlp", f"model.{name}", model(merged(MLP, MADE_UP), value)

@@ -140,7 +140,7 @@ def doors(tmp_path_factory):
     return Doors(tmp_path_factory.mktemp("mutated"))
 
 
-def attempt(job, stop):
+def attempt(job):
     """One that trains two steps, without workers."""
     finished = job._home.finished_steps
     for line in job._home.damaged:

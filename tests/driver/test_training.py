@@ -20,7 +20,7 @@ from launcher.driver.folder.folder import LostFolderError
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record import run_log
-from launcher.driver.record.recorder import DivergedError
+from launcher.driver.record.step_log import DivergedError
 from launcher.plan import Plan, local_shape
 from launcher.report import TRACKERS
 from launcher.report.console import make_console
@@ -48,10 +48,10 @@ class Run:
         self.ready = Prepared(emulated_pool(cluster), plan, 0.0)
         self.stop, self.jobs, remaining = Stop(), [], iter(outcomes)
 
-        def attempt(job, stop):
+        def attempt(job):
             self.jobs.append((job._home.finished_steps, job._home.damaged, job._stored_position()))
             if (error := next(remaining)) is not None:
-                job.run_log.recorder.finished_steps = 9
+                job.run_log.step_log.finished_steps = 9
                 raise error
 
         monkeypatch.setattr(training._Job, "_attempt", attempt)
@@ -131,9 +131,9 @@ def test_several_nodes_are_started_again_and_a_lost_one_is_not_waited_for_as_lon
     error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
     waits = []
 
-    def attempt(job, stop):
+    def attempt(job):
         waits.append(job._rendezvous.timeout)
-        job.run_log.recorder.finished_steps = 9
+        job.run_log.step_log.finished_steps = 9
         if not job.restarts:
             raise error
 
@@ -175,7 +175,7 @@ def test_a_restart_on_a_full_disk_keeps_the_metrics_that_wait_for_room(tmp_path,
 
     write = None
 
-    def attempt(job, stop):
+    def attempt(job):
         nonlocal write
         job.run_log.open(job._home.finished_steps)
         if job.restarts:
@@ -227,7 +227,7 @@ def test_a_tracker_is_told_no_value_of_the_jobs_environment(tmp_path, plan, monk
     monkeypatch.setitem(TRACKERS, "mine", lambda run: told.append(run.config))
     words = ["cluster=slurm", "cluster.gpus=2", "cluster.slurm.env={API_KEY: s3cret}"]
     run = Run(tmp_path, plan, monkeypatch, words=words)
-    monkeypatch.setattr(training._Job, "_attempt", lambda job, stop: job.run_log.open(0))
+    monkeypatch.setattr(training._Job, "_attempt", lambda job: job.run_log.open(0))
     assert run.train() == 0
     assert told[0]["cluster"]["slurm"]["env"] == {"API_KEY": "***"}
 
@@ -238,10 +238,10 @@ class Lost(Run):
     def __init__(self, tmp_path, plan, monkeypatch, happens):
         super().__init__(tmp_path, plan, monkeypatch)
 
-        def attempt(job, stop):
+        def attempt(job):
             job.run_log.open(0)
             for step in range(1, 5):
-                job.run_log.recorder.finished_steps = step
+                job.run_log.step_log.finished_steps = step
                 job.run_log._log(step, {"train/loss": 1.0})
                 if step == 2:
                     happens(self.path)

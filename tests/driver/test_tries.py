@@ -119,8 +119,8 @@ def test_plans_are_tried_where_that_pays(
 ) -> None:
     config = load(["recipe=mlp_synthetic", "cluster=emulated", f"train.steps={steps}", *words])
     best = dataclasses.replace(plans()[0], predicted_step_seconds=seconds)
-    assert plans_to_try(config, POOL)(best) == count
-    assert plans_to_try(config, None)(best) == 1  # a described cluster
+    assert plans_to_try(config, POOL, best) == count
+    assert plans_to_try(config, None, best) == 1  # a described cluster
 
 
 def test_the_fastest_is_taken_and_what_was_measured_stays(said: list[str]) -> None:
@@ -129,7 +129,7 @@ def test_the_fastest_is_taken_and_what_was_measured_stays(said: list[str]) -> No
     chosen = trying.choose()
     assert chosen == dataclasses.replace(plans()[1], tried=chosen.tried)
     assert [trial.measured_step_seconds for trial in chosen.tried] == [0.3, 0.1, 0.2]
-    assert plans_to_try(settings(OPEN), POOL)(plans()[0]) == 3
+    assert plans_to_try(settings(OPEN), POOL, plans()[0]) == 3
     said.clear()
     assert known_fastest(settings(OPEN), plans()) == chosen
     assert "parallel.cost=model forgets it" in said[0]

@@ -10,7 +10,7 @@ from launcher.config.compose import load, to_dict
 from launcher.driver.callback import Callbacks
 from launcher.driver.loop import Saving, contents, train
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.record.recorder import Recorder
+from launcher.driver.record.step_log import StepLog
 from launcher.driver.workers import merged
 from launcher.plan import local_shape
 from launcher.stop import Stop
@@ -70,6 +70,8 @@ class Asked:
 class Training:
     """Runs `loop.train` on a fresh worker, in `folder`, from its newest checkpoint."""
 
+    background = False  # whether a process of its own writes the saves
+
     def __init__(self, folder, *words, stop_after=None):
         self.config = load([*WORDS, *words])
         self.folder = folder
@@ -84,16 +86,18 @@ class Training:
         plan = self.plan_of(build_program(config).train)
         worker = TrainWorker()
         worker.build(to_dict(config))
+        if not self.background:  # starting it takes longer than such a training
+            worker._saver.start_process = lambda: None
         worker.setup(plan.to_dict())
         worker.restore(str(self.folder), finished) if finished else worker.create()
         self.handle = Handle(worker, plan)
-        self.recorder = self.recorder_of(plan)
+        self.step_log = self.step_log_of(plan)
         try:
             describe = functools.partial(contents, config, plan)
             settings = config.train.checkpoint
             saving = Saving(self.handle, self.folder, settings, describe, self.failures)
             with lines_to(self.say):
-                train(config.train, self.handle, self.recorder, self.stop, finished, saving)
+                train(config.train, self.handle, self.step_log, self.stop, finished, saving)
         finally:
             self.handle.close()
         return self
@@ -102,9 +106,9 @@ class Training:
         shape = local_shape(self.config.cluster.gpus or 2, 1, "cpu")
         return plan_of(self.config.parallel, step, shape)
 
-    def recorder_of(self, plan):
+    def step_log_of(self, plan):
         settings = self.config.train
-        return Recorder(
+        return StepLog(
             self._log,
             settings.log_every,
             lambda seconds: {},

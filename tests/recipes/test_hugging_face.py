@@ -458,7 +458,7 @@ def test_a_run_is_exported_as_transformers_reads_it(kind, scan_layers, tmp_path,
     assert json.loads((home / "hf-3" / "config.json").read_text())["eos_token_id"] == 256
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (home / "hf-3" / name).is_file()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         ExportTask().run(asked, Console(quiet=True))
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from launcher.driver.record.recorder import warm_up
+from launcher.driver.record.step_log import warm_up
 from launcher.report.metrics import measured, median, performance
 from launcher.report.summary import Summary
 

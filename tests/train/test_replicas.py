@@ -6,7 +6,7 @@ import pytest
 
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.record.recorder import Recorder
+from launcher.driver.record.step_log import StepLog
 from launcher.driver.workers import merged
 from launcher.plan import local_shape
 from launcher.runtime import ReplicaError
@@ -24,11 +24,11 @@ def test_a_replica_that_was_changed_by_hand_is_named_at_the_next_check():
     worker.setup(plan.to_dict())
     worker.create()
     logged = []
-    recorder = Recorder(lambda step, metrics: logged.append(step), 1, lambda seconds: {})
+    step_log = StepLog(lambda step, metrics: logged.append(step), 1, lambda seconds: {})
 
     def step(k):
         result = worker.step(k)
-        recorder.record(result and merged([result], plan))
+        step_log.record(result and merged([result], plan))
 
     for k in (1, 2, 3):
         step(k)

@@ -33,7 +33,7 @@ _FIXED = (
 
 
 def fingerprints(config: Config) -> dict[str, str]:
-    """Return the fingerprint of each fixed setting that comes from the environment, by its key."""
+    """Return the fingerprints of fixed settings that come from the environment, by their keys."""
     places = [dotted(place) for place in config.from_environment]
     return {
         key: _fingerprint(json.dumps(value))

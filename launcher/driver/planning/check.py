@@ -19,6 +19,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
 from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
+from launcher.driver.callback import no_callback
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
@@ -106,10 +107,7 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         find_module("optimizer.module", config.optimizer.module)
     for hook in config.hooks:
         if "." not in hook:
-            raise InputError(
-                f"hooks=[{hook}] is no callback; name a class or an instance of "
-                f"launcher.driver.Callback, such as {hook}.MyCallback"
-            )
+            raise no_callback(hook)
         find_module("hooks", hook.rpartition(".")[0])
     openers(config.report.trackers or (), users=False)
     if not isinstance(config.dataset, CustomDataset):

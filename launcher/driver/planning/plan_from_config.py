@@ -44,7 +44,7 @@ from launcher.plan.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from launcher.plan.options import AutoLayerOption, ManualLayerOption, numbered_layers
+from launcher.plan.options import numbered_layers
 from launcher.plan.profile.measure_layers import measure_layers
 from launcher.report.text import bytes_text
 from launcher.trace import BatchError, TracedStep
@@ -54,11 +54,10 @@ def plan_of(
     parallel: Parallel,
     step: TracedStep,
     cluster: ClusterShape,
-    progress: Callable[[float], None] = lambda share: None,
     nothing_fits: Callable[[str], None] | None = None,
 ) -> Plan:
     """Return the plan that the settings ask for; see `plans_of`."""
-    return plans_of(parallel, step, cluster, progress, nothing_fits)[0]
+    return plans_of(parallel, step, cluster, nothing_fits=nothing_fits)[0]
 
 
 def plans_of(
@@ -90,8 +89,6 @@ def plans_of(
     if isinstance(parallel, Pipelined):
         step = step.opened
     if isinstance(parallel, Auto):
-        if nothing_fits is None and parallel.allow_over_memory:
-            nothing_fits = _as_allowed
         return _searched(parallel, step, cluster, progress, nothing_fits, how_many)
     assert isinstance(parallel, Planned)
     plan = _planned(parallel, step, cluster)
@@ -103,10 +100,6 @@ def plans_of(
     return [repriced(step, plan, measured)]
 
 
-def _as_allowed(why: str) -> None:
-    """Accept a plan that does not fit without a message, as the settings allow it."""
-
-
 def _searched(
     parallel: Auto,
     step: TracedStep,
@@ -115,7 +108,7 @@ def _searched(
     nothing_fits: Callable[[str], None] | None,
     how_many: Callable[[Plan], int],
 ) -> list[Plan]:
-    step = _layers(parallel, step, parallel.num_stages).layered(step)
+    step = numbered_layers(step, parallel.num_layers, parallel.num_stages).layered(step)
     try:
         return auto_plans(
             step,
@@ -130,50 +123,44 @@ def _searched(
             how_many,
         )
     except TooLargeError as error:
-        if nothing_fits is None:
+        if nothing_fits:
+            nothing_fits(str(error))
+        elif not parallel.allow_over_memory:
             raise
-        nothing_fits(str(error))
         return [build_plan(step, error.assignment, cluster)]
 
 
 def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan:
     """Return the plan of a method that searches for nothing."""
-    count, remat = parallel.num_micro_batches or 1, parallel.remat
-    sums: Any = {"bucket_bytes": parallel.bucket_bytes, "reduce_dtype": parallel.reduce_dtype}
+    sums = {"bucket_bytes": parallel.bucket_bytes, "reduce_dtype": parallel.reduce_dtype}
+    common: Any = {"num_micro_batches": parallel.num_micro_batches or 1, **sums}
+    common["remat"] = parallel.remat
     match parallel:
         case Manual():
-            return PipeshardParallel(
-                count,
-                _layers(parallel, step, parallel.num_stages),
-                UniformStageOption(parallel.num_stages, parallel.stages_per_mesh),
-                parallel.schedule,
-                remat,
-                **sums,
-            ).plan(step, cluster)
+            layers = numbered_layers(step, parallel.num_layers, parallel.num_stages)
+            stages = UniformStageOption(parallel.num_stages, parallel.stages_per_mesh)
+            given: Any = {
+                "layer_option": layers,
+                "stage_option": stages,
+                "schedule": parallel.schedule,
+            }
+            return PipeshardParallel(**given, **common).plan(step, cluster)
         case ThreeD():
-            step = _layers(parallel, step, parallel.pipeline).layered(step)
+            step = numbered_layers(step, parallel.num_layers, parallel.pipeline).layered(step)
             sizes = _sizes(parallel, cluster.num_devices)
-            return ThreeDParallel(*sizes, count, parallel.schedule, remat, **sums).plan(
-                step, cluster
-            )
+            return ThreeDParallel(*sizes, schedule=parallel.schedule, **common).plan(step, cluster)
         case Shard():
             shape = _shape(parallel, cluster.num_devices)
-            return ShardParallel(count, shape, remat, **sums).plan(step, cluster)
+            return ShardParallel(logical_mesh_shape=shape, **common).plan(step, cluster)
         case Served():
-            return ParameterServer(count, remat, parallel.servers, **sums).plan(step, cluster)
+            return ParameterServer(servers=parallel.servers, **common).plan(step, cluster)
         case Zero3():
-            return Zero3Parallel(count, remat, **sums).plan(step, cluster)
+            return Zero3Parallel(**common).plan(step, cluster)
         case Zero2():
-            return Zero2Parallel(count, remat, **sums).plan(step, cluster)
+            return Zero2Parallel(**common).plan(step, cluster)
         case Data():
-            return DataParallel(count, remat, **sums).plan(step, cluster)
+            return DataParallel(**common).plan(step, cluster)
     raise TypeError(f"{type(parallel).__name__} has no plan here")
-
-
-def _layers(
-    parallel: Pipelined, step: TracedStep, num_stages: int | None
-) -> ManualLayerOption | AutoLayerOption:
-    return numbered_layers(step, parallel.num_layers, num_stages)
 
 
 def _shape(parallel: Shard, num_devices: int) -> tuple[int, int] | None:

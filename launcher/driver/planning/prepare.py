@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -59,13 +60,13 @@ class Traced:
     """A traced program and the cluster to plan it for.
 
     Attributes:
-        found: the devices, and the checkpoint that the first parameters come from.
+        inputs: the devices, and the checkpoint that the first parameters come from.
         cluster: the shape to plan for.
         program: the run's program.
         seconds: the time that tracing took.
     """
 
-    found: Inputs
+    inputs: Inputs
     cluster: ClusterShape
     program: Program
     seconds: float
@@ -89,23 +90,23 @@ def prepare(config: Config, console: Console, finished: int = 0) -> Prepared:
     return plan(config, console, trace(config, console, look(config, finished)))
 
 
-def trace(config: Config, console: Console, found: Inputs, measures: bool = False) -> Traced:
+def trace(config: Config, console: Console, inputs: Inputs, measures: bool = False) -> Traced:
     """Read the data and trace the program; raise like `prepare`.
 
     Args:
         config: checked settings.
         console: where progress is shown.
-        found: what is here.
+        inputs: the devices, and the checkpoint to start from.
         measures: whether to measure the devices if no calibration of them is kept.
     """
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
-    cluster = shape_of(config, found.pool, console if measures else None)
+    cluster = shape_of(config, inputs.pool, console if measures else None)
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.device_kind)
-    if found.init_from is not None:
-        check_start(config.train.init_from, found.init_from, stored_part(program.state.model))
-    return Traced(found, cluster, program, time.perf_counter() - began)
+    if inputs.init_from is not None:
+        check_start(config.train.init_from, inputs.init_from, stored_part(program.state.model))
+    return Traced(inputs, cluster, program, time.perf_counter() - began)
 
 
 def plan(config: Config, console: Console, traced: Traced, plan_only: bool = False) -> Prepared:
@@ -117,70 +118,52 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         traced: what was traced.
         plan_only: whether the cluster may be a described one, which is not here.
     """
-    program, cluster = traced.program, traced.cluster
+    program, cluster, pool = traced.program, traced.cluster, traced.inputs.pool
     began = time.perf_counter()
-    nothing_fits: list[str] = []
-    on_nothing_fits = nothing_fits.append if plan_only else None
+    over: list[str] = []  # why no plan that a search finds fits
+    accept, how_many = over.append if plan_only else None, partial(plans_to_try, config, pool)
     with held_back(), status(console, "planning", Phase.PLANNING) as progress:
-        plans = plans_of(
-            config.parallel,
-            program.train,
-            cluster,
-            progress,
-            on_nothing_fits,
-            plans_to_try(config, traced.found.pool),
-        )
+        plans = plans_of(config.parallel, program.train, cluster, progress, accept, how_many)
         known = known_fastest(config, plans)
     chosen = known or plans[0]
-    candidates = () if known or plan_only or len(plans) == 1 else tuple(plans)
     seconds = traced.seconds + time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
-    init_from, eval_batches = traced.found.init_from, program.eval_batches
-    ready = Prepared(
-        traced.found.pool, chosen, seconds, init_from, eval_batches, candidates=candidates
-    )
-    problem = too_large(chosen) or "".join(nothing_fits)
+    problem = too_large(chosen) or "".join(over)
     if problem and config.parallel.allow_over_memory:
         _log.warning(f"{problem}; parallel.allow_over_memory=true")
+        problem = ""
     elif problem:
         if plan_only:
             _log.warning("this plan needs more memory than the devices have")
-        if nothing_fits:
-            (problem,) = nothing_fits
-        else:
+        if not over:
             with status(console, "looking for what would fit", Phase.PLANNING):
-                problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, chosen)}"
+                over = [f"{problem}. {what_fits(config.parallel, program.train, cluster, chosen)}"]
+        (problem,) = over
         if not plan_only:
             raise PlanError(problem)
-        return replace(ready, problem=problem)
-    return ready
+    candidates = () if known or plan_only or len(plans) == 1 else tuple(plans)
+    start = traced.inputs.init_from
+    return Prepared(pool, chosen, seconds, start, program.eval_batches, problem, candidates)
 
 
 _PLANS = 3
 _PAYS = 1800.0  # seconds of training from which on trying, some ten seconds a plan, costs little
 
 
-def plans_to_try(config: Config, pool: DevicePool | None) -> Callable[[Plan], int]:
-    """Return a function from the best plan to how many plans to try; 1: none is tried.
+def plans_to_try(config: Config, pool: DevicePool | None, best: Plan) -> int:
+    """Return how many plans to try, given the best by its prediction; 1: none is tried.
 
     It is `parallel.try` or, if that is null, a few where the training is long enough to pay for
     them, or where earlier trials decide.
     """
     parallel = config.parallel
     if pool is None or not isinstance(parallel, Auto):
-        return lambda best: 1
+        return 1
     if parallel.try_ is not None:
-        number = max(parallel.try_, 1)
-        return lambda best: number
-    if parallel.cost == "model":
-        return lambda best: 1
-
-    def count(best: Plan) -> int:
-        is_long = best.predicted_step_seconds * config.train.steps >= _PAYS
-        return _PLANS if is_long or kept_trial(best) else 1
-
-    return count
+        return max(parallel.try_, 1)
+    is_long = best.predicted_step_seconds * config.train.steps >= _PAYS
+    return _PLANS if parallel.cost != "model" and (is_long or kept_trial(best)) else 1
 
 
 def knows_trials(config: Config) -> bool:

@@ -181,5 +181,5 @@ def _plain(value: Any) -> str:
 def _decays_over(settings: Mapping[str, Any]) -> int:
     """Return the number of steps over which the learning rate decays."""
     optimizer, steps = settings["optimizer"], settings["train"]["steps"]
-    is_constant = optimizer.get("decay") == "constant"  # one of the user's own has no such setting
+    is_constant = optimizer.get("decay") == "constant"  # a custom one has no such setting
     return 0 if is_constant else max(1, steps - optimizer.get("warmup_steps", 0))

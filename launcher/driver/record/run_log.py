@@ -27,7 +27,7 @@ from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.accounting import Accounting
 from launcher.driver.record.best import Best
-from launcher.driver.record.recorder import FINITE, Recorder, Timelines, warm_up
+from launcher.driver.record.step_log import FINITE, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
 from launcher.report.breakdown import step_breakdown
 from launcher.report.breakdown.step_breakdown import (
@@ -96,7 +96,7 @@ class RunLog:
     predictions, the plots and the summary.
 
     Attributes:
-        recorder: takes the steps' results from the loop.
+        step_log: takes the steps' results from the loop.
         accounting: where the time goes.
         compile_seconds: compile time of the newest attempt, None before.
         failed_saves: a line for each checkpoint that could not be saved.
@@ -138,7 +138,7 @@ class RunLog:
         self._callbacks = Callbacks(
             home.status, self.accounting.wall, self.best, timelines, samples
         )
-        self.recorder = Recorder(
+        self.step_log = StepLog(
             self._log,
             config.train.log_every,
             self._performance(),
@@ -147,7 +147,7 @@ class RunLog:
         )
         if home.status:
             home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
-        self.recorder.begin(home.finished_steps)
+        self.step_log.begin(home.finished_steps)
 
     def saved(self, step: int) -> None:
         """Call the callbacks for the complete checkpoint after `step` steps."""
@@ -163,8 +163,7 @@ class RunLog:
         """
         path, first_step = self._home.path, finished_steps + 1
         self._warm_up.update(warm_up(finished_steps, self._config.train.dry_steps))
-        timelines = self.recorder.timelines
-        for step in timelines.steps | timelines.traced if timelines else ():
+        for step in self.step_log.timelines.all:
             self._warm_up.update((step, step + 1))  # beside it, what was recorded is read
         if self._metrics:
             self._trackers.rewind(first_step)
@@ -201,7 +200,7 @@ class RunLog:
         """
         self._restarts.append(why)
         self._trackers.alert(f"{self._home.id}: restart", why)
-        self.recorder.begin(finished_steps)
+        self.step_log.begin(finished_steps)
         self._callbacks.call("on_restart", finished_steps, why)
         if self._shown:
             self._shown.finish({})
@@ -216,7 +215,7 @@ class RunLog:
         self._home.check()
         if self._metrics:
             self._metrics.sync()
-        self.accounting.write(self.recorder.finished_steps)
+        self.accounting.write(self.step_log.finished_steps)
 
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
@@ -253,9 +252,9 @@ class RunLog:
             path: the run's folder, which may have been moved.
         """
         if self._home.status:  # first, as trackers may take long to finish
-            self._home.status.on_end(self.recorder.finished_steps, reason)
+            self._home.status.on_end(self.step_log.finished_steps, reason)
         with ExitStack() as stack:  # each of these also where one before it fails
-            stack.callback(self._callbacks.call, "on_end", self.recorder.finished_steps, reason)
+            stack.callback(self._callbacks.call, "on_end", self.step_log.finished_steps, reason)
             metrics = path / METRICS
             if self._metrics:
                 self._metrics.move(metrics)
@@ -286,10 +285,10 @@ class RunLog:
     ) -> tuple[Summary, StepBreakdown]:
         before = self._home.finished_steps
         plan, started = self._plan, psutil.Process().create_time()
-        first_step_at = self.recorder.first_step_at
+        first_step_at = self.step_log.first_step_at
         allocation = self._allocation
         found = measured(records, self._performance(), before, self._warm_up)
-        accounting = self.accounting.finish(path, self.recorder.finished_steps, found)
+        accounting = self.accounting.finish(path, self.step_log.finished_steps, found)
         summary = Summary(
             run_id=self._home.id,
             exit_reason=reason,

@@ -10,7 +10,7 @@ from launcher.base import without_control, write_whole
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.callback import Callback
-from launcher.driver.record.recorder import is_evaluated
+from launcher.driver.record.step_log import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
 from launcher.recipes import InputError, tokenizer_of
 from launcher.recipes.data.corpus.tokenizers import Tokenizer

@@ -1,5 +1,5 @@
 """Tasks that neither train nor plan, and the registry of all tasks.
 
 `task` has the base classes and the registry. The tasks import `planning` and `folder`; `record`
-(for samples) and what lies beside these folders may import them.
+(for samples) and the modules beside these folders may import them.
 """

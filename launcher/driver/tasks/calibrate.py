@@ -47,13 +47,12 @@ class Calibrate(TaskKind):
         with status(console, "measuring the devices under full load"):
             calibration, path = measure(nominal)
         shape = calibration.applied(nominal)
+        rates = None
         if pool.hosts > 1:
             with status(console, "measuring sums over the hosts"):
                 between = HostLinks(measure_links(pool))
             path = keep_host_links(nominal, between) and path
             shape = between.applied(shape)
-        rates = None
-        if pool.hosts > 1:
             with status(console, "measuring sums through a parameter server"):
                 rates = StoreRates(*measure_servers(pool))
             path = keep_store_rates(nominal, rates) and path

@@ -25,8 +25,9 @@ from launcher.inference.export_tokenizer import warn_of_other_tokens
 from launcher.inference.model_workers import EvaluationWorker, Means
 from launcher.inference.stored_model import run_settings
 from launcher.plan import Plan
-from launcher.recipes import Batches, Dataset, InputError, build_dataset, bytes_per_target
+from launcher.recipes import Dataset, InputError, build_dataset, bytes_per_target
 from launcher.report.console import RunConsole, status
+from launcher.train.feed import num_batches
 
 
 class EvaluateTask(CheckpointTask):
@@ -90,7 +91,7 @@ def _target(config: Config, default: Path) -> Path:
         what = "it is a folder" if target.is_dir() else f"{target.parent} is not a folder"
         raise ConfigError(
             f"evaluate.path={config.evaluate.path} cannot be written: {what}",
-            "Name a file in a folder that is there.",
+            "Name a file in an existing folder.",
             ["evaluate.path"],
         )
     return target
@@ -132,13 +133,10 @@ def _batches(config: Config, dataset: Dataset) -> int:
     named = f"dataset.name={config.dataset.name}"
     if held_out is None:
         raise InputError(f"{named} holds nothing out to evaluate on; raise its validation_fraction")
-    there = held_out.num_rows if isinstance(held_out, Batches) else None
-    if there is not None:
-        all_batches = -(-there // config.train.global_batch_size)
-        return all_batches if most is None else min(most, all_batches)
-    if most is None:
+    number = num_batches(held_out, config.train.global_batch_size, most)
+    if number is None:
         raise InputError(f"{named} does not say how much it holds out; set evaluate.batches")
-    return most
+    return number
 
 
 def _rows(batch_size: int, plan: Plan | None) -> int:

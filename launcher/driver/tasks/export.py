@@ -5,7 +5,6 @@ They go to one `.npz` file, or to a folder as Hugging Face's `transformers` read
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from launcher import checkpoint
@@ -15,7 +14,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.folder.make_folder import private_files
-from launcher.driver.tasks.task import CheckpointTask
+from launcher.driver.tasks.task import CheckpointTask, check_new
 from launcher.inference.export_tokenizer import exported_tokenizer
 from launcher.inference.stored_model import run_settings
 from launcher.recipes.data.masking import with_mask_token
@@ -79,17 +78,10 @@ def _theirs(config: Config, home: Path) -> Folder:
 
 
 def _target(config: Config, home: Path, source: Path) -> Path:
-    """Return the file or folder to write; refuse to write over another than the run's own file."""
+    """Return the file or folder to write, a new one, or the run's own file."""
     is_folder = config.export.format == "hf"
     if config.export.path is None and not is_folder:
         return home / f"weights-{source.name}.npz"
     named = config.export.path or str(home / f"hf-{source.name}")
-    target = Path(named).expanduser()
-    if os.path.lexists(target):
-        what = "folder" if is_folder else "file"
-        problem, remedy = "is there already", f"Name another {what}, or delete it first."
-    elif config.export.path and not target.parent.is_dir():
-        problem, remedy = f"cannot be made: {target.parent} is not a folder", "Make it first."
-    else:
-        return target
-    raise ConfigError(f"export.path={named} {problem}", remedy, ["export.path"])
+    check_new("export.path", named, "folder" if is_folder else "file")
+    return Path(named).expanduser()

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.tasks.task import TaskKind
+from launcher.driver.tasks.task import TaskKind, check_new
 from launcher.recipes import needs_preparing, prepare_dataset
 from launcher.report.console import RunConsole, status
 
@@ -75,18 +75,7 @@ class TokenizeTask(TaskKind):
         from launcher.recipes.datasets.documents.dataset import preparation
 
         options, path = _documents(config), Path(config.tokenize.path).expanduser()
-        if os.path.lexists(path) or not path.parent.is_dir():
-            is_there = os.path.lexists(path)
-            raise ConfigError(
-                f"tokenize.path={config.tokenize.path} "
-                + (
-                    "is there already"
-                    if is_there
-                    else f"cannot be made: {path.parent} is not a folder"
-                ),
-                "Name another file." if is_there else "Make it first.",
-                ["tokenize.path"],
-            )
+        check_new("tokenize.path", config.tokenize.path)
         with status(console, f"training a tokenizer on {options.path}"):
             size = train_tokenizer(preparation(options), config.tokenize.vocab_size, path)
         console.print(f"a tokenizer of {size:,} tokens is in {path}", soft_wrap=True)

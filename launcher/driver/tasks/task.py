@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from launcher.config.errors import ConfigError
 from launcher.stop import Stop
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from launcher.cluster.slurm.rendezvous import Rendezvous
     from launcher.config.schema import Config
     from launcher.report.console import RunConsole
@@ -72,6 +73,22 @@ class CheckpointTask(TaskKind):
     @abstractmethod
     def use(self, config: Config, console: RunConsole, source: Path, home: Path) -> int:
         """Use the checkpoint `source` of the run in the folder `home`; return the exit code."""
+
+
+def check_new(key: str, named: str, what: str = "file") -> None:
+    """Check that a task may make the file or folder that a setting names; it must not exist.
+
+    Raises:
+        ConfigError: it exists, or its folder does not.
+    """
+    path = Path(named).expanduser()
+    if os.path.lexists(path):
+        problem, remedy = "exists already", f"Name another {what}, or delete it first."
+    elif not path.parent.is_dir():
+        problem, remedy = f"cannot be made: {path.parent} is not a folder", "Make it first."
+    else:
+        return
+    raise ConfigError(f"{key}={named} {problem}", remedy, [key])
 
 
 TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the task runs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launcher.checkpoint import Account
+from launcher.checkpoint import RunMetadata
 from launcher.config.compose import from_dict, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.folder.identity import check_same_run
@@ -25,7 +25,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
     tokens = np.arange(10**6, dtype=np.uint16)
     tokens.tofile(path)
     config = config_of(name="tokens", path=str(path))
-    stored = Account("mine", to_dict(config), {}, 7, fingerprint_dataset(config.dataset))
+    stored = RunMetadata("mine", to_dict(config), {}, 7, fingerprint_dataset(config.dataset))
     check_same_run(Path("outputs/mine"), 7, stored, config)
     tokens[-3] += 1
     tokens.tofile(path)
@@ -63,7 +63,7 @@ def test_a_run_does_not_go_on_with_other_pictures(tmp_path, monkeypatch, format)
     model = {"name": "vit", "size": None, **row, "num_heads": 1, "hidden_size": 4}
     dataset = {"name": "pictures", "path": str(path), "format": format}
     config = from_dict({"model": model, "dataset": dataset})
-    stored = Account("mine", to_dict(config), {}, 7, fingerprint_dataset(config.dataset))
+    stored = RunMetadata("mine", to_dict(config), {}, 7, fingerprint_dataset(config.dataset))
     check_same_run(Path("outputs/mine"), 7, stored, config)
     write(1)
     check_same_run(Path("outputs/mine"), 7, stored, config)
@@ -75,7 +75,7 @@ def test_a_run_does_not_go_on_with_other_pictures(tmp_path, monkeypatch, format)
 def test_a_checkpoint_that_says_nothing_of_its_data_is_taken(tmp_path):
     (tmp_path / "a.txt").write_text("abc")
     config = config_of(name="text", path=str(tmp_path))
-    check_same_run(Path("outputs/mine"), 7, Account("mine", to_dict(config), {}, 7), config)
+    check_same_run(Path("outputs/mine"), 7, RunMetadata("mine", to_dict(config), {}, 7), config)
     assert fingerprint_dataset(config.dataset)
 
 

@@ -12,7 +12,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.training import Train
 from launcher.driver.callback import Callbacks, HookError, find_hook
 from launcher.driver.record.best import Best
-from launcher.driver.record.recorder import Recorder
+from launcher.driver.record.step_log import StepLog
 from launcher.recipes import InputError
 from launcher.report.jsonl import METRICS
 
@@ -84,8 +84,8 @@ class Kept(Training):
         callbacks = Callbacks(self.best)
         callbacks.add_hooks(self.hooks)
 
-        def recorder(*given, **named):
-            return Recorder(*given, **{**named, "callbacks": callbacks})
+        def step_log(*given, **named):
+            return StepLog(*given, **{**named, "callbacks": callbacks})
 
         def saving(*given):
             def saved(step):
@@ -95,7 +95,7 @@ class Kept(Training):
 
         from trained_here import Saving
 
-        monkeypatch.setattr("trained_here.Recorder", recorder)
+        monkeypatch.setattr("trained_here.StepLog", step_log)
         monkeypatch.setattr("trained_here.Saving", saving)
         return super().run()
 
@@ -138,14 +138,15 @@ instance = Mine()
 """
 
 
-@pytest.mark.parametrize("name", ["Mine", "instance"])
-def test_a_hook_is_called_for_steps_evaluations_and_complete_saves(name, tmp_path, monkeypatch):
-    (tmp_path / f"my_{name}.py").write_text(HOOK)
+def test_a_hook_is_called_for_steps_evaluations_and_complete_saves(tmp_path, monkeypatch):
+    (tmp_path / "my_hook.py").write_text(HOOK)
     monkeypatch.syspath_prepend(tmp_path)
     run = Kept(tmp_path / "c", "train.checkpoint.every_steps=4", LEARNS)
-    run.hooks = [f"my_{name}.{name}"]
+    run.hooks = ["my_hook.Mine", "my_hook.instance"]
     run.run(monkeypatch)
-    calls = sys.modules[f"my_{name}"].calls
+    calls = sys.modules["my_hook"].calls
+    assert calls[::2] == calls[1::2]  # the class's and the instance's
+    calls = calls[::2]
     assert [step for name, step, _ in calls if name == "step"] == [1, 2, 3, 4, 5, 6]
     assert [step for name, step, _ in calls if name == "evaluation"] == [3, 6]
     assert [step for name, step, _ in calls if name == "save"] == [4, 6]

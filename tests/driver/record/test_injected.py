@@ -17,7 +17,7 @@ from launcher.checkpoint import Background
 from launcher.driver.callback import Callbacks
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.accounting import Accounting
-from launcher.driver.record.recorder import Recorder, Timelines
+from launcher.driver.record.step_log import StepLog, Timelines
 from launcher.plan import local_shape
 from launcher.report.breakdown.step_breakdown import read_breakdown
 from launcher.train import worker as worker_module
@@ -31,17 +31,19 @@ RECORDED = 3
 class Accounted(Training):
     """A training with the accounting of one of its steps."""
 
+    background = True
+
     def __init__(self, folder, *words):
         super().__init__(folder / "checkpoints", "train.eval_every=100", *words)
         self.home = folder
 
-    def recorder_of(self, plan):
+    def step_log_of(self, plan):
         home = SimpleNamespace(path=self.home, finished_steps=0)
         self.accounting = Accounting(home, self.config, plan, 0.0)
         self.accounting.started(0.0)
         timelines = Timelines(self.home, [RECORDED], take=self.accounting.record)
         timelines.begin([Clock()])
-        return Recorder(
+        return StepLog(
             self._log, 1, lambda seconds: {}, callbacks=Callbacks(timelines, self.accounting.wall)
         )
 
@@ -53,7 +55,7 @@ class Accounted(Training):
         super().run()
         steady = [line["perf/step_seconds"] for line in self.lines[RECORDED + 1 :]]
         measured = {"step_seconds_median": statistics.median(steady)} if steady else {}
-        self.accounting.finish(self.home, self.recorder.finished_steps, measured)
+        self.accounting.finish(self.home, self.step_log.finished_steps, measured)
         return read_breakdown(self.home)
 
     def run_and_add_up(self):

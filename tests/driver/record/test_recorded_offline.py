@@ -11,8 +11,8 @@ from launcher.base.spans import Clock, Span
 from launcher.config.compose import load
 from launcher.driver.folder.folder import RunFolder, write_plan
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.record.recorder import DivergedError
 from launcher.driver.record.run_log import RunLog
+from launcher.driver.record.step_log import DivergedError
 from launcher.plan import local_shape
 from launcher.report.console import make_console
 from launcher.report.pages.timeline import ProcessSpans, Timeline
@@ -69,7 +69,7 @@ def recorded(tmp_path_factory):
                     if step == 3:
                         metrics["eval/loss"] = 1.25
                     with suppress(DivergedError):
-                        log.recorder.record(StepResult(step, metrics, completed_at=1000.0))
+                        log.step_log.record(StepResult(step, metrics, completed_at=1000.0))
             about = {"stage": 0, "mesh": 0, "microbatch": 0, "program": 0}
             spans = [Span("device 0", "stage.0.forward", 0, 10**8, "forward", about)]
             parts = [ProcessSpans("worker 0", spans, Clock())]

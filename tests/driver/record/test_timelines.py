@@ -5,9 +5,9 @@ import json
 import pytest
 
 from launcher.base.spans import Clock, Span
-from launcher.driver.record.recorder import Timelines
+from launcher.driver.record.step_log import Timelines
 from launcher.report.pages.timeline import FILE
-from launcher.train.step_result import Recording, Recordings
+from launcher.train.step_result import Recording, RecordingReader
 
 SPAN = Span("device 0", "it", 1_000, 2_000, "update", {})
 
@@ -21,7 +21,7 @@ def timelines(tmp_path):
 
 def read(process):
     """What a process hands in, by the number that its worker gives."""
-    recordings = Recordings()
+    recordings = RecordingReader()
     recordings.add(3, process, lambda: [SPAN])
     recordings.wait()
     recordings.close()

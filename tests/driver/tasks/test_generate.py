@@ -159,30 +159,21 @@ def test_greedy_tokens_are_those_of_a_plain_loop_under_every_plan(runs, name):
     assert first <= share * sum(leaf.nbytes for leaf in leaves)
 
 
-def test_a_text_is_printed_under_the_runs_own_settings(runs, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run.id=one",),
+        ("run.id=two_stages", "cluster.gpus=1"),  # all stages on one device
+        pytest.param(
+            ("run.id=two_stages", "cluster.hosts=2", "cluster.gpus=2"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_text_is_printed_under_the_runs_own_settings(runs, words, monkeypatch, capsys):
     folder, params = runs
+    text = bytes(plain_loop(params[words[0].partition("=")[2]], b"def ", 20))
     monkeypatch.chdir(folder)
-    told = generated(capsys, "run.id=one", "prompt='def '", *GREEDY)
-    assert told == bytes(plain_loop(params["one"], b"def ", 20)).decode("utf-8", "replace") + "\n"
-
-
-def test_a_pipeline_generates_on_one_device(runs, monkeypatch, capsys):
-    folder, params = runs
-    assert params["two_stages"]
-    monkeypatch.chdir(folder)
-    told = generated(capsys, "run.id=two_stages", "cluster.gpus=1", "prompt='def '", *GREEDY)
-    text = bytes(plain_loop(params["two_stages"], b"def ", 20))
-    assert told == text.decode("utf-8", "replace") + "\n"
-
-
-@pytest.mark.slow
-def test_workers_generate_together(runs, monkeypatch, capsys):
-    folder, params = runs
-    assert params["two_stages"]
-    monkeypatch.chdir(folder)
-    words = "run.id=two_stages", "cluster.hosts=2", "cluster.gpus=2", "prompt='def '"
-    told = generated(capsys, *words, *GREEDY)
-    text = bytes(plain_loop(params["two_stages"], b"def ", 20))
+    told = generated(capsys, *words, "prompt='def '", *GREEDY)
     assert told == text.decode("utf-8", "replace") + "\n"
 
 

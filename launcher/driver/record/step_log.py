@@ -1,4 +1,4 @@
-"""Recorder of steps: logged metrics, divergence, callbacks, and the timelines of recorded steps."""
+"""Steps as they finish: logged metrics, divergence, callbacks, and timelines of recorded ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DivergedError(Exception):
         self.step = step
 
 
-class Recorder:
+class StepLog:
     """Logs every `log_every`-th step, the last one, and those that are out of the ordinary.
 
     Args:
@@ -57,9 +57,8 @@ class Recorder:
 
     Attributes:
         callbacks: as given.
-        timelines: collects what workers record of steps; None: nothing is recorded.
+        timelines: collects what workers record of steps.
         wall: counts the run's wall time.
-        spans: takes what the driver does while a step is recorded.
         finished_steps: the newest finished step, 0 before the first.
         first_step_at: when the first step of this process completed, in seconds since the epoch.
     """
@@ -73,8 +72,7 @@ class Recorder:
         callbacks: Callbacks | None = None,
     ) -> None:
         self.callbacks = callbacks or Callbacks()
-        self.timelines = self.callbacks.of(Timelines)
-        self.spans = self.timelines.spans if self.timelines else SpanRecorder()
+        self.timelines = self.callbacks.of(Timelines) or Timelines(Path(), ())
         self._log = log
         self.wall = self.callbacks.of(WallClock) or WallClock(Goodput(), time.time())
         self._skips = skips
@@ -94,15 +92,14 @@ class Recorder:
         """Take one step's result; None is ignored.
 
         Raises:
-            DivergedError: a value is not finite, and training cannot go on from it.
+            DivergedError: a value is not finite, and training cannot continue from it.
             ReplicaError: replicas of the state differ after the step.
         """
         if result is None:
             return
         self.finished_steps = result.step
         self.first_step_at = self.first_step_at or result.completed_at
-        if self.timelines:
-            self.timelines.add(result.recordings)
+        self.timelines.add(result.recordings)
         rates = self._performance(result.metrics["perf/step_seconds"])
         self._unlogged = result.step, {**result.metrics, **rates}
         try:
@@ -207,6 +204,17 @@ class Timelines(Callback):
         self._path = folder / FILE
         self._clocks: Sequence[Clock] = ()
         self._found: dict[int, dict[int, Recording]] = {}
+
+    @property
+    def all(self) -> frozenset[int]:
+        """All steps that are recorded or traced."""
+        return self.steps | self.traced
+
+    def start(self, step: int) -> tuple[bool, str | None]:
+        """Begin a step; return whether it is recorded, and the folder for its trace, if any."""
+        if step in self.steps:
+            self.spans.start()
+        return step in self.steps, str(self.traces.absolute()) if step in self.traced else None
 
     def begin(self, clocks: Sequence[Clock]) -> None:
         """Begin an attempt, whose workers have these clocks; forget what the one before left."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from launcher.driver.record.recorder import MOST_SKIPPED, DivergedError, Recorder
+from launcher.driver.record.step_log import MOST_SKIPPED, DivergedError, StepLog
 from launcher.train.step_result import StepResult
 
 
@@ -13,9 +13,9 @@ def result(step, loss=1.0, grad_norm=2.0, **more):
     return StepResult(step, metrics, completed_at=1000.0 + step)
 
 
-def recorder(log_every=1):
+def step_log(log_every=1):
     lines = []
-    return Recorder(into(lines), log_every, lambda seconds: {"perf/rate": 1 / seconds}), lines
+    return StepLog(into(lines), log_every, lambda seconds: {"perf/rate": 1 / seconds}), lines
 
 
 def into(lines):
@@ -23,7 +23,7 @@ def into(lines):
 
 
 def test_a_line_holds_what_was_measured_and_what_follows_from_it():
-    record, lines = recorder()
+    record, lines = step_log()
     record.record(None)
     record.record(result(5))
     measured = {"train/loss": 1.0, "train/grad_norm": 2.0, "perf/step_seconds": 0.5}
@@ -32,7 +32,7 @@ def test_a_line_holds_what_was_measured_and_what_follows_from_it():
 
 
 def test_every_nth_step_is_logged_and_evaluations_and_the_last_one_once():
-    record, lines = recorder(log_every=4)
+    record, lines = step_log(log_every=4)
     for step in range(1, 11):
         record.record(result(step, **({"eval/loss": 3.0} if step == 6 else {})))
     assert [line["step"] for line in lines] == [4, 6, 8]
@@ -45,7 +45,7 @@ def test_every_nth_step_is_logged_and_evaluations_and_the_last_one_once():
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_is_logged_and_ends_the_run(key, value):
-    record, lines = recorder(log_every=100)
+    record, lines = step_log(log_every=100)
     record.record(result(1))
     with pytest.raises(DivergedError) as error:
         record.record(result(2, **{key: value}))
@@ -58,7 +58,7 @@ def test_what_is_no_number_is_logged_and_ends_the_run(key, value):
 
 def test_a_skipped_step_is_logged_and_said_and_only_too_many_in_a_row_end_the_run(caplog):
     lines = []
-    record = Recorder(into(lines), 100, lambda seconds: {}, skips=True)
+    record = StepLog(into(lines), 100, lambda seconds: {}, skips=True)
     record.record(result(1))
     for step in range(2, 2 + MOST_SKIPPED):
         record.record(result(step, loss=math.inf))
@@ -74,7 +74,7 @@ def test_a_skipped_step_is_logged_and_said_and_only_too_many_in_a_row_end_the_ru
 
 
 def test_a_recorder_that_begins_again_forgets_what_is_done_again():
-    record, lines = recorder(log_every=4)
+    record, lines = step_log(log_every=4)
     for step in range(1, 7):
         record.record(result(step))
     record.begin(4)
