@@ -33,6 +33,7 @@ from launcher.base import end_with_parent
 from launcher.checkpoint.layout import partial_path
 from launcher.checkpoint.shards import view_on_host
 from launcher.checkpoint.write import SaveError, Writers, abandon, save, stored_parts
+from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
 
 _LOOK_SECONDS = 5.0
 _NICENESS = 15  # relative to this process
@@ -42,8 +43,6 @@ _ALONE = Writers()
 _PART = 2**22  # bytes that one thread copies at a time
 _THREADS = 8
 _PROGRAM = f"from {__name__} import serve; serve()"
-# Signals for the driver, which a batch system sends to every process of a job.
-_FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class _StoppedError(OSError):
@@ -138,9 +137,7 @@ class Background:
         handed = [theirs.fileno(), self._memory]
         command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, handed)]
         environ = _environment(os.environ, sys.path)
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _FOR_THE_DRIVER
-        )  # inherited by the process
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)  # the process inherits it
         try:
             # In this session: the kernel's `autogroup` gives sessions equal shares of the
             # processors, whatever the niceness.

@@ -71,26 +71,26 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
 
 def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> int:
     """Run in the run's folder; return the exit code."""
+    interrupt: KeyboardInterrupt | None = None
     try:
         with open_rendezvous(home, allocation, slurm_of(config.cluster), secret()) as rendezvous:
             code = run(config, stop, rendezvous)
     except (ClusterError, OSError) as error:
         complain(str(error))
         code = 1
-    except KeyboardInterrupt:  # a signal before it trained
-        if stop.ending[0] == PREEMPTED and _is_in_vain(home, allocation):
-            complain(_FOR_NOTHING.format(logs=home / "logs"))
-            return 1
-        raise
+    except KeyboardInterrupt as error:  # a signal before it trained
+        code, interrupt = stop.ending[0], error
     except Exception:
         traceback.print_exc()
         code = 1
-    if code == 1 and _may_come_back(home, allocation):
-        complain("the run is requeued to try again")
-        return PREEMPTED
     if code == PREEMPTED and _is_in_vain(home, allocation):
         complain(_FOR_NOTHING.format(logs=home / "logs"))
         return 1
+    if interrupt is not None:
+        raise interrupt
+    if code == 1 and _may_come_back(home, allocation):
+        complain("the run is requeued to try again")
+        return PREEMPTED
     return code
 
 

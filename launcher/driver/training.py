@@ -223,8 +223,8 @@ class _Job:
 
     def _start_workers(self, stack: ExitStack, advance: Advance) -> Workers:
         """Start Ray, unless it is started, and connect the workers; `stack` ends them."""
-        session, self._session = self._session or self._start(), None
-        stack.enter_context(session)
+        started, self._session = self._session or self._start(), None
+        session = stack.enter_context(started)
         handles = session.spawn(TrainWorker, advance=advance)
 
         def check() -> None:

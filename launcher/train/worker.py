@@ -109,7 +109,7 @@ class TrainWorker(Peer):
         """
         services = StepServices(self._transport, self._servers, self._spans)
         self._compiling = Compiling(self._program, Plan.from_dict(plan), services)
-        return self._compiling.programs
+        return len(self._compiling.programs)
 
     def compiled(self, seen: int) -> int:
         """Wait until more than `seen` programs are compiled, or all; return how many are."""
@@ -407,6 +407,9 @@ class Compiling:
         plan: the plan of the train step; evaluation follows it.
         services: what instructions use.
 
+    Attributes:
+        programs: the distinct programs, while they are compiled.
+
     Raises:
         PlanError: the program differs from the one that was planned.
     """
@@ -418,19 +421,15 @@ class Compiling:
         self._evaluate = None
         if program.evaluate:
             forward = make_forward_plan(program.evaluate, like=plan)
-            silent = StepServices(
-                services.transport, services.servers, SpanRecorder()
-            )  # a recorded step holds no evaluation
+            # A recorded step holds no evaluation.
+            silent = StepServices(services.transport, services.servers, SpanRecorder())
             self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
-
-    @property
-    def programs(self) -> int:
-        """The number of distinct programs."""
-        return len(self._all)
+        steps = filter(None, (self._train, self._evaluate))
+        self.programs = [future for step in steps for future in step.programs]
 
     def wait(self, seen: int) -> int:
         """Wait until more than `seen` programs are compiled, or all; return how many are."""
-        return wait_for_more(self._all, seen)
+        return wait_for_more(self.programs, seen)
 
     def result(self) -> tuple[Executable, Executable | None, float]:
         """Wait for all; return the train step, the evaluation step, and the seconds it took."""
@@ -438,10 +437,6 @@ class Compiling:
             train = self._train.result()
             evaluate = self._evaluate.result() if self._evaluate else None
         return train, evaluate, time.perf_counter() - self._started
-
-    @property
-    def _all(self) -> list[Future[Any]]:
-        return [*self._train.programs, *(self._evaluate.programs if self._evaluate else [])]
 
 
 class TriedPlan:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -20,6 +19,9 @@ from launcher import checkpoint
 from launcher.checkpoint import background as background_module
 from launcher.checkpoint import shards
 from launcher.checkpoint.train_state import TrainState
+
+sys.path.insert(0, str(Path(__file__).parent))
+from halves import part_of
 
 
 def make_state(step):
@@ -108,7 +110,8 @@ def test_two_processes_write_one_checkpoint_and_a_killed_one_spoils_none(
     other = checkpoint.Background()
     try:
         for i, who in enumerate((background, other)):
-            monkeypatch.setattr("launcher.checkpoint.background.view_on_host", half(i))
+            view = lambda state, i=i: part_of(shards.view_on_host(state), i)  # noqa: E731
+            monkeypatch.setattr("launcher.checkpoint.background.view_on_host", view)
             copies.append(who.copy_to_host(make_state(0)))
         monkeypatch.undo()
         writers = [checkpoint.Writers(i, 2, "t") for i in (0, 1)]
@@ -126,17 +129,6 @@ def test_two_processes_write_one_checkpoint_and_a_killed_one_spoils_none(
     finally:
         other.close()
     assert checkpoint.newest(tmp_path).step == 6
-
-
-def half(parity):
-    """What stands for `view_on_host` in one of two processes: every second array is its own."""
-
-    def view_on_host(tree):
-        leaves, structure = jax.tree.flatten(shards.view_on_host(tree))
-        own = [x if i % 2 == parity else replace(x, shards=()) for i, x in enumerate(leaves)]
-        return jax.tree.unflatten(structure, own)
-
-    return view_on_host
 
 
 PARENT = """

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -22,6 +21,9 @@ from launcher.checkpoint import orbax_compat, write
 from launcher.checkpoint.train_state import TrainState
 from launcher.config.optimizers import AdamW
 from launcher.train.optimizer import build_optimizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from halves import part_of
 
 
 def metadata(every_steps=0):
@@ -216,7 +218,7 @@ def save(folder, step, **options):
 def test_several_processes_write_one_checkpoint(tmp_path):
     """Two writers, each with half of the leaves, as `copy_to_host` gives them to processes."""
     whole = checkpoint.copy_to_host(make_state())
-    halves = [halved(whole, parity) for parity in (0, 1)]
+    halves = [part_of(whole, parity) for parity in (0, 1)]
     with ThreadPoolExecutor(2) as threads:
         writers = (checkpoint.Writers(i, 2, "t") for i in range(2))
         for job in [
@@ -245,7 +247,7 @@ def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
                 checkpoint.save,
                 tmp_path,
                 7,
-                halved(whole, i),
+                part_of(whole, i),
                 METADATA,
                 writers=checkpoint.Writers(i, 2, "t"),
             )
@@ -278,7 +280,7 @@ def test_a_process_that_writes_on_into_a_folder_that_is_gone_says_so(tmp_path, m
 
     monkeypatch.setattr(orbax_compat.ts, "open", open_and_lose)
     monkeypatch.setattr(write, "checksums", lose_and_sum)
-    half = halved(checkpoint.copy_to_host(make_state()), 1)
+    half = part_of(checkpoint.copy_to_host(make_state()), 1)
     with pytest.raises(checkpoint.SaveError, match=f"^cannot save step 7 in {tmp_path}: "):
         checkpoint.save(tmp_path, 7, half, METADATA, writers=checkpoint.Writers(1, 2, "t"))
 
@@ -306,14 +308,6 @@ def test_a_quota_that_is_used_up_is_named_and_the_last_checkpoint_stays(by, tmp_
     monkeypatch.undo()
     save(tmp_path, 2)
     assert checkpoint.newest(tmp_path) == checkpoint.NewestIntact(2)
-
-
-def halved(state, parity):
-    """Every second array of a copied state; of the others, no piece."""
-    leaves, tree = jax.tree.flatten(state)
-    return jax.tree.unflatten(
-        tree, [x if i % 2 == parity else replace(x, shards=()) for i, x in enumerate(leaves)]
-    )
 
 
 def test_a_copy_outlives_the_arrays_it_was_made_of(tmp_path):

@@ -403,6 +403,7 @@ def task_told(config: Config):
 def export_told(config: Config):
     """Which checkpoint is written to which file."""
     told, console = [], Console(file=io.StringIO())
+    Path("outputs/taken").mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "best_step", lambda folder: 7)
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))

@@ -1,11 +1,10 @@
 """Saving as the driver sees it, with real writers in threads of this process."""
 
 import json
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -19,6 +18,9 @@ from launcher.driver.loop import Saving
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.train.program import build_program
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+from halves import part_of
 
 
 class Workers:
@@ -87,12 +89,8 @@ def ended(save, seconds):
 
 
 def half(step, index, count):
-    """Every `count`-th array of a state, as `copy_to_host` gives it to one of several processes."""
     state = TrainState(jnp.int32(step), {"w": jnp.ones(9), "b": jnp.ones(3)}, {}, jnp.zeros(2))
-    leaves, tree = jax.tree.flatten(checkpoint.copy_to_host(state))
-    return jax.tree.unflatten(
-        tree, [x if i % count == index else replace(x, shards=()) for i, x in enumerate(leaves)]
-    )
+    return part_of(checkpoint.copy_to_host(state), index, count)
 
 
 def make(workers, folder, **settings):

@@ -50,16 +50,15 @@ def test_a_step_is_gradient_clip_optimizer_update(parts):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_skipped_step_leaves_the_state_as_it_was_but_its_number(parts, bad):
     model, optimizer, schedule = parts
-    step = jax.jit(make_train_step(model, optimizer, schedule, skip_non_finite=True))
-    state, metrics = step(init_state(model, optimizer, SEED), BATCH)
+    step = jax.jit(make_train_step(model, optimizer, schedule, skip_non_finite=True, ema=0.5))
+    state, metrics = step(init_state(model, optimizer, SEED, averages=True), BATCH)
     assert metrics["skipped"] == 0
     new, metrics = step(state, {**BATCH, "x": BATCH["x"] * bad})
     assert metrics["skipped"] == 1
     assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(1)))
     assert int(new.step) == 2
-    jax.tree.map(
-        np.testing.assert_array_equal, (new.params, new.opt_state), (state.params, state.opt_state)
-    )
+    before, after = ((s.params, s.opt_state, s.ema) for s in (state, new))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
     again, metrics = step(new, BATCH)
     assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(1)))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again.params))

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -44,7 +44,7 @@ class RunFolder:
         attempt: the number of this start of a Slurm job's run, which has logs of its own.
         damaged: a line for each newer checkpoint that is damaged.
         next_batch: the index of the next batch, as that checkpoint says.
-        handle: the open folder, while this process has claimed it.
+        descriptor: of the open folder, while this process has claimed it.
         created: the folders that this process made for it, innermost first; empty if it existed.
         status: shows the state of the run, while it trains.
     """
@@ -54,7 +54,7 @@ class RunFolder:
     attempt: int | None = None
     damaged: tuple[str, ...] = ()
     next_batch: int = 0
-    handle: FolderHandle | None = None
+    descriptor: int | None = None
     created: tuple[Path, ...] = ()
     status: Status | None = None
 
@@ -69,8 +69,38 @@ class RunFolder:
         Raises:
             LostFolderError: it was deleted or renamed.
         """
-        if self.handle is not None:
-            self.handle.check()
+        if self._is_at(self.path):
+            return
+        path = self.path.absolute()
+        if (now := self.current_path()) is not None:
+            raise LostFolderError(
+                f"the run folder {path} was renamed to {now} while the run trained: the run "
+                "ends. Rename it back to resume from its newest checkpoint."
+            )
+        raise LostFolderError(
+            f"the run folder {path} was deleted while the run trained: the run ends, and its "
+            "checkpoints are lost."
+        )
+
+    def current_path(self) -> Path | None:
+        """Return the folder's present path, or None if it is deleted or its path is not known."""
+        try:  # Linux only, and only for local folders
+            for path in (self.path, Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))):
+                if self._is_at(path):
+                    return path
+        except OSError:
+            pass
+        return None
+
+    def _is_at(self, path: Path) -> bool:
+        if self.descriptor is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self.descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file system that fails now: assume nothing has changed
+            return True
 
     @property
     def checkpoints(self) -> Path:
@@ -128,13 +158,15 @@ def claim(config: Config) -> Iterator[RunFolder]:
     with (
         private_files(config.run),
         open(open_own(path / LOCK, os.O_WRONLY), "ab") as lock,
-        open_handle(path) as handle,
+        ExitStack() as stack,
     ):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
         _lock(lock, path)
         for written in (path, path / "plots"):
             clear_partial(written)
         # `check` has looked already, but only now can nobody else be writing.
-        yield reload(RunFolder(path, handle=handle, created=created), config)
+        yield reload(RunFolder(path, descriptor=descriptor, created=created), config)
 
 
 @contextmanager
@@ -172,7 +204,10 @@ def reload(home: RunFolder, config: Config) -> RunFolder:
     home.check()
     choice = _choose(config, home.path)
     checkpoint.clear_partial_saves(home.checkpoints)
-    damaged = tuple(_set_aside(home.checkpoints, *each) for each in choice.damaged)
+    damaged = tuple(
+        f"checkpoint {set_aside(home.checkpoints / str(step), problem)}"
+        for step, problem in choice.damaged
+    )
     next_batch = choice.run.next_batch if choice.run else 0
     step = choice.step or 0
     return replace(home, finished_steps=step, damaged=damaged, next_batch=next_batch)
@@ -221,76 +256,8 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
     return choice
 
 
-def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
-    """Rename a damaged checkpoint; return the line that says so."""
-    return f"checkpoint {set_aside(checkpoints / str(step), problem)}"
-
-
 class LostFolderError(OSError):
     """The run's folder was deleted or renamed during training; the text is one line."""
-
-
-@dataclass(frozen=True)
-class FolderHandle:
-    """A folder that this process holds open.
-
-    Attributes:
-        path: the path that it was opened by.
-        descriptor: its file descriptor.
-    """
-
-    path: Path
-    descriptor: int
-
-    def check(self) -> None:
-        """Check that `path` still leads to the folder.
-
-        Raises:
-            LostFolderError: it does not.
-        """
-        if self._is_at(self.path):
-            return
-        if (now := self.current_path()) is not None:
-            raise LostFolderError(
-                f"the run folder {self.path} was renamed to {now} while the run trained: the run "
-                "ends. Rename it back to resume from its newest checkpoint."
-            )
-        raise LostFolderError(
-            f"the run folder {self.path} was deleted while the run trained: the run ends, and its "
-            "checkpoints are lost."
-        )
-
-    def current_path(self) -> Path | None:
-        """Return the folder's present path, or None if it is deleted or its path is not known."""
-        try:  # Linux only, and only for local folders
-            for path in (self.path, Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))):
-                if self._is_at(path):
-                    return path
-        except OSError:
-            pass
-        return None
-
-    def _is_at(self, path: Path) -> bool:
-        try:
-            return os.path.samestat(os.stat(path), os.fstat(self.descriptor))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:  # a file system that fails now: assume nothing has changed
-            return True
-
-
-@contextmanager
-def open_handle(path: Path) -> Iterator[FolderHandle]:
-    """Hold a folder open for the duration of the context.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield FolderHandle(path.absolute(), descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
@@ -313,14 +280,8 @@ def current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
 
     Then at least the metrics survive a command that was meant for another folder.
     """
-    if home.handle is None:
-        return home.path
-    try:
-        home.check()
-        return home.path
-    except LostFolderError:
-        if (path := home.handle.current_path()) is not None:
-            return path
+    if (path := home.current_path()) is not None:
+        return path
     path = home.path if not (home.path / LOCK).exists() else aside(home.path)  # another run's
     path.mkdir(parents=True, exist_ok=True)
     write_plan(replace(home, path=path), config, plan)

@@ -47,7 +47,11 @@ def recorded(tmp_path_factory):
         plan = plan_of(config.parallel, build_program(config).train, local_shape(2, 1, "cpu"))
         home = RunFolder(folder)
         write_plan(home, config, plan)
-        for attempts in ([(0, (1, 2)), (1, (2, 3))], [(3, (4,))]):  # the second: another start
+        # The second is another start; the first one failed.
+        for reason, attempts in (
+            ("worker 1 died", [(0, (1, 2)), (1, (2, 3))]),
+            ("done", [(3, (4,))]),
+        ):
             log = RunLog(home, config, plan, 0.25, make_console(), None)
             for finished, steps in attempts:
                 if finished == 1:
@@ -76,14 +80,15 @@ def recorded(tmp_path_factory):
             Timeline().with_step(3, parts).save(folder / "timeline.json")
             (folder / "profile").mkdir(exist_ok=True)
             (folder / "profile" / "worker_0.xplane.pb").write_bytes(b"trace")
-            log.sum_up("done", 1, folder)
+            log.sum_up(reason, 1, folder)
     return folder, config, plan, read_offline(folder)
 
 
 def test_every_scalar_by_its_key_against_steps_and_tokens(recorded):
     _, config, _, run = recorded
-    steps = {line["step"]: line for line in run.history if "train/loss" in line}
-    assert sorted(steps) == [1, 2, 3, 4]
+    lines = [line for line in run.history if "train/loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # each once
+    steps = {line["step"]: line for line in lines}
     tokens = config.train.global_batch_size * config.model.sequence_length
     assert [line["perf/tokens"] for _, line in sorted(steps.items())] == [
         tokens * step for step in (1, 2, 3, 4)
@@ -157,7 +162,7 @@ def test_a_resumed_run_is_the_same_run_with_its_settings_and_summary(recorded):
     summary = json.loads((folder / "summary.json").read_text())
     assert run.summary["final_loss"] == summary["final_loss"] == 1.0
     assert summary["wandb_sync_command"] == f"wandb sync {folder}/wandb/offline-run-*"
-    assert run.exits == [0, 0]
+    assert run.exits == [1, 0]
 
 
 def test_no_secret_is_in_any_file(recorded):

@@ -4,10 +4,8 @@ import csv
 import inspect
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import wandb
 
 from launcher.config.compose import load
 from launcher.driver import Callback
@@ -58,111 +56,67 @@ def run_through(home, plan, *words, reason="done"):
     return json.loads((home.path / "summary.json").read_text())
 
 
-class FakeRun:
-    """What stands in for wandb's run: it keeps what it is given, an event a thing."""
+class Noting(Tracker):
+    """Notes in `events` what it is given."""
 
-    def __init__(self, **given):
-        self.given, self.events, self.id = given, [], given["id"]
-        self.url = "https://wandb.example/mine"
-        self.summary = SimpleNamespace(update=lambda values: self.add("summary", values))
+    def __init__(self, events):
+        self.events = events
 
-    def add(self, *event):
-        self.events.append(event)
+    def table(self, name, columns, rows):
+        self.events.append(("table", name))
 
-    def log(self, data, step=None, commit=None):
-        numbers = {}
-        for name, value in data.items():
-            if isinstance(value, wandb.Table):
-                self.add("table", name, value.columns, value.data, commit)
-            elif isinstance(value, wandb.Image):
-                self.add("image", name, value.format, commit)
-            else:
-                numbers[name] = value
-        if numbers:
-            self.add("log", step, numbers)
+    def rewind(self, first_step):
+        self.events.append(("rewind", first_step))
 
-    def define_metric(self, name, step_metric=None):
-        self.add("axis", name, step_metric)
+    def log(self, step, metrics):
+        self.events.append(("log", step))
 
-    def log_artifact(self, artifact):
-        self.add("artifact", artifact.type, artifact.name)
+    def alert(self, title, text):
+        self.events.append(("alert", title))
 
-    def alert(self, title, text, level, wait_duration):
-        self.add("alert", title, text)
+    def image(self, name, path):
+        self.events.append(("image", name))
 
-    def finish(self, exit_code):
-        self.add("finish", exit_code)
+    def artifact(self, name, path):
+        self.events.append(("artifact", name))
+
+    def finish(self, summary):
+        self.events.append(("finish", summary["exit_reason"]))
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """The runs that are begun with wandb."""
-    runs = []
+def test_a_tracker_gets_all_in_order_and_the_end_is_shown_before_it_finishes_and_after(
+    home, plan, monkeypatch
+):
+    """Trackers may take long to finish, and whatever they change is shown over."""
+    events = []
 
-    def init(**given):
-        runs.append(FakeRun(**given))
-        return runs[-1]
+    class Shown(Callback):
+        def tell(self, **fields):
+            pass
 
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "setup", lambda settings: None)
-    return runs
+        def on_end(self, step, reason):
+            events.append(("status", reason))
 
-
-def test_weights_and_biases_gets_tables_steps_once_pictures_and_the_summary(home, plan, recorded):
-    summary = run_through(home, plan, "wandb.tags=[fast]", "wandb.mode=offline")
-    (run,) = recorded
-    assert run.given["id"] == run.given["name"] == "mine"
-    assert (run.given["mode"], run.given["tags"]) == ("offline", ["fast"])
-    assert run.given["config"]["train"]["steps"] == 5
-    assert run.given["dir"] == home.path
-    names = [(kind, name) for kind, name, *_ in run.events]
-    assert names == [
-        *(("axis", name) for name in ("step", "perf/tokens", "*")),
+    monkeypatch.setitem(TRACKERS, "noting", lambda run: Noting(events))
+    home = replace(home, status=Shown())
+    run_through(home, plan, "wandb.mode=disabled")
+    ends = [event for event in events if event[0] in ("status", "finish")]
+    assert ends == [("status", "done"), ("finish", "done"), ("status", "done")]
+    assert [event for event in events if event[0] != "status"] == [
         ("table", "plan/stages"),
         ("table", "plan/shardings"),
         *(("log", step) for step in (1, 2, 3, 4)),
         ("alert", "mine: restart"),
-        ("log", 5),
+        ("rewind", 3),
+        *(("log", step) for step in (3, 4, 5)),
         ("table", "plan/beside_measured"),
         ("image", "plots/timeline"),
         ("image", "plots/memory"),
         ("image", "plots/loss"),
         ("artifact", "accounting"),
         ("artifact", "report"),
-        ("summary", run.events[-2][1]),
-        ("finish", 0),
+        ("finish", "done"),
     ]
-    assert {event[-1] for event in run.events if event[0] in ("table", "image")} == {False}
-    assert run.events[3][3][0][:3] == [0, "0-3", 1]
-    *_, columns, rows, _ = run.events[11]
-    assert columns == ["what", "predicted", "measured", "off"]
-    assert rows[0][:3] == ["step_seconds", plan.predicted_step_seconds, 0.5]
-    known = {key: value for key, value in summary.items() if value is not None}
-    assert json.loads(json.dumps(run.events[-2][1])) == known
-    assert summary["wandb_sync_command"] == f"wandb sync {home.path}/wandb/offline-run-*"
-    assert summary["wandb_url"] is None
-
-
-def test_a_failed_run_ends_so_in_weights_and_biases(home, plan, recorded):
-    run_through(home, plan, "wandb.mode=offline", reason="worker_0 died")
-    assert recorded[0].events[-1] == ("finish", 1)
-
-
-def test_a_recording_that_fails_is_said_once_and_ends_no_run(home, plan, recorded, said):
-    record = FakeRun.log
-
-    def log(self, data, step=None, commit=None):
-        if step == 2:
-            raise OSError("the service is gone\nand more")
-        record(self, data, step, commit)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeRun, "log", log)
-        summary = run_through(home, plan, "wandb.mode=offline")
-    assert [event[:2] for event in recorded[0].events[5:]] == [("log", 1)]
-    assert said == ["wandb: the service is gone; the run is no longer recorded there"]
-    assert (summary["exit_reason"], summary["steps"]) == ("done", 5)
-    assert summary["wandb_sync_command"]  # what was recorded before can be uploaded
 
 
 class CsvTracker(Tracker):
@@ -251,28 +205,13 @@ def test_fields_that_no_summary_has_are_left_out(home, plan, monkeypatch):
     assert summary["exit_reason"] != "mine"
 
 
-def test_the_end_is_shown_before_the_trackers_finish_and_after_them(home, plan, monkeypatch):
-    """Trackers may take long; and whatever they change is shown over."""
-    events = []
-
-    class Shown(Callback):
-        def tell(self, **fields):
-            pass
-
-        def on_end(self, step, reason):
-            events.append((step, reason))
-
-    class Slow(Tracker):
+def test_fields_that_are_none_of_the_kind_end_no_run(home, plan, monkeypatch):
+    class Empty(Tracker):
         def summary_fields(self):
-            return None  # which is none of the kind, and ends no run
+            return None
 
-        def finish(self, summary):
-            events.append("finished")
-
-    monkeypatch.setitem(TRACKERS, "slow", lambda run: Slow())
-    home = replace(home, status=Shown())
+    monkeypatch.setitem(TRACKERS, "empty", lambda run: Empty())
     assert run_through(home, plan, "wandb.mode=disabled")["wandb_url"] is None
-    assert events == [(5, "done"), "finished", (5, "done")]
 
 
 def test_the_mode_of_wandb_may_come_from_the_environment(home, plan, monkeypatch, said):
