@@ -8,8 +8,7 @@ a checksum of every file, so that a damaged checkpoint is recognised.
 
 `shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
 holding up training, `layout` detects damage, `choose` picks the checkpoint to resume from, and
-`finished` is the model for other programs, `flat` one by flat names, `weights` and `hugging_face`
-the files of other programs.
+`finished` is the model for other programs; `flat` and `hugging_face` are the files of these.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
 

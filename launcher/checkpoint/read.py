@@ -69,7 +69,7 @@ def restore_parts(path: Path, like: Mapping[str, Any]) -> Any:
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """Read these parts of a checkpoint, or of another program's files, sharded as `like` says.
 
-    Layers may be stacked in one of them and apart in the other (`layers`).
+    Layers may be stacked in one of them and apart in the other (`flat.sources`).
     """
     if weights := find_weights(path):
         return read_flat(weights, like)
@@ -103,7 +103,7 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
     """Check that a stored model has the names and shapes of `like`; read no array.
 
     Args:
-        path: a checkpoint, or files as `weights` reads them.
+        path: a checkpoint, or files as `find_weights` reads them.
         like: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct`.
 
     Raises:

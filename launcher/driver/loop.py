@@ -18,7 +18,7 @@ from launcher.cluster.errors import HungError
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.config.training import Checkpoint, Train
-from launcher.driver.folder.identity import fingerprints
+from launcher.driver.folder.folder import fingerprints
 from launcher.driver.record.best import Best
 from launcher.driver.record.samples import Samples
 from launcher.driver.record.step_log import StepLog, is_evaluated, profiled_step

@@ -1,4 +1,4 @@
-"""`launcher/driver/folder/identity.py`: a run does not go on with other data."""
+"""`launcher/driver/folder/folder.py`: a run does not go on with other data."""
 
 import tarfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from PIL import Image
 from launcher.checkpoint import RunMetadata
 from launcher.config.compose import from_dict, to_dict
 from launcher.config.errors import ConfigError
-from launcher.driver.folder.identity import check_same_run
+from launcher.driver.folder.folder import check_same_run
 from launcher.recipes import fingerprint_dataset
 
 ROW = {"vocab_size": 256, "sequence_length": 4, "num_layers": 1, "num_heads": 2, "hidden_size": 8}
