@@ -48,27 +48,21 @@ class HuggingFace:
             OSError: a file cannot be read.
             DamagedError: the files are not those of `config.json`.
         """
-        tensors = self._tensors()
-        by_name = {tensor.theirs: tensor for tensor in tensors}
+        by_name = {tensor.theirs: tensor for tensor in self._tensors()}
         found: dict[str, Header] = {}
         kept = self._kept()
         for file in dict.fromkeys(file for file, _ in kept.values()):
             with _opened(file) as archive:
                 held = set(archive.keys())
-                for name, (_, stored) in kept.items():
-                    if kept[name][0] != file:
-                        continue
+                for name, stored in ((name, one) for name, (at, one) in kept.items() if at == file):
                     if stored not in held:
-                        raise DamagedError(
-                            f"{file.name} lacks {stored}, which {_INDEX} says it has"
-                        )
+                        raise DamagedError(f"{file.name} lacks {stored}, which {_INDEX} lists")
                     if not _is_dispensable(name, by_name):
                         tensor = by_name.get(name)
                         header = _header(archive.get_slice(stored), name, tensor)
                         found[f"params.{tensor.ours}" if tensor else name] = header
-        for name in by_name:
-            if name not in kept:
-                raise DamagedError(f"it has no {name}")
+        if missing := [name for name in by_name if name not in kept]:
+            raise DamagedError(f"it has no {missing[0]}")
         return found
 
     @contextmanager

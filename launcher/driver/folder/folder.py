@@ -296,7 +296,7 @@ def current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
     return path
 
 
-# A run with another value of these is another run. A checkpoint holds values from the environment as
+# A run with other values of these is another run. A checkpoint holds values from the environment as
 # their interpolation and as a fingerprint, which shows that a value has changed but not what it is.
 _FIXED = (
     "model",
