@@ -29,6 +29,11 @@ from launcher.checkpoint.train_state import MODEL_PARTS, flat_name
 from launcher.recipes.models.hugging_face import CONFIG
 
 Arrays = Callable[[str], np.ndarray]  # an array by its flat name
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+# A name; the names of all rows, in order; or a name and the number of its row.
+Source: TypeAlias = "str | tuple[str, ...] | tuple[str, int]"
+_NUMBERED = re.compile(r"(?:(.+)_)?(\d+)")
 
 
 class Weights(Protocol):
@@ -64,9 +69,6 @@ class _Npz:
 
     def opened(self, names: Sequence[str]) -> AbstractContextManager[Arrays]:
         return nullcontext(read_arrays(self._path, names).__getitem__)  # a file is unpacked whole
-
-
-_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
 
 
 def can_take(wanted: Any, stored: np.dtype) -> bool:
@@ -166,13 +168,6 @@ def absent(leaf: Any) -> Any:
     if isinstance(leaf, StackedArray):
         return StackedArray([absent(row) for row in leaf.rows])
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
-
-
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-# A name; the names of all rows, in order; or a name and the number of its row.
-Source: TypeAlias = "str | tuple[str, ...] | tuple[str, int]"
-
-_NUMBERED = re.compile(r"(?:(.+)_)?(\d+)")
 
 
 def sources(wanted: Shapes, stored: Shapes) -> dict[str, Source]:

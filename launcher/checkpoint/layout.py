@@ -33,6 +33,12 @@ METADATA = "_CHECKPOINT_METADATA"
 ARRAYS = "default"
 BEST = "best.json"
 _PARTIAL = ".partial-"
+S = TypeVar("S")
+T = TypeVar("T")
+_ALGORITHM = "sha256"
+_THREADS = 8  # hashing and reading release the interpreter's lock
+# A file's size in bytes and its checksum in hexadecimal digits, by its path below the checkpoint.
+Sums = Mapping[str, tuple[int, str]]
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -116,16 +122,6 @@ def clear_partial_saves(folder: Path) -> None:
 def is_step(name: str) -> bool:
     """Return whether a checkpoint may have that name."""
     return name.isascii() and name.isdigit() and str(int(name)) == name
-
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-_ALGORITHM = "sha256"
-_THREADS = 8  # hashing and reading release the interpreter's lock
-
-# A file's size in bytes and its checksum in hexadecimal digits, by its path below the checkpoint.
-Sums = Mapping[str, tuple[int, str]]
 
 
 def checksums(root: Path, paths: Iterable[Path], sync: bool = False) -> dict[str, tuple[int, str]]:

@@ -14,6 +14,9 @@ from launcher.config.optimizers import Lora
 from launcher.recipes import InputError
 
 MODEL_PARTS = ("params", "model_state")  # what of a state is the model's, and an evaluation reads
+_MOST_NAMED = 4
+Picks = Callable[[str], bool]  # whether a parameter is one of them, by its name
+ADAPTERS = "lora"  # the parameter beside the model's own, and the first word of their names
 
 
 @jax.tree_util.register_dataclass
@@ -51,11 +54,6 @@ class TrainState:
         """The parts that are the model's, by their names."""
         parts = {name: getattr(self, name) for name in MODEL_PARTS}
         return {name: part for name, part in parts.items() if part is not None}
-
-
-_MOST_NAMED = 4
-
-Picks = Callable[[str], bool]  # whether a parameter is one of them, by its name
 
 
 def flat_name(path: Any) -> str:
@@ -103,9 +101,6 @@ def _some(names: Iterable[str]) -> str:
     different = list({name.rpartition(".")[2]: name for name in names}.values())
     more = ", …" if len(different) > _MOST_NAMED else ""
     return ", ".join(different[:_MOST_NAMED]) + more
-
-
-ADAPTERS = "lora"  # the parameter beside the model's own, and the first word of their names
 
 
 def without_adapters(params: Any) -> Any:

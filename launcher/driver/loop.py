@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
+FORMAT = 1  # of the result of `contents`
+_POLL_SECONDS = 0.5  # how often a worker that writes is asked
+_LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
+
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -143,13 +148,6 @@ class Cadence:
         if by_step or late:
             self._saved_at = now
         return by_step or late
-
-
-FORMAT = 1  # of the result of `contents`
-_POLL_SECONDS = 0.5  # how often a worker that writes is asked
-_LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
-
-_log = logging.getLogger(__name__)
 
 
 def contents(

@@ -22,6 +22,15 @@ from launcher.config.optimizers import CustomOptimizer, Group, Optimizer, Schedu
 from launcher.recipes import InputError, users_module
 
 Schedule = Callable[[Any], jax.Array]
+# From 1 to 0 over `steps` steps: shapes and not rates, so that a peak of 0 is no special case.
+_DECAYS: dict[str, Callable[[int], Schedule]] = {
+    "constant": lambda steps: optax.constant_schedule(1.0),
+    "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
+    "linear": lambda steps: optax.linear_schedule(1.0, 0.0, steps),
+}
+STACKED = "layers"  # what families name the module whose parameters a scan stacks
+_EXPERTS = "experts_"  # how the names of arrays begin that hold a matrix for each expert
+_RMS = 0.2  # of an update, about that of Adam's
 
 
 def build_optimizer(
@@ -186,14 +195,6 @@ def build_schedule(options: Scheduled, total_steps: int) -> Schedule:
     return joined
 
 
-# From 1 to 0 over `steps` steps: shapes and not rates, so that a peak of 0 is no special case.
-_DECAYS: dict[str, Callable[[int], Schedule]] = {
-    "constant": lambda steps: optax.constant_schedule(1.0),
-    "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
-    "linear": lambda steps: optax.linear_schedule(1.0, 0.0, steps),
-}
-
-
 def _restarted_cosine(steps: int, parts: int) -> Schedule:
     """Return cosines from 1 to 0, one after the other; the last one stays at 0."""
     ends = [steps * part // parts for part in range(1, parts + 1)]
@@ -214,10 +215,6 @@ def _scale_by_adafactor() -> optax.GradientTransformation:
         optax.clip_by_block_rms(1.0),
         optax.scale_by_param_block_rms(),
     )
-
-
-STACKED = "layers"  # what families name the module whose parameters a scan stacks
-_EXPERTS = "experts_"  # how the names of arrays begin that hold a matrix for each expert
 
 
 class Axes(NamedTuple):
@@ -255,9 +252,6 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> Axes | None:
         return abs(math.log(math.prod(inner[:cut]) / math.prod(inner[cut:])))
 
     return Axes(stack, min(range(1, len(inner)), key=slenderness))
-
-
-_RMS = 0.2  # of an update, about that of Adam's
 
 
 def scale_by_muon_or_adam(

@@ -18,6 +18,8 @@ from launcher.base import Span
 from launcher.runtime import Copies, StageTimes
 from launcher.schedule import Task
 
+_log = logging.getLogger(__name__)
+
 
 def fetched_values(metrics: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Wait for the metrics of this process and return them."""
@@ -139,9 +141,6 @@ def stalled_seconds(waited: float, before: Sent | None) -> float:
     if not before.outcome.done():
         return 0.0
     return max(0.0, min(waited, time.perf_counter() - before.outcome.result()[1]))
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

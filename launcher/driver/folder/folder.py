@@ -39,6 +39,16 @@ if TYPE_CHECKING:
     from launcher.plan import Plan  # imports JAX
 
 LOCK = ".lock"
+# A run with other values of these is another run. A checkpoint holds values from the environment as
+# their interpolation and as a fingerprint, which shows that a value has changed but not what it is.
+_FIXED = (
+    "model",
+    "dataset",
+    "optimizer",
+    "train.global_batch_size",
+    "train.precision",
+    "run.seed",
+)
 
 
 @dataclass(frozen=True)
@@ -294,18 +304,6 @@ def current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
     write_plan(replace(home, path=path), config, plan)
     complain(f"settings, plan and metrics of the run are written again, to {path}")
     return path
-
-
-# A run with other values of these is another run. A checkpoint holds values from the environment as
-# their interpolation and as a fingerprint, which shows that a value has changed but not what it is.
-_FIXED = (
-    "model",
-    "dataset",
-    "optimizer",
-    "train.global_batch_size",
-    "train.precision",
-    "run.seed",
-)
 
 
 def fingerprints(config: Config) -> dict[str, str]:

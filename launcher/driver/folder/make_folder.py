@@ -20,6 +20,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
 
 _OF_THE_DISK = FULL | {errno.EIO}  # errors of the disk, not of a setting
+OTHERS = 0o077  # permissions of the group and of others
 
 
 def new_id(model_name: str) -> str:
@@ -168,9 +169,6 @@ def _of_another_user(path: Path) -> ConfigError:
         "Choose another run.id, or set run.shared=true.",
         ["run.id"],
     )
-
-
-OTHERS = 0o077  # permissions of the group and of others
 
 
 @contextmanager

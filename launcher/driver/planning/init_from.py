@@ -42,6 +42,11 @@ _FOLDERS_REMEDY = (
 )
 
 _log = logging.getLogger(__name__)
+FILE = "tokenizer.json"
+_SAMPLE = (
+    "The quick brown fox jumps over the lazy dog, and 1,024 others follow.\n"
+    "def add(x, y):\n    return x + y  # naïve, Ωμέγα, 日本語\n"
+)
 
 
 def find_start(config: Config, finished: int, thorough: bool = True) -> Path | None:
@@ -146,13 +151,6 @@ def _remedy(path: Path) -> str:
     if (path / METADATA).exists():
         return _RUNS_REMEDY
     return _FOLDERS_REMEDY if (path / CONFIG).exists() else _ARRAYS_REMEDY
-
-
-FILE = "tokenizer.json"
-_SAMPLE = (
-    "The quick brown fox jumps over the lazy dog, and 1,024 others follow.\n"
-    "def add(x, y):\n    return x + y  # naïve, Ωμέγα, 日本語\n"
-)
 
 
 class _Maker(NamedTuple):

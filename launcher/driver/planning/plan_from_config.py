@@ -49,6 +49,8 @@ from launcher.plan.profile.measure_layers import measure_layers
 from launcher.report.text import bytes_text
 from launcher.trace import BatchError, TracedStep
 
+_FITS = "This would fit: "  # a search's errors say it, too
+
 
 def plan_of(
     parallel: Parallel,
@@ -202,9 +204,6 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
         reason = " ".join(str(error).split())
         raise ConfigError(f"parallel.plan={path}: {reason}", "", ["parallel.plan"]) from error
     return plan
-
-
-_FITS = "This would fit: "  # a search's errors say it, too
 
 
 def too_large(plan: Plan) -> str:

@@ -30,6 +30,8 @@ from launcher.report.plan_table import print_plan
 from launcher.train.program import Program, build_program, stored_part
 
 _log = logging.getLogger(__name__)
+_PLANS = 3
+_PAYS = 1800.0  # seconds of training from which on trying, some ten seconds a plan, costs little
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,6 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     candidates = () if known or plan_only or len(plans) == 1 else tuple(plans)
     start = traced.inputs.init_from
     return Prepared(pool, chosen, seconds, start, program.eval_batches, problem, candidates)
-
-
-_PLANS = 3
-_PAYS = 1800.0  # seconds of training from which on trying, some ten seconds a plan, costs little
 
 
 def plans_to_try(config: Config, pool: DevicePool | None, best: Plan) -> int:

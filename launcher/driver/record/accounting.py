@@ -28,6 +28,7 @@ from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 
 _log = logging.getLogger(__name__)
+_MOST_LOST = 100_000  # steps since a checkpoint
 
 
 class Accounting:
@@ -46,9 +47,7 @@ class Accounting:
     def __init__(self, home: RunFolder, config: Config, plan: Plan, plan_seconds: float) -> None:
         self._folder, self._config, self._plan = home.path, config, plan
         self._finished = home.finished_steps
-        length = getattr(config.model, "sequence_length", None)
-        samples = config.train.global_batch_size
-        self._known = Known(samples, length and samples * length)
+        self._known = Known(config.train.global_batch_size, batch_tokens(config))
         self._recorded: tuple[int | None, Sequence[ProcessSpans]] | None = None
         self.wall = WallClock(
             _before(home, config, plan.num_devices), psutil.Process().create_time()
@@ -104,6 +103,12 @@ class Accounting:
         return found
 
 
+def batch_tokens(config: Config) -> int | None:
+    """Return the tokens of a batch, None where samples have none."""
+    length = getattr(config.model, "sequence_length", None)
+    return length and config.train.global_batch_size * length
+
+
 def _save(found: StepBreakdown, folder: Path) -> None:
     try:
         found.save(folder)
@@ -126,9 +131,6 @@ def _before(home: RunFolder, config: Config, devices: int) -> Goodput:
     records = read_metrics(home.path / METRICS)
     good = with_lost(earlier.goodput, earlier.finished_steps, home.finished_steps, records)
     return replace(good, devices=devices, price_per_device_hour=price)
-
-
-_MOST_LOST = 100_000  # steps since a checkpoint
 
 
 class WallClock(Callback):

@@ -25,7 +25,7 @@ from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
-from launcher.driver.record.accounting import Accounting
+from launcher.driver.record.accounting import Accounting, batch_tokens
 from launcher.driver.record.best import Best
 from launcher.driver.record.step_log import FINITE, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
@@ -50,6 +50,19 @@ from launcher.report.summary import REPORT, Summary, print_summary, write_summar
 from launcher.report.trackers.registry import open_trackers, openers
 from launcher.report.trackers.tracker import CompositeTracker, Metrics, TrackedRun, Tracker
 from launcher.stop import ENDINGS
+
+TIMELINE = Path("plots/timeline.png")
+# Files of a run's folder that trackers record, by name.
+ARTIFACTS = {
+    "plan": "plan.json",
+    "config": "config.yaml",
+    "timeline": FILE,
+    "accounting": step_breakdown.FILE,
+    "report": REPORT,
+    "profile": "profile",
+}
+
+_log = logging.getLogger(__name__)
 
 
 def write_planned(
@@ -219,7 +232,7 @@ class RunLog:
 
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
-        if tokens := self._tokens():
+        if tokens := batch_tokens(self._config):
             metrics = {**metrics, "perf/tokens": step * tokens}
         self._trackers.log(step, metrics)
         for key in FINITE:
@@ -228,16 +241,11 @@ class RunLog:
                 self._trackers.alert(title, f"train.non_finite={self._config.train.non_finite}")
                 break
 
-    def _tokens(self) -> int | None:
-        """Return the tokens of a batch, None where samples have none."""
-        length = getattr(self._config.model, "sequence_length", None)
-        return length and self._config.train.global_batch_size * length
-
     def _performance(self) -> Callable[[float], Metrics]:
         return functools.partial(
             performance,
             samples=self._config.train.global_batch_size,
-            tokens=self._tokens(),
+            tokens=batch_tokens(self._config),
             flops=self._plan.flops_per_step,
             devices=self._plan.num_devices,
             peak_flops=self._plan.cluster["peak_flops"],
@@ -320,21 +328,6 @@ class RunLog:
         command = [program] if program == "launcher" else ["python", "-m", "launcher"]
         settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]
         return shlex.join([*command, *settings, f"run.id={self._home.id}"])
-
-
-TIMELINE = Path("plots/timeline.png")
-
-_log = logging.getLogger(__name__)
-
-# Files of a run's folder that trackers record, by name.
-ARTIFACTS = {
-    "plan": "plan.json",
-    "config": "config.yaml",
-    "timeline": FILE,
-    "accounting": step_breakdown.FILE,
-    "report": REPORT,
-    "profile": "profile",
-}
 
 
 def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:

@@ -26,6 +26,7 @@ FINITE = ("train/loss", "train/grad_norm")
 MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
 
 _log = logging.getLogger(__name__)
+TRACES = "profile"
 
 
 class DivergedError(Exception):
@@ -167,9 +168,6 @@ def warm_up(finished: int, dry_steps: int = 0) -> range:
     queued behind the second.
     """
     return range(finished + (2 if dry_steps else 1), finished + 4)
-
-
-TRACES = "profile"
 
 
 class Timelines(Callback):
