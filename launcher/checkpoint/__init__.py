@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from launcher.checkpoint.background import Background as Background
     from launcher.checkpoint.finished import FinishedModel as FinishedModel
     from launcher.checkpoint.finished import export_hugging_face as export_hugging_face
-    from launcher.checkpoint.finished import export_model as export_model
+    from launcher.checkpoint.flat import Mismatch as Mismatch
+    from launcher.checkpoint.flat import write_flat as write_flat
     from launcher.checkpoint.orbax_compat import PLACEHOLDER as PLACEHOLDER
-    from launcher.checkpoint.read import Mismatch as Mismatch
     from launcher.checkpoint.read import check_model as check_model
     from launcher.checkpoint.read import first_of as first_of
     from launcher.checkpoint.read import restore as restore
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from launcher.checkpoint.write import save_parts as save_parts
 
 # The modules that need JAX, those that are imported fastest first.
-_LAZY = ("shards", "write", "read", "orbax_compat", "finished", "background")
+_LAZY = ("shards", "write", "flat", "read", "orbax_compat", "finished", "background")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from launcher.base import DamagedError
-from launcher.checkpoint.flat import names_of, sources, value_of, write_flat
+from launcher.checkpoint.flat import Mismatch, names_of, sources, value_of
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.checkpoint.read import (
-    Mismatch,
     first_of,
     leaf_shapes,
     leaves_of,
@@ -90,27 +88,6 @@ class FinishedModel:
         if part != "params" or pair[0] not in self._stored:
             return None
         return self._where(pair[0]), self._where(pair[1])
-
-
-def export_model(model: FinishedModel, file: Path, private: bool) -> int:
-    """Write a model's arrays to an `.npz` file, by flat names.
-
-    Args:
-        model: the model.
-        file: the file to write.
-        private: whether only this user may read it; otherwise the umask decides.
-
-    Returns:
-        The number of arrays.
-
-    Raises:
-        Mismatch: its arrays cannot be named.
-        OSError: the file cannot be written; the error names it.
-    """
-    try:
-        return write_flat(file, model.whole(), private)
-    except DamagedError as error:
-        raise Mismatch(str(error)) from None
 
 
 def export_hugging_face(

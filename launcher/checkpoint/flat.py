@@ -23,7 +23,6 @@ import numpy as np
 
 from launcher.arrays.npz import Header, read_arrays, read_headers, write_arrays
 from launcher.arrays.stacked_array import StackedArray, sharding_of
-from launcher.base import DamagedError
 from launcher.checkpoint.hugging_face import HuggingFace
 from launcher.checkpoint.train_state import MODEL_PARTS, flat_name
 from launcher.recipes.models.hugging_face import CONFIG
@@ -34,6 +33,10 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 # A name; the names of all rows, in order; or a name and the number of its row.
 Source: TypeAlias = "str | tuple[str, ...] | tuple[str, int]"
 _NUMBERED = re.compile(r"(?:(.+)_)?(\d+)")
+
+
+class Mismatch(Exception):
+    """What is stored does not fit the model, or cannot be named; the text is a few words."""
 
 
 class Weights(Protocol):
@@ -115,12 +118,12 @@ def write_flat(path: Path, parts: Mapping[str, Any], private: bool) -> int:
 
     Raises:
         OSError: it cannot be written; the error names the file.
-        DamagedError: two arrays would have one name.
+        Mismatch: two arrays would have one name.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, array in _named(parts):
         if name in arrays:
-            raise DamagedError(f"two of its arrays would be named {name}")
+            raise Mismatch(f"two of its arrays would be named {name}")
         arrays[name] = array
     write_arrays(path, arrays, private)
     return len(arrays)

@@ -17,6 +17,7 @@ from launcher.arrays.npz import Header
 from launcher.arrays.stacked_array import StackedArray, sharding_of
 from launcher.base import DamagedError
 from launcher.checkpoint.flat import (
+    Mismatch,
     Source,
     absent,
     can_take,
@@ -34,10 +35,6 @@ _MESSAGE_LIMIT = 200  # characters
 _MOST_NAMED = 5
 
 
-class Mismatch(Exception):
-    """What is stored does not fit the model; the text is a few words."""
-
-
 def restore(folder: Path, step: int, like: TrainState) -> TrainState:
     """Read the state of `folder/<step>`, each array straight to its sharding.
 
@@ -52,18 +49,7 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
         FileNotFoundError: there is no such step.
         ValueError: a stored array has another shape.
     """
-    return replace(like, **_read(folder / str(step), stored_parts(like)))
-
-
-def restore_parts(path: Path, like: Mapping[str, Any]) -> Any:
-    """Read all of the checkpoint `path`, each leaf as `like` says; None where it has no part here.
-
-    Args:
-        path: the checkpoint.
-        like: trees of `jax.ShapeDtypeStruct`, by the names that they are stored under; one that has
-            no sharding is read as a NumPy array.
-    """
-    return _read(path, dict(like))
+    return replace(like, **restore_parts(folder / str(step), stored_parts(like)))
 
 
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +62,7 @@ def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     stored, wanted = stored_tree_of(path), leaves_of(like)
     found = sources(leaf_shapes(wanted), leaf_shapes(leaves_of(stored)))
     specs = _specs(wanted, found)
-    read = _read(
+    read = restore_parts(
         path,
         jax.tree_util.tree_map_with_path(
             lambda where, _: specs.get(flat_name(where), PLACEHOLDER), stored
@@ -138,7 +124,7 @@ def read_named(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
         is_wanted = flat_name(where) in wanted
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_wanted else PLACEHOLDER
 
-    read = leaves_of(_read(path, jax.tree_util.tree_map_with_path(spec, tree)))
+    read = leaves_of(restore_parts(path, jax.tree_util.tree_map_with_path(spec, tree)))
     return {name: read[name] for name in wanted}
 
 
@@ -221,8 +207,14 @@ def leaves_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted((flat_name(path), leaf) for path, leaf in flat))
 
 
-def _read(path: Path, tree: Any) -> Any:
-    """Read the leaves of `tree` that have a part here; of the others nothing is read."""
+def restore_parts(path: Path, tree: Any) -> Any:
+    """Read the leaves of the checkpoint `path` that have a part here; None where one has none.
+
+    Args:
+        path: the checkpoint.
+        tree: trees of `jax.ShapeDtypeStruct`, by the names that they are stored under; one that has
+            no sharding is read as a NumPy array, and a `PLACEHOLDER` is not read.
+    """
     arrays = path.absolute() / ARRAYS
     if not arrays.is_dir():
         raise FileNotFoundError(f"{arrays} is not there")

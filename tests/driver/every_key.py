@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import jax
@@ -400,6 +401,15 @@ def task_told(config: Config):
     return called
 
 
+class Finished(NamedTuple):
+    path: Path
+    lora: object
+    ema: bool
+
+    def whole(self):
+        return tuple(self)
+
+
 def export_told(config: Config):
     """Which checkpoint is written to which file."""
     told, console = [], Console(file=io.StringIO())
@@ -407,8 +417,8 @@ def export_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "best_step", lambda folder: 7)
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
-        patch.setattr(checkpoint, "FinishedModel", lambda path, lora, ema: (path, lora, ema))
-        patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))
+        patch.setattr(checkpoint, "FinishedModel", Finished)
+        patch.setattr(checkpoint, "write_flat", lambda *given: told.append(given))
         patch.setattr("launcher.driver.tasks.export._theirs", lambda *_: Folder({}, [], {}))
         patch.setattr(
             checkpoint,

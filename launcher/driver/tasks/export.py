@@ -43,7 +43,7 @@ class ExportTask(CheckpointTask):
             lora = run_settings(config, home).optimizer.lora if is_there else Lora()
             model = checkpoint.FinishedModel(source, lora, config.export.ema)
             if theirs is None:
-                count = checkpoint.export_model(model, target, private=private)
+                count = checkpoint.write_flat(target, model.whole(), private)
             else:
                 dtype = config.export.dtype
                 count = checkpoint.export_hugging_face(
