@@ -11,11 +11,12 @@ import numpy as np
 
 from launcher.checkpoint.flat import Mismatch, names_of, sources, value_of
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
+from launcher.checkpoint.orbax_compat import PLACEHOLDER
 from launcher.checkpoint.read import (
     first_of,
     leaf_shapes,
     leaves_of,
-    read_named,
+    restore_parts,
     stored_tree_of,
 )
 from launcher.checkpoint.train_state import (
@@ -46,7 +47,7 @@ class FinishedModel:
 
     def __init__(self, path: Path, lora: Lora, ema: bool = False) -> None:
         self._path, self._lora = path, lora
-        tree = stored_tree_of(path)
+        self._stored_tree = tree = stored_tree_of(path)
         if ema and "ema" not in tree:
             raise Mismatch("it holds no averages, as its run had no optimizer.ema")
         self._stored = leaves_of(tree)
@@ -62,8 +63,14 @@ class FinishedModel:
         wanted = list(names)
         kernels = {name: self._where(name) for name in wanted}
         adapters = {name: pair for name in wanted if (pair := self._adapter(name))}
-        needed = [*kernels.values(), *(one for pair in adapters.values() for one in pair)]
-        found = read_named(self._path, needed)
+        needed = {*kernels.values(), *(one for pair in adapters.values() for one in pair)}
+
+        def spec(where: Any, leaf: Any) -> Any:
+            is_needed = flat_name(where) in needed
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_needed else PLACEHOLDER
+
+        specs = jax.tree_util.tree_map_with_path(spec, self._stored_tree)
+        found = leaves_of(restore_parts(self._path, specs))
         arrays = {name: np.asarray(found[where]) for name, where in kernels.items()}
         for name, (a, b) in adapters.items():
             arrays[name] = adapted_kernel(arrays[name], found[a], found[b], self._lora)

@@ -5,7 +5,7 @@ A damaged checkpoint must not get here: `choose` rejects it before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,19 +113,6 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
             _check_all_rows(source[0], one.shape[0], found)
         if isinstance(one, Header) and not can_take(leaf.dtype, one.dtype):
             raise Mismatch(f"{name} is of type {one.dtype} there and {leaf.dtype} in the model")
-
-
-def read_named(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Read some arrays of the checkpoint `path`, by their flat names, and no others."""
-    tree = stored_tree_of(path)
-    wanted = set(names)
-
-    def spec(where: Any, leaf: Any) -> Any:
-        is_wanted = flat_name(where) in wanted
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_wanted else PLACEHOLDER
-
-    read = leaves_of(restore_parts(path, jax.tree_util.tree_map_with_path(spec, tree)))
-    return {name: read[name] for name in wanted}
 
 
 def _stored_leaves(path: Path) -> dict[str, Any]:
