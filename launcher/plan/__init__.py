@@ -5,9 +5,8 @@ Imports `partition` and below.
 
 from launcher.hardware import ClusterShape, local_shape
 from launcher.partition import PlanError
-from launcher.plan.followers.forward import make_forward_plan
-from launcher.plan.links import microbatch_transfer_seconds
-from launcher.plan.pipeline import measured_bubble, timeline
+from launcher.plan.followers import make_forward_plan
+from launcher.plan.pipeline import measured_bubble, microbatch_transfer_seconds, timeline
 from launcher.plan.plan import Plan, Trial
 from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer, describe_plan
 

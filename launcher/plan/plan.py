@@ -6,16 +6,42 @@ Pure data. Every parallel method returns one; the runtime executes nothing else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.base import DamagedError
 from launcher.base.reading import read
 from launcher.hardware import ClusterShape, WorkerInfo
-from launcher.partition import DEFAULT_REDUCTION, PlanError, Reduction, validate
+from launcher.partition import DEFAULT_REDUCTION, Assignment, PlanError, Reduction, validate
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
 from launcher.trace import BatchError, LayerEnds, TracedStep
+
+
+class TooLargeError(PlanError):
+    """Nothing that a search finds fits the devices' memory.
+
+    Attributes:
+        assignment: the candidate that exceeds the memory least.
+    """
+
+    def __init__(
+        self, message: str, assignment: Assignment, advice: Callable[[], str] = str
+    ) -> None:
+        """Store the message, which ends with the advice: found by searches, so only when shown."""
+        super().__init__(message)
+        self.assignment = assignment
+        self._advice = functools.cache(advice)
+
+    def __str__(self) -> str:
+        return super().__str__() + self._advice()
+
+    def reword(self, rewrite: Callable[[str], str]) -> None:
+        """Tell the same in other words, which `rewrite` makes of these."""
+        advice = self._advice
+        self.args = (rewrite(super().__str__()),)
+        self._advice = functools.cache(lambda: rewrite(advice()))
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ To add a schedule, write a class with its `order` (`GPipe` in `schedules.py` is 
 decorate it with `@register`, here or in a module of your own.
 """
 
-from launcher.schedule.base import (
+from launcher.schedule.schedules import (
     SCHEDULES,
+    Forward,
     Kind,
+    OneFOneB,
     Schedule,
     ScheduleError,
     Task,
@@ -20,7 +22,6 @@ from launcher.schedule.base import (
     training_schedules,
     validate_tasks,
 )
-from launcher.schedule.schedules import Forward, OneFOneB
 from launcher.schedule.simulate import (
     Route,
     Routes,

@@ -20,8 +20,7 @@ from launcher.plan.inter_op.explain import reason
 from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
-from launcher.plan.links import link_seconds, once_seconds
-from launcher.plan.pipeline import Pipeline, estimated, timeline
+from launcher.plan.pipeline import Pipeline, estimated, link_seconds, once_seconds, timeline
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import (
     SCHEDULES,

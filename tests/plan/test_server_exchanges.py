@@ -10,9 +10,9 @@ from layered import layered_step
 from launcher.partition.partitioned import shared_out
 from launcher.partition.reduction import Reduction
 from launcher.plan import Plan, ServerExchange, local_shape
+from launcher.plan.build import exchange_seconds
 from launcher.plan.methods import DataParallel, ParameterServer
-from launcher.plan.profile.calibration import StoreRates, calibrated, keep_store_rates
-from launcher.plan.server_exchanges import exchange_seconds
+from launcher.plan.profile.calibration import StoreRates, calibrated, keep_host_rates
 from launcher.report.plan_table import server_line
 
 WIDTH, LAYERS = 512, 8
@@ -137,7 +137,7 @@ def test_the_predicted_step_has_them():
 def test_measured_rates_are_those_of_the_next_plans(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = calibrated(SHAPE)
-    path = keep_store_rates(SHAPE, RATES)
+    path = keep_host_rates(SHAPE, RATES)
     assert calibrated(SHAPE) == RATES.applied(before)
     assert calibrated(local_shape(8, 2, "cpu")).store_put == before.store_put  # other workers
     path.write_text('{"latency": "now"}')

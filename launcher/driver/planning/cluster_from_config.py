@@ -14,8 +14,7 @@ from launcher.config.schema import Config
 from launcher.driver.planning.check import measures_first
 from launcher.hardware import is_nominal
 from launcher.plan import ClusterShape
-from launcher.plan.profile.calibration import calibrated, kept
-from launcher.plan.profile.measure_first import measure_first
+from launcher.plan.profile.calibration import cached_calibration, calibrated, measure_first
 from launcher.report.console import Phase, status
 
 _log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -
         return nominal
     if isinstance(config.parallel, Planned) and config.parallel.cost == "model":
         return nominal
-    if not measures_first(config) or kept(nominal, "measured again") is not None:
+    if not measures_first(config) or cached_calibration(nominal, "measured again") is not None:
         return calibrated(nominal)
     if console is not None:
         with (

@@ -17,11 +17,10 @@ from launcher.partition import Assignment
 from launcher.plan.cost.formulas import stage_parallelism
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of
+from launcher.plan.inter_op.layer_table import NOTHING, Recompute, recompute_of
 from launcher.plan.inter_op.problem import Problem
-from launcher.plan.inter_op.recompute import NOTHING, Recompute, recompute_of
-from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.submeshes import Mesh
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint
 from launcher.plan.pipeline import Estimate, Pipeline, estimated
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import Kind, backward_follows, make_tasks

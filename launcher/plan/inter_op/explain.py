@@ -17,7 +17,6 @@ import numpy as np
 from launcher.hardware import LOCAL, ClusterShape
 from launcher.partition import Assignment, PlanError
 from launcher.plan.build import PlanBuilder
-from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.problem import (
     Candidate,
@@ -28,9 +27,9 @@ from launcher.plan.inter_op.problem import (
 )
 from launcher.plan.inter_op.refine import Estimated
 from launcher.plan.inter_op.submeshes import spread_divisors, submesh_sizes
-from launcher.plan.links import link_seconds
-from launcher.plan.pipeline import Estimate
-from launcher.plan.plan import Plan, RunnerUp
+from launcher.plan.pipeline import Estimate, link_seconds
+from launcher.plan.plan import Plan, RunnerUp, TooLargeError
+from launcher.plan.profile.measure_layers import UnmeasuredError
 from launcher.plan.stage_plan import Staged, describe_plan
 from launcher.trace import BatchError
 

@@ -17,9 +17,9 @@ from launcher.base import parse_remat
 from launcher.partition import Assignment
 from launcher.plan.inter_op.layer_table import LayerTable
 from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
-from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_cost import StageCosts
 from launcher.plan.inter_op.stage_profiling import ZERO_LEVELS, choice_on, meshes_of, recompute_in
+from launcher.plan.inter_op.submeshes import SearchPoint
 from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4

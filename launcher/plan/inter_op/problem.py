@@ -18,13 +18,17 @@ import numpy as np
 from launcher.hardware import ClusterShape
 from launcher.partition import DEFAULT_REDUCTION, Assignment, Reduction, Submesh
 from launcher.plan.cost.formulas import Links
-from launcher.plan.inter_op.layer_table import PER_SAMPLE, LayerTable
-from launcher.plan.inter_op.recompute import FEWEST
-from launcher.plan.inter_op.search_point import SearchPoint
+from launcher.plan.inter_op.layer_table import FEWEST, LayerTable
 from launcher.plan.inter_op.stage_construction import BestStages, best_stages, lower_bound
 from launcher.plan.inter_op.stage_cost import StageCosts
 from launcher.plan.inter_op.stage_profiling import Outline, Outlines, Priced, StageChoice, price
-from launcher.plan.inter_op.submeshes import Mesh, place_submeshes, spread_divisors, submesh_sizes
+from launcher.plan.inter_op.submeshes import (
+    Mesh,
+    SearchPoint,
+    place_submeshes,
+    spread_divisors,
+    submesh_sizes,
+)
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
 _MOST_SLICES_TRIED = 1024
@@ -95,10 +99,7 @@ class Problem:
 
 def of_batch(problem: Problem, size: int) -> Problem:
     """Return the problem of a batch of another size: samples cost their share."""
-    share = size / problem.batch_size
-    rows = problem.table.of.items()
-    of = {name: row * share if name in PER_SAMPLE else row for name, row in rows}
-    table = dataclasses.replace(problem.table, of=of)
+    table = problem.table.of_batch(size / problem.batch_size)
     sizes = submesh_sizes(problem.cluster, size)
     return dataclasses.replace(problem, table=table, batch_size=size, sizes=sizes, unjoined=None)
 

@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from launcher.partition import Assignment
-from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_pipeline
 from launcher.plan.inter_op.interleaved import interleaved_like
+from launcher.plan.inter_op.layer_table import FEWEST, NOTHING, Recompute
 from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
-from launcher.plan.inter_op.recompute import FEWEST, NOTHING, Recompute
-from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_profiling import Outline, StageChoice
-from launcher.plan.inter_op.submeshes import spread_divisors
+from launcher.plan.inter_op.submeshes import SearchPoint, spread_divisors
 from launcher.plan.pipeline import Estimate, estimated
+from launcher.plan.profile.measure_layers import UnmeasuredError
 from launcher.plan.stage_plan import StagePlan
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, training_schedules
 

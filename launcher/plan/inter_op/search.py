@@ -33,7 +33,6 @@ from launcher.plan.inter_op.refine import (
     recounted,
     under_every_schedule,
 )
-from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_construction import (
     BestStages,
     Crossings,
@@ -44,7 +43,7 @@ from launcher.plan.inter_op.stage_construction import (
     stages_by_objective,
 )
 from launcher.plan.inter_op.stage_profiling import Outline, Outlines, Priced, hidden_forwards, price
-from launcher.plan.inter_op.submeshes import submesh_sizes
+from launcher.plan.inter_op.submeshes import SearchPoint, submesh_sizes
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 
 Bounded = tuple[float, Assignment | None]  # neither this nor what comes later is below the seconds

@@ -10,9 +10,8 @@ from contextlib import suppress
 from launcher.base import parse_remat
 from launcher.hardware import ClusterShape
 from launcher.partition import Assignment
-from launcher.plan.build import PlanBuilder
-from launcher.plan.errors import TooLargeError, UnmeasuredError
-from launcher.plan.followers.further import lead_of
+from launcher.plan.build import PlanBuilder, refused_notes
+from launcher.plan.further import lead_of
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.explain import (
     fewer_rows_note,
@@ -26,9 +25,8 @@ from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints, Problem
 from launcher.plan.inter_op.refine import Estimated, SearchResult, fewest_again, ungrouped
 from launcher.plan.inter_op.search import find_plans, plans_on_one_machine
-from launcher.plan.notes import refused_notes
-from launcher.plan.plan import Plan
-from launcher.plan.profile.measured_layers import MeasuredLayers
+from launcher.plan.plan import Plan, TooLargeError
+from launcher.plan.profile.measure_layers import MeasuredLayers, UnmeasuredError
 from launcher.plan.stage_plan import describe_plan
 from launcher.trace import BatchError, JoinedError, TracedStep
 

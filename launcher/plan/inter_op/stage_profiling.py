@@ -16,12 +16,10 @@ import numpy as np
 
 from launcher.hardware import ClusterShape
 from launcher.partition import MODEL
-from launcher.plan.inter_op.layer_table import LayerTable
-from launcher.plan.inter_op.recompute import Recompute, recompute_of
-from launcher.plan.inter_op.search_point import SearchPoint
+from launcher.plan.inter_op.layer_table import LayerTable, Recompute, recompute_of
 from launcher.plan.inter_op.stage_construction import StageTables, rests, with_others
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.submeshes import Mesh
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint
 from launcher.schedule import SCHEDULES
 
 ZERO_LEVELS = (0, 2, 3)

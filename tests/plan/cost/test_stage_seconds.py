@@ -14,11 +14,10 @@ from launcher.plan.cost.formulas import Links
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layer_construction import cost_table, make_problem
-from launcher.plan.inter_op.recompute import NOTHING
-from launcher.plan.inter_op.search_point import SearchPoint
+from launcher.plan.inter_op.layer_table import NOTHING
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.submeshes import Mesh
-from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint
+from launcher.plan.profile.measure_layers import MeasuredLayers, Timing
 from launcher.trace import trace_step
 
 LAYERS, WIDTH, BATCH = 4, 512, 64

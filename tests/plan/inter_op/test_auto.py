@@ -5,7 +5,7 @@ import dataclasses
 from layered import layered_step
 
 from launcher.plan import local_shape
-from launcher.plan.auto_plan import auto_plans
+from launcher.plan.methods import auto_plans
 
 
 def test_more_stages_than_groups_of_layers_that_are_searched_by_default():

@@ -11,7 +11,6 @@ import launcher
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import PlanBuilder, build_plan
-from launcher.plan.errors import TooLargeError
 from launcher.plan.inter_op import explain
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_like
@@ -21,6 +20,7 @@ from launcher.plan.inter_op.refine import under_every_schedule
 from launcher.plan.inter_op.search import find_plans
 from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.stage_cost import StageCosts
+from launcher.plan.plan import TooLargeError
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.trace import trace_step

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from random_problems import random_problem
 
+from launcher.plan.inter_op.layer_table import FEWEST, OPEN
 from launcher.plan.inter_op.problem import Constraints, alike_but_replicas, settings
-from launcher.plan.inter_op.recompute import FEWEST, OPEN
 from launcher.plan.inter_op.stage_cost import StageCosts
 from launcher.plan.inter_op.stage_profiling import Outlines, hidden_forwards
 from launcher.plan.inter_op.submeshes import Mesh

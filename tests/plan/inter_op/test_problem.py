@@ -7,10 +7,9 @@ import pytest
 from random_problems import random_problem
 
 from launcher.plan.inter_op.problem import Constraints, best_of
-from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_construction import objective
 from launcher.plan.inter_op.stage_profiling import ways
-from launcher.plan.inter_op.submeshes import spread_divisors
+from launcher.plan.inter_op.submeshes import SearchPoint, spread_divisors
 
 
 def brute_force(problem, wanted):

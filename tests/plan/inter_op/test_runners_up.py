@@ -10,7 +10,7 @@ from random_problems import random_layers
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.explain import reason
-from launcher.plan.links import link_seconds
+from launcher.plan.pipeline import link_seconds
 
 
 def estimate_of(inter_host, ends, sizes, count=4):

@@ -13,8 +13,8 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layer_construction import make_problem
+from launcher.plan.inter_op.layer_table import every_recompute, recompute_of
 from launcher.plan.inter_op.problem import Constraints
-from launcher.plan.inter_op.recompute import every_recompute, recompute_of
 from launcher.plan.inter_op.search import find_plans
 from launcher.trace import trace_step
 

@@ -18,7 +18,7 @@ from launcher.plan.profile.calibration import (
     HostLinks,
     block_seconds,
     calibrated,
-    keep_host_links,
+    keep_host_rates,
     measure,
 )
 from launcher.plan.profile.measure_devices import (
@@ -75,7 +75,7 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
 def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int) -> None:
     nominal = local_shape(devices, 2, "cpu")
     measured = HostLinks({"4096": 1e-3, "16777216": 40e-3})
-    path = keep_host_links(nominal, measured)
+    path = keep_host_rates(nominal, measured)
     assert path is not None
     shape = calibrated(nominal)
     short, long = (
@@ -96,7 +96,7 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int)
 def test_links_of_this_machine_are_not_taken_for_another_ones(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    keep_host_links(local_shape(8, 4, "cpu"), HostLinks({"4096": 1e-3, "16777216": 40e-3}))
+    keep_host_rates(local_shape(8, 4, "cpu"), HostLinks({"4096": 1e-3, "16777216": 40e-3}))
     assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
     assert caplog.messages == []
 

@@ -31,8 +31,7 @@ from launcher.plan.methods import (
     ThreeDParallel,
 )
 from launcher.plan.profile import measure_layers as profile
-from launcher.plan.profile.layer_programs import layer_program
-from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
+from launcher.plan.profile.measure_layers import MeasuredLayers, Timing, layer_program
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.schedule import Kind
