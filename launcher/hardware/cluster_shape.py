@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,10 @@ class ClusterShape:
     def host_of(self, device: int) -> int:
         """Return the host of a device; devices are numbered host by host."""
         return device // self.devices_per_host
+
+    def hosts_of(self, devices: Iterable[int]) -> tuple[int, ...]:
+        """Return the hosts that devices are on, in order."""
+        return tuple(sorted({self.host_of(device) for device in devices}))
 
     def link_of_axis(self, devices: int, groups: int = 1) -> float:
         """Return the bytes/s of a ring of neighbouring devices.

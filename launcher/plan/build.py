@@ -297,7 +297,7 @@ class PlanBuilder:
         )
         return StagePlan(
             layers=assignment.layers[s],
-            hosts=tuple(sorted({cluster.host_of(d) for d in submesh.devices})),
+            hosts=cluster.hosts_of(submesh.devices),
             devices=submesh.devices,
             logical_mesh=submesh.logical_mesh,
             remat=assignment.remat[s],

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from launcher.hardware import ClusterShape
 from launcher.partition import (
@@ -87,25 +87,58 @@ class Reducing:
         return Reduction(self.bucket_bytes, self.reduce_dtype).checked()
 
 
+class _OneStage(Reducing):
+    """One stage on all devices."""
+
+    method: ClassVar[str]
+    zero: ClassVar[int] = 0
+    num_micro_batches: int
+    remat: str
+
+    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
+        """See `Method.plan`."""
+        step = self._with_layers(step)
+        return planned(step, self._assignment(step, cluster, self.reduction), cluster)
+
+    def _with_layers(self, step: TracedStep) -> TracedStep:
+        """Return a step whose scans are open, if a layer at a time is to be recomputed."""
+        return step if remat_of_stages(self.remat, 1) == ("none",) else step.opened
+
+    def _logical_mesh(self, cluster: ClusterShape) -> tuple[int, int]:
+        return cluster.num_devices, 1
+
+    def _assignment(
+        self, step: TracedStep, cluster: ClusterShape, reduction: Reduction
+    ) -> Assignment:
+        shape = self._logical_mesh(cluster)
+        return Assignment(
+            method=self.method,
+            layers=(tuple(range(lead_of(step).loss(1).num_layers)),),
+            submeshes=(Submesh(tuple(range(cluster.num_devices)), shape),),
+            mesh_of=(0,),
+            num_micro_batches=checked_micro_batches(self.num_micro_batches),
+            schedule=DEFAULT_SCHEDULE,
+            remat=remat_of_stages(self.remat, 1),
+            zero=(self.zero,),
+            reduction=reduction,
+        )
+
+
 @dataclass(frozen=True)
-class DataParallel(Reducing):
+class DataParallel(_OneStage):
     """Data parallelism: one stage on all devices.
 
     Each device holds all parameters and its share of the batch. Gradients are all-reduced once a
     step, whatever the number of microbatches.
     """
 
+    method = "data"
     num_micro_batches: int = 1
     remat: str = "none"
 
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        shape = cluster.num_devices, 1
-        return _one_stage(self, step, cluster, "data", shape)
-
 
 @dataclass(frozen=True)
-class ParameterServer(Reducing):
+class ParameterServer(_OneStage):
     """Data parallelism whose gradients are summed by parameter servers, instead of collectives.
 
     A worker, one a host, sums the gradients of its own devices and gives them to the servers, which
@@ -116,6 +149,7 @@ class ParameterServer(Reducing):
         servers: number of servers; None: one a host.
     """
 
+    method = "parameter_server"
     num_micro_batches: int = 1
     remat: str = "none"
     servers: int | None = None
@@ -128,16 +162,15 @@ class ParameterServer(Reducing):
         """
         if self.servers is not None and self.servers < 1:
             raise PlanError(f"servers={self.servers} must be at least 1, or null for one a host")
-        shape, workers = (cluster.num_devices, 1), cluster.hosts
+        workers = cluster.hosts
         if workers == 1:
-            plan = _one_stage(self, step, cluster, "parameter_server", shape)
+            plan = super().plan(step, cluster)
             return dataclasses.replace(plan, notes=(_ONE_WORKER, *plan.notes))
         servers = self.servers or workers
         by = dataclasses.replace(self.reduction, workers=workers, servers=servers).checked()
-        step = _with_layers(self, step)
-        assignment = _of_one_stage(self, step, "parameter_server", shape, by)
+        step = self._with_layers(step)
         try:
-            return build_parts(step, assignment, cluster)
+            return build_parts(step, self._assignment(step, cluster, by), cluster)
         except JoinedError as error:
             raise PlanError(
                 f"parameter servers cannot join what different workers hold, and {error.cause}; "
@@ -147,100 +180,49 @@ class ParameterServer(Reducing):
 
 
 @dataclass(frozen=True)
-class Zero2Parallel(Reducing):
+class Zero2Parallel(_OneStage):
     """Data parallelism with a sharded optimizer state and sharded gradients (ZeRO-2).
 
     Gradients are sharded once they are summed: by a reduce-scatter, once a step (Rajbhandari et
     al., arXiv 1910.02054).
     """
 
+    method, zero = "zero2", 2
     num_micro_batches: int = 1
     remat: str = "none"
 
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        shape = cluster.num_devices, 1
-        return _one_stage(self, step, cluster, "zero2", shape, 2)
-
 
 @dataclass(frozen=True)
-class Zero3Parallel(Reducing):
+class Zero3Parallel(_OneStage):
     """Data parallelism as `Zero2Parallel`, with sharded parameters, too (ZeRO-3).
 
     Each pass over a microbatch gathers the parameters and scatters their gradients, so that no
     device ever keeps either whole.
     """
 
+    method, zero = "zero3", 3
     num_micro_batches: int = 1
     remat: str = "none"
 
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        shape = cluster.num_devices, 1
-        return _one_stage(self, step, cluster, "zero3", shape, 3)
-
 
 @dataclass(frozen=True)
-class ShardParallel(Reducing):
+class ShardParallel(_OneStage):
     """One stage on all devices, which share the batch (data) and each matrix product (model).
 
     Attributes:
         logical_mesh_shape: `(data, model)`; None: all devices in `model`.
     """
 
+    method = "shard"
     num_micro_batches: int = 1
     logical_mesh_shape: tuple[int, int] | None = None
     remat: str = "none"
 
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
+    def _logical_mesh(self, cluster: ClusterShape) -> tuple[int, int]:
         given = self.logical_mesh_shape or (1, cluster.num_devices)
-        data, model = pair("logical_mesh_shape", given)
-        check_product("logical_mesh_shape", (data, model), cluster)
-        return _one_stage(self, step, cluster, "shard", (data, model))
-
-
-_OneStage = DataParallel | ParameterServer | Zero2Parallel | Zero3Parallel | ShardParallel
-
-
-def _one_stage(
-    of: _OneStage,
-    step: TracedStep,
-    cluster: ClusterShape,
-    method: str,
-    logical_mesh: tuple[int, int],
-    zero: int = 0,
-) -> Plan:
-    step = _with_layers(of, step)
-    assignment = _of_one_stage(of, step, method, logical_mesh, of.reduction, zero)
-    return planned(step, assignment, cluster)
-
-
-def _with_layers(of: _OneStage, step: TracedStep) -> TracedStep:
-    """Return a step whose scans are open, if a layer at a time is to be recomputed."""
-    return step if remat_of_stages(of.remat, 1) == ("none",) else step.opened
-
-
-def _of_one_stage(
-    of: _OneStage,
-    step: TracedStep,
-    method: str,
-    logical_mesh: tuple[int, int],
-    reduction: Reduction,
-    zero: int = 0,
-) -> Assignment:
-    devices = tuple(range(logical_mesh[0] * logical_mesh[1]))
-    return Assignment(
-        method=method,
-        layers=(tuple(range(lead_of(step).loss(1).num_layers)),),
-        submeshes=(Submesh(devices, logical_mesh),),
-        mesh_of=(0,),
-        num_micro_batches=checked_micro_batches(of.num_micro_batches),
-        schedule=DEFAULT_SCHEDULE,
-        remat=remat_of_stages(of.remat, 1),
-        zero=(zero,),
-        reduction=reduction,
-    )
+        shape = pair("logical_mesh_shape", given)
+        check_product("logical_mesh_shape", shape, cluster)
+        return shape
 
 
 def planned(step: TracedStep, assignment: Assignment, cluster: ClusterShape) -> Plan:
@@ -288,7 +270,8 @@ def auto_plans(  # noqa: PLR0913 (the search's settings)
     Raises:
         PlanError: the search does not know the schedule, policy or cost, or nothing fits.
     """
-    check_cost(cost)
+    if cost not in ("measured", "model", "profile"):
+        raise PlanError(f'cost={cost!r} is not "measured", "model" or "profile"')
     searched = training_schedules(interleaves=False)
     if schedule not in ("auto", *searched):
         raise PlanError(
@@ -333,12 +316,6 @@ def _whole(
     for plan, assignment in found:
         with suppress(PlanError, BatchError):
             yield checked_fit(with_further(step, plan, assignment, measured))
-
-
-def check_cost(cost: str) -> None:
-    """Raise PlanError if `cost` is unknown."""
-    if cost not in ("measured", "model", "profile"):
-        raise PlanError(f'cost={cost!r} is not "measured", "model" or "profile"')
 
 
 class Method(Protocol):

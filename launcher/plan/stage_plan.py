@@ -214,6 +214,11 @@ class Staged:
         return tuple(meshes.index(stage.devices) for stage in self.stages)
 
     @property
+    def most_bytes(self) -> int:
+        """Predicted bytes of the device that needs the most."""
+        return max(stage.memory_bytes for stage in self.stages)
+
+    @property
     def mesh_seconds(self) -> tuple[float, ...]:
         """Predicted seconds of a microbatch's forward and backward pass, on each mesh.
 

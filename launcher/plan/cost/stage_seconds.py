@@ -41,8 +41,7 @@ from launcher.trace import Loss, nbytes
 
 def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
     """Return the links of a submesh; see `formulas.ring_links`."""
-    hosts = [cluster.host_of(device) for device in submesh.devices]
-    return ring_links(hosts, submesh.logical_mesh[1], cluster)
+    return ring_links(submesh.devices, submesh.logical_mesh[1], cluster)
 
 
 @dataclass(frozen=True)

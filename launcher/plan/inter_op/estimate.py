@@ -225,7 +225,7 @@ def _stage(
     )
     return StagePlan(
         layers=layers,
-        hosts=tuple(sorted({cluster.host_of(device) for device in submesh.devices})),
+        hosts=cluster.hosts_of(submesh.devices),
         devices=submesh.devices,
         logical_mesh=submesh.logical_mesh,
         remat=assignment.remat[s],

@@ -16,9 +16,16 @@ import numpy as np
 from launcher.base import parse_remat
 from launcher.partition import Assignment
 from launcher.plan.inter_op.layer_table import LayerTable
-from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
+from launcher.plan.inter_op.problem import (
+    ZERO_LEVELS,
+    Constraints,
+    Problem,
+    assignment_of,
+    choice_on,
+    meshes_of,
+    recompute_in,
+)
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.stage_profiling import ZERO_LEVELS, choice_on, meshes_of, recompute_in
 from launcher.plan.inter_op.submeshes import SearchPoint
 from launcher.schedule import SCHEDULES, Schedule
 
@@ -49,7 +56,7 @@ def interleaved_plans(
     if wanted.num_stages is not None or not problem.sliced:
         return []
     found, table = [], problem.table
-    every = ((mesh, size) for size in problem.sizes for mesh in meshes_of(table, point, size))
+    every = ((mesh, size) for size in problem.sizes for mesh in meshes_of(problem, point, size))
     for mesh, size in every:
         cuts = [
             of

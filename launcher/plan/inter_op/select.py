@@ -16,7 +16,6 @@ from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.explain import (
     fewer_rows_note,
     leanest,
-    most_bytes,
     next_best,
     nothing_fits,
     runners_up,
@@ -266,12 +265,12 @@ def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]
     those that were built. A build costs a hundred estimates.
     """
     alike = [
-        (most_bytes(plan), most_bytes(one[1]))
+        (plan.most_bytes, one[1].most_bytes)
         for plan, one in built
         if _policies(one) == _policies(estimate)
     ]
     short = max((needed / said for needed, said in alike if said), default=1.0)
-    return most_bytes(estimate[1]) * max(1.0, short)
+    return estimate[1].most_bytes * max(1.0, short)
 
 
 def _policies(of: Estimated) -> set[str]:
@@ -292,14 +291,14 @@ def _with_less_memory(problem: Problem, built: Sequence[tuple[Plan, Estimated]])
     """Return the problem with less memory, by as much as the search underestimated the plans."""
     assert problem.memory_bytes is not None
     assert problem.cluster.memory_bytes is not None
-    share = max(most_bytes(said) / most_bytes(plan) for plan, (_, said) in built)
+    share = max(said.most_bytes / plan.most_bytes for plan, (_, said) in built)
     least = min(problem.memory_bytes, share * problem.cluster.memory_bytes)
     return dataclasses.replace(problem, memory_bytes=_MARGIN * least)
 
 
 def _too_large(built: Sequence[tuple[Plan, Estimated]]) -> TooLargeError:
-    least, (assignment, _) = min(built, key=lambda pair: most_bytes(pair[0]))
-    needed, there = most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
+    least, (assignment, _) = min(built, key=lambda pair: pair[0].most_bytes)
+    needed, there = least.most_bytes / 2**30, least.cluster["memory_bytes"] / 2**30
     return TooLargeError(
         f"the model does not fit: the leanest plan found ({describe_plan(least)}) needs "
         f"{needed:.2f} GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use "

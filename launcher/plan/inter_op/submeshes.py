@@ -146,8 +146,7 @@ def in_order(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...
 @functools.cache
 def links_within(mesh: Mesh, cluster: ClusterShape) -> Links:
     """Return the links of a submesh that takes the devices in order, from the first of a host."""
-    hosts = [cluster.host_of(device) for device in range(mesh.devices)]
-    return ring_links(hosts, mesh.size(MODEL), cluster)
+    return ring_links(range(mesh.devices), mesh.size(MODEL), cluster)
 
 
 def divisors(number: int, most: int) -> list[int]:

@@ -7,9 +7,14 @@ import pytest
 from random_problems import random_problem
 
 from launcher.plan.inter_op.layer_table import FEWEST, OPEN
-from launcher.plan.inter_op.problem import Constraints, alike_but_replicas, settings
+from launcher.plan.inter_op.problem import (
+    Constraints,
+    Outlines,
+    alike_but_replicas,
+    hidden_forwards,
+    settings,
+)
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.stage_profiling import Outlines, hidden_forwards
 from launcher.plan.inter_op.submeshes import Mesh
 from launcher.schedule import SCHEDULES
 
@@ -21,7 +26,7 @@ def test_replicas_change_what_they_change_and_nothing_else(seed, schedule):
     seen = set()
     for alike in alike_but_replicas(settings(problem, Constraints(schedule=schedule), schedule)):
         assert [one.replicas for one in alike] == sorted({one.replicas for one in alike})
-        outlines = Outlines(problem.table, problem.cluster, problem.sizes, alike[0])
+        outlines = Outlines(problem, alike[0])
         for setting in reversed(alike):  # in any order
             known = outlines.of(setting)
             seen.add(setting.replicas)
@@ -38,13 +43,13 @@ def test_replicas_change_what_they_change_and_nothing_else(seed, schedule):
 def alone(problem, setting, choice):
     """Return the seconds of a choice on its mesh alone, infinite where it cannot fit."""
     cluster, (data, model) = problem.cluster, choice.logical_mesh
-    depth, count = min(problem.table.num_layers, cluster.num_devices), setting.num_micro_batches
+    count = setting.num_micro_batches
     goes_back = SCHEDULES[setting.schedule].last_stage_alternates(count)
     mesh = Mesh.of(data, model, problem.table.index(model, choice.sequence))
     alone = dataclasses.replace(setting, replicas=None)
     every = StageCosts(problem.table, [mesh], cluster, alone, goes_back)
     costs = StageCosts(problem.table, [mesh], cluster, setting, goes_back)
-    hidden = max(hidden_forwards(setting, depth, cluster))
+    hidden = max(hidden_forwards(problem, setting))
     assert choice.remat == FEWEST
     most = setting.memory_bytes or np.inf
     lost = np.where(every.memory(choice.zero, OPEN, [1])[0, 0] <= most, 0.0, np.inf)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from random_problems import random_problem
 
-from launcher.plan.inter_op.problem import Constraints, best_of
+from launcher.plan.inter_op.problem import Constraints, best_of, ways
 from launcher.plan.inter_op.stage_construction import objective
-from launcher.plan.inter_op.stage_profiling import ways
 from launcher.plan.inter_op.submeshes import SearchPoint, spread_divisors
 
 
@@ -21,11 +20,10 @@ def brute_force(problem, wanted):
         if batch % (count * replicas):
             continue
         setting = SearchPoint(count, batch, replicas, "1f1b", remats, problem.memory_bytes)
-        depth = min(layers, cluster.num_devices)
         every = [
             (size, way)
             for size in range(1, cluster.num_devices + 1)
-            for way in ways(problem.table, cluster, setting, size, depth, [])
+            for way in ways(problem, setting, size, [], None)
         ]
         least = min(least, _best_stages(every, layers, cluster.num_devices))
     return least

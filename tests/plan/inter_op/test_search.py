@@ -11,7 +11,7 @@ from random_problems import middle_problem, random_layers, random_problem
 
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
-from launcher.plan.inter_op.problem import Constraints, candidate_of, settings
+from launcher.plan.inter_op.problem import Constraints, candidate_of, price, settings
 from launcher.plan.inter_op.search import _crossings, _on_one_host, _round_trips, find_plans
 from launcher.plan.inter_op.stage_construction import (
     BestStages,
@@ -19,7 +19,6 @@ from launcher.plan.inter_op.stage_construction import (
     objective,
     stages_by_objective,
 )
-from launcher.plan.inter_op.stage_profiling import price
 from launcher.plan.inter_op.submeshes import submesh_sizes
 
 SCHEDULES = "1f1b", "eager_1f1b", "zero_bubble"
@@ -37,10 +36,10 @@ def small_problem(seed, most):
 def every_plan(problem, wanted):
     """Yield every plan whose stages have submeshes of their own, with its bound and setting."""
     devices = problem.cluster.num_devices
-    every = tuple(range(1, devices + 1))
+    wide = dataclasses.replace(problem, sizes=tuple(range(1, devices + 1)))
     for schedule in SCHEDULES:
         for setting in settings(problem, wanted, schedule):
-            priced = price(problem.table, problem.cluster, setting, every, beaten=True)
+            priced = price(wide, setting, None, beaten=True)
             for stages in choices_of_stages(priced.candidates, devices):
                 at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
                 costs = priced.candidates.seconds, priced.candidates.rest
@@ -199,7 +198,7 @@ def test_no_plan_is_faster_than_its_bound_where_links_between_hosts_are_slow(see
         for setting in list(settings(problem, Constraints(), schedule))[::3]:
             if setting.replicas > 1 or setting.num_micro_batches > 32:
                 continue
-            priced = price(problem.table, slow, setting, problem.sizes, beaten=True)
+            priced = price(problem, setting, None, beaten=True)
             found = stages_by_objective(
                 priced.candidates,
                 6,
@@ -223,7 +222,7 @@ def test_a_bound_counts_the_round_trips_that_only_follow_one_another():
     slow = dataclasses.replace(problem.cluster, intra_host=20.0, latency=0.01)
     problem = dataclasses.replace(problem, cluster=slow, memory_bytes=np.inf)
     setting = next(settings(problem, Constraints(48), "1f1b"))
-    priced = price(problem.table, slow, setting, problem.sizes, beaten=True)
+    priced = price(problem, setting, None, beaten=True)
 
     def best(round_trips):
         way = priced.candidates, 3, lambda: np.inf, 300, 3
