@@ -69,7 +69,7 @@ def random_problem(rng):
     memory = rng.choice([np.inf, 120.0, 60.0, 30.0])
     groups = tuple((i,) for i in range(layers))
     batch = int(rng.choice([2, 4, 6]))
-    table = with_selective(LayerTable(models, of, parameters, layers), rng.spawn(1)[0])
+    table = with_selective(LayerTable(models, of, parameters), rng.spawn(1)[0])
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory)
 
 
@@ -137,7 +137,7 @@ def random_layers(rng, layers, hosts, each, batch):
         )
         for i in range(layers)
     )
-    table = with_selective(LayerTable(models, of, parameters, layers), rng.spawn(1)[0])
+    table = with_selective(LayerTable(models, of, parameters), rng.spawn(1)[0])
     cluster = dataclasses.replace(cluster_of(hosts, each), **rates)
     state = float(sum(one.of["parameter_bytes"][0] * 4 for one in parameters))
     least = state / cluster.num_devices + float(of["left_bytes"][0].sum()) / batch

@@ -117,13 +117,9 @@ class ClusterShape:
         """Return the hosts that devices are on, in order."""
         return tuple(sorted({self.host_of(device) for device in devices}))
 
-    def link_of_axis(self, devices: int, groups: int = 1) -> float:
-        """Return the bytes/s of a ring of neighbouring devices.
-
-        A ring that leaves its host runs over the host's own link, which `groups` such rings share.
-        """
-        within = devices <= self.devices_per_host
-        return self.intra_host if within else self.inter_host / groups
+    def link_of_axis(self, devices: int) -> float:
+        """Return the bytes/s of a ring of neighbouring devices."""
+        return self.intra_host if devices <= self.devices_per_host else self.inter_host
 
     def work_seconds(
         self, product_flops: float, product_flops_fp32: float, other_flops: float, moved: float

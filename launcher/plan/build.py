@@ -52,7 +52,13 @@ from launcher.plan.intra_op.stage_shardings import StageShardings
 from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import MeasuredLayers
-from launcher.plan.stage_plan import ServerExchange, StagePlan, SummedTogether, Transfer
+from launcher.plan.stage_plan import (
+    ServerExchange,
+    StagePlan,
+    SummedTogether,
+    Transfer,
+    transfers_by_link,
+)
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import (
     BatchError,
@@ -389,9 +395,7 @@ def transfers_of(cut: PartitionedStep) -> tuple[Transfer, ...]:
     for v, src, dst in sends:
         link = first[src], first[dst]
         once[link] = once.get(link, 0) + nbytes(v.aval)
-    return tuple(
-        Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in sorted({*every, *once})
-    )
+    return transfers_by_link(every, once)
 
 
 def server_exchanges(cut: PartitionedStep, once: Sequence[Bucket]) -> tuple[ServerExchange, ...]:
@@ -508,7 +512,8 @@ def _gathered(cut: PartitionedStep) -> list[str]:
     whole = [names[v] for v, _ in cut.update.given if v in names and v.aval.shape]
     if not whole:
         return []
-    return [f"workers gather all rows of the batch's {', '.join(whole)}: the step reads them whole"]
+    listed = ", ".join(whole)
+    return [f"workers gather all examples of the batch's {listed}: the step reads them whole"]
 
 
 def refused_notes(refused: Mapping[int, BatchError]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Pure data.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +164,19 @@ class Transfer:
     dst_stage: int
     bytes_per_microbatch: int
     bytes_per_step: int
+
+
+def transfers_by_link(
+    every: Mapping[tuple[int, int], int], once: Mapping[tuple[int, int], int]
+) -> tuple[Transfer, ...]:
+    """Return the transfers, given their bytes by (source, destination) stage.
+
+    Args:
+        every: in every microbatch.
+        once: once a step.
+    """
+    links = sorted({*every, *once})
+    return tuple(Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in links)
 
 
 class Staged:

@@ -8,7 +8,6 @@ tests read the class of a schedule; nothing compares its name. Imports no JAX.
 from __future__ import annotations
 
 import abc
-import collections
 import enum
 import functools
 import itertools
@@ -61,32 +60,6 @@ def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
         return (Task(stage, microbatch, Kind.BACKWARD_INPUT),)
     own = Task(stage, microbatch, Kind.FORWARD)
     return (own, Task(stage + 1, microbatch, kind)) if stage + 1 < num_stages else (own,)
-
-
-def clock_table(tasks: Tasks) -> tuple[tuple[Task | None, ...], ...]:
-    """Return a row for each clock and a column for each mesh, every task taking one clock.
-
-    Raises:
-        ScheduleError: the order can never be followed.
-    """
-    num_stages = len({task.stage for column in tasks for task in column})
-    done: set[Task] = set()
-    left = [collections.deque(column) for column in tasks]
-    rows = []
-    while any(left):
-        row = tuple(
-            column[0] if column and done.issuperset(dependencies(column[0], num_stages)) else None
-            for column in left
-        )
-        if not any(row):
-            waiting = [column[0] for column in left if column]
-            raise ScheduleError(f"no task can run next; waiting: {waiting}")
-        done.update(task for task in row if task)
-        for column, task in zip(left, row, strict=True):
-            if task:
-                column.popleft()
-        rows.append(row)
-    return tuple(rows)
 
 
 def backward_follows(tasks: Sequence[Task], stage: int) -> bool:
@@ -251,33 +224,6 @@ def _alternates(schedule: Schedule, num_micro_batches: int) -> bool:
     return backward_follows(schedule.tasks(1, num_micro_batches)[0], 0)
 
 
-def validate_tasks(name: str, tasks: Tasks, num_stages: int, num_micro_batches: int) -> None:
-    """Check that tasks form a valid schedule.
-
-    Each task runs once and on its stage's mesh, one at a time, after its dependencies, with no more
-    microbatches in flight than under the named schedule.
-
-    Raises:
-        ScheduleError: one of these does not hold.
-    """
-    schedule, num_meshes = SCHEDULES[name], len(tasks)
-    listed = [task for column in tasks for task in column]
-    kinds = {task.kind for task in listed}
-    if kinds != schedule.kinds:
-        raise ScheduleError(f"{name} is not a whole step: it has only {kinds}")
-    triples = itertools.product(range(num_stages), range(num_micro_batches), kinds)
-    if len(listed) != len(set(listed)) or set(listed) != {Task(*triple) for triple in triples}:
-        raise ScheduleError(f"{name} does not run every task exactly once")
-    for mesh, column in enumerate(tasks):
-        if any(task.stage % num_meshes != mesh for task in column):
-            raise ScheduleError(f"{name} runs another mesh's stage on mesh {mesh}")
-        each = num_stages // num_meshes
-        bound = schedule.in_flight_bound(mesh, num_meshes, num_micro_batches, each)
-        if max_in_flight(column) > bound:
-            raise ScheduleError(f"{name} holds more than {bound} microbatches on mesh {mesh}")
-    clock_table(tasks)
-
-
 def alternate(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> list[Task]:
     """Return `warm_up` forwards, then forward and backward by turns, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
@@ -440,3 +386,7 @@ class Forward(Schedule):
             for k in range(stages_per_mesh)
             for m in batches
         ]
+
+
+DEFAULT_SCHEDULE = OneFOneB.name
+FORWARD_SCHEDULE = Forward.name  # of evaluation

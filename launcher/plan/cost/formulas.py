@@ -103,7 +103,7 @@ def bucket_count(size: Amount, count: Amount, bucket_bytes: int) -> Amount:
 
 
 def exposed_seconds(sums: Amount, buckets: Amount, backward: Amount) -> Amount:
-    """Return the seconds of the sums of gradients that go on when the backward pass is over.
+    """Return the seconds of the sums of gradients that continue after the backward pass.
 
     Equal buckets are complete one after another through the whole pass, and wait for one another:
     the last one alone, or all of them from the first one's completion on.
@@ -238,7 +238,7 @@ def update_seconds(sums: Amount, state: Amount, bandwidth: float) -> Amount:
 
 
 def sharded_bytes(whole: Amount, divisible: Amount, devices: Amount) -> Amount:
-    """Return the bytes on each device if what is divisible of `whole` is sharded over `devices`."""
+    """Return the bytes on each device if the divisible part of `whole` is sharded."""
     return whole - divisible + divisible / devices
 
 

@@ -35,8 +35,8 @@ _RUNNERS_UP = 3
 _MOST_TIMES_SLOWER = 2.0  # times the best plan's step: further off no prediction is
 _NEAR = 1.25  # times the best prediction: plans of other kinds that are tried first
 _SPARE = 2  # times as many are built at most, as some do not fit or cannot cut the batch
-_MOST_FEWER = 0.1  # of the rows
-_LEAST_SAVED = 0.1  # of the time of a row
+_MOST_FEWER = 0.1  # of the examples
+_LEAST_SAVED = 0.1  # of the time of an example
 _GIB = 2**30
 _LINK = "cluster.links.inter_host_gb_per_second=12.5"
 
@@ -185,7 +185,7 @@ def _as_settings(there: ClusterShape, more: ClusterShape) -> str:
     """Return the settings that ask for more hosts, which are accepted as they stand."""
     words = f"cluster.hosts={more.hosts} cluster.gpus={more.num_devices}"
     if there.name == LOCAL:  # a machine does not grow
-        return f"so many of these devices in a Slurm job: cluster=slurm {words}"
+        return f"{more.num_devices} of these devices in a Slurm job: cluster=slurm {words}"
     if there.hosts == 1:
         return f"{words} {_LINK} (100 Gbit/s between hosts, or what there is)"
     return words
@@ -307,8 +307,8 @@ def _kind(estimate: Estimated) -> tuple[int, ...]:
     return tuple(math.prod(stage.logical_mesh) for stage in estimate[1].stages)
 
 
-def fewer_rows_note(problem: Problem, wanted: Constraints, plan: Estimate) -> tuple[str, ...]:
-    """Return a note that names a batch of fewer rows and what a step of it takes; or none.
+def fewer_examples_note(problem: Problem, wanted: Constraints, plan: Estimate) -> tuple[str, ...]:
+    """Return a note that names a batch of fewer examples and what a step of it takes; or none.
 
     A batch is tried that all devices can share, unless the one that is asked for is such a batch.
     Its plan is the best of a search by the closed form alone, so that it may be better yet.
@@ -334,11 +334,8 @@ def fewer_rows_note(problem: Problem, wanted: Constraints, plan: Estimate) -> tu
     saved = 1 - (best / fewer) / (plan.predicted_step_seconds / rows)
     if saved <= _LEAST_SAVED:
         return ()
+    takes = f"{1e3 * best:.3g} ms" if best < 1 else f"{best:.3g} s"
     return (
-        f"a global batch of {fewer} instead of {rows} rows would take {_milliseconds(best)} a step "
-        f"({saved:.0%} less per row), since all {devices} devices can share it",
+        f"a global batch of {fewer} instead of {rows} examples would take {takes} a step "
+        f"({saved:.0%} less per example), since all {devices} devices can share it",
     )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

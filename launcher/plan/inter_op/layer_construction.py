@@ -128,7 +128,6 @@ def cost_table(
         parameters=_parameters(
             step, loss, graphs, of_layer, [m for m, _ in model_axes], outer or outer_dims(step)
         ),
-        num_distinct=len(solved),
         sequence=tuple(of is not None for _, of in model_axes),
         selective=selective,
         update_share=UpdateMemory(step, cluster.runs_as_soon).share,
@@ -415,7 +414,7 @@ def make_problem(
     loss = step.loss(1)
     most = max(_MOST_LAYERS, num_stages or 1)
     groups = group_layers(layer_flops(loss), min(loss.num_layers, most))
-    # Of what is measured there is no cut along the sequence.
+    # Layers are not measured with their data cut along the sequence.
     table = cost_table(step, cluster, model_sizes(cluster), measured is None, outer)
     table = dataclasses.replace(table, measured=measured)
     return Problem(

@@ -177,7 +177,6 @@ class LayerTable:
         model_sizes: sizes of the model axes.
         of: arrays `[model axis, layer]`, by field: the cost for the whole batch, on one device.
         parameters: the layers' parameters.
-        num_distinct: number of layers that are different programs.
         sequence: whether each model axis cuts the data along its sequence, and not the parameters;
             empty: none does.
         selective: whether it is known what layers cost that are selectively recomputed.
@@ -215,8 +214,8 @@ class LayerTable:
         input_bytes: bytes of the activations that the layer reads.
         checkpoint_bytes: the same; of several layers, of all of them.
         layer_peak_bytes: `whole_peak_bytes`; of several layers, the most of any; and so on.
-        selective_seconds: the part of `work_seconds` that runs again where the layer is computed
-            again selectively.
+        selective_seconds: the part of `work_seconds` that runs again where the layer is recomputed
+            selectively.
         fixed_selective_seconds: the same of `fixed_seconds`.
         selective_bytes: the part of `forward_bytes` that is all-reduced again there.
         selective_sums: number of all-reduces of `selective_bytes`.
@@ -231,7 +230,6 @@ class LayerTable:
     model_sizes: tuple[int, ...]
     of: Mapping[str, np.ndarray]
     parameters: tuple[Parameters, ...]
-    num_distinct: int
     sequence: tuple[bool, ...] = ()
     selective: bool = False
     update_share: float = 0.0

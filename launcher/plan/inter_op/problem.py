@@ -61,10 +61,10 @@ class StageChoice:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The candidates, and the choice behind each.
+    """The costs of possible stages, and the choice behind each.
 
     Attributes:
-        candidates: the candidates.
+        tables: the costs.
         choices: the choices.
         chosen: the choice of each candidate, as a position in `choices`.
         memory: the memory of each candidate.
@@ -72,7 +72,7 @@ class Priced:
             `recomputes`.
     """
 
-    candidates: StageTables
+    tables: StageTables
     choices: tuple[StageChoice, ...]
     chosen: np.ndarray
     memory: np.ndarray
@@ -146,20 +146,20 @@ class Outline:
     """What each stage costs at least, wherever in a pipeline it is.
 
     Attributes:
-        candidates: the costs as if one number of stages were behind it, of every way to use devices
+        tables: the costs as if one number of stages were behind it, of every way to use devices
             in the order of `ways`.
         choices: the choice behind each.
         device_seconds: `[first, end]`: the least time that a stage takes of its devices together in
             a step, under any schedule that holds no fewer microbatches.
     """
 
-    candidates: StageTables
+    tables: StageTables
     choices: tuple[StageChoice, ...]
     device_seconds: np.ndarray
 
     def useful(self, num_devices: int, limit: float) -> np.ndarray:
         """Return which stages may be part of a plan below `limit` seconds, `[first, end, way]`."""
-        of = self.candidates
+        of = self.tables
         if not of.seconds.size:
             return np.zeros((0, 0, 0), bool)
         seconds, rest = of.seconds[0], rests(of)[0]
@@ -394,7 +394,7 @@ def best_of(
         outlines = Outlines(problem, alike[0])
         for point in alike:
             known = outlines.of(point)
-            least = sum(lower_bound(known.candidates, devices))
+            least = sum(lower_bound(known.tables, devices))
             if np.isfinite(least):
                 promising.append((least, len(promising), point, known))
     promising.sort(key=lambda one: one[:2])
@@ -410,7 +410,7 @@ def best_of(
 
         priced = price(problem, point, known.useful(devices, most))
         best = best_stages(
-            priced.candidates, devices, best=most, progress=inner, num_stages=wanted.num_stages
+            priced.tables, devices, best=most, progress=inner, num_stages=wanted.num_stages
         )
         if best is not None:
             candidate = candidate_of(best, priced, point, problem)
@@ -448,7 +448,7 @@ def alike_but_replicas(every: Iterable[SearchPoint]) -> Iterator[list[SearchPoin
 
 
 def remat_choices(wanted: Constraints, schedule: str) -> tuple[str, ...]:
-    """Return the words for rematerialisation that a stage may have under a schedule.
+    """Return the remat strings that a stage may have under a schedule.
 
     A schedule that splits backward passes is searched for what is not recomputed, unless it is
     asked for: there may be none.

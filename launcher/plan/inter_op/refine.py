@@ -174,7 +174,7 @@ def equal_stages(problem: Problem, point: SearchPoint, known: Outline) -> Iterat
     remat string; where the recomputation is open, with all layers, selectively and with none. Only
     an estimate tells which of them fits the memory.
     """
-    cluster, of, layers = problem.cluster, known.candidates, len(problem.groups)
+    cluster, of, layers = problem.cluster, known.tables, len(problem.groups)
     sizes, remats = np.array(of.sizes), np.array([one.remat for one in known.choices])
     for count, remat in itertools.product(range(1, min(layers, cluster.hosts) + 1), point.remats):
         ways = np.flatnonzero((sizes == cluster.num_devices // count) & (remats == remat))

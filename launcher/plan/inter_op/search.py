@@ -1,8 +1,8 @@
 """The search for the plan of the least simulated step, with a lower bound on that of any plan.
 
-Branch and bound over the numbers of microbatches and of common replicas, and the schedules. Of each
-the stage search gives the best stages by a closed form that no simulated timeline is below; then
-come the next best ones, as long as they promise more than the best timeline so far. Pure.
+Branch and bound over the numbers of microbatches and of common replicas, and the schedules. For
+each the stage search gives the best stages by a closed form that no simulated timeline is below;
+then come the next best ones, as long as they promise more than the best timeline so far. Pure.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _branches(found: SearchResult) -> Iterator[tuple[float, Iterator[Bounded]]]:
         outlines_under = [Outlines(problem, _under(other, alike[0], wanted)) for other in others]
         for point in alike:
             known = outlines.of(point)
-            least = sum(lower_bound(known.candidates, devices))
+            least = sum(lower_bound(known.tables, devices))
             if problem.cluster.hosts > 1:
                 found.equal += equal_stages(problem, point, known)
             if not math.isfinite(least):
@@ -155,17 +155,17 @@ def _under(schedule: Schedule, point: SearchPoint, wanted: Constraints) -> Searc
 def _stages_under(found: SearchResult, point: SearchPoint, outlines: Outlines) -> Iterator[Bounded]:
     """Yield plans under a schedule that the point was not outlined for yet."""
     known = outlines.of(point)
-    yield sum(lower_bound(known.candidates, found.problem.cluster.num_devices)), None
+    yield sum(lower_bound(known.tables, found.problem.cluster.num_devices)), None
     yield from _stages(found, point, known)
 
 
 def _stages(found: SearchResult, point: SearchPoint, known: Outline) -> Iterator[Bounded]:
-    """Yield plans by what they take at least, the best stages first."""
+    """Yield plans by their lower bounds, the best stages first."""
     problem, wanted = found.problem, found.wanted
     devices = problem.cluster.num_devices
     priced = price(problem, point, known.useful(devices, found.limit))
-    yield sum(lower_bound(priced.candidates, devices)), None
-    best = best_stages(priced.candidates, devices, found.limit, num_stages=wanted.num_stages)
+    yield sum(lower_bound(priced.tables, devices)), None
+    best = best_stages(priced.tables, devices, found.limit, num_stages=wanted.num_stages)
     if best is None:
         yield math.inf, None
         return
@@ -177,11 +177,11 @@ def _stages(found: SearchResult, point: SearchPoint, known: Outline) -> Iterator
 
     yield bounded(best, priced)
     every = price(problem, point, known.useful(devices, found.best), beaten=True)
-    if enumeration_cells(every.candidates, devices) > _MOST_CELLS:
+    if enumeration_cells(every.tables, devices) > _MOST_CELLS:
         yield best.objective, None
         return
     following = stages_by_objective(
-        every.candidates,
+        every.tables,
         devices,
         lambda: found.best,
         _MOST_EXPANDED,

@@ -14,7 +14,7 @@ from launcher.plan.build import PlanBuilder, refused_notes
 from launcher.plan.further import lead_of
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.explain import (
-    fewer_rows_note,
+    fewer_examples_note,
     leanest,
     next_best,
     nothing_fits,
@@ -94,7 +94,7 @@ def search(
             continue
         if any(plan.missing_bytes <= 0 for plan, _ in built):
             best, chosen = _selected(built, found, refused)
-            rows = fewer_rows_note(problem, wanted, chosen[1])
+            rows = fewer_examples_note(problem, wanted, chosen[1])
             best = dataclasses.replace(best, notes=(*best.notes, *rows))
             more = how_many(best) - 1
             if more <= 0:

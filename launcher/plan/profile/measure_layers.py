@@ -315,7 +315,6 @@ def measure_layers(
     model_sizes: Sequence[int],
     num_micro_batches: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
-    time_out: float = _TIME_OUT,
 ) -> MeasuredLayers:
     """Measure what the cache does not hold, on this machine's devices, which `cluster` describes.
 
@@ -328,7 +327,6 @@ def measure_layers(
         num_micro_batches: about how many there will be: two sizes of slices around it are measured,
             and others follow in proportion.
         progress: called with the share that is done, 0 … 1.
-        time_out: seconds for a candidate.
     """
     sizes = _slice_counts(step.batch_size, num_micro_batches, cluster.num_devices)
     losses = [step.loss(count) for count in sizes]
@@ -337,9 +335,17 @@ def measure_layers(
     kinds: dict[str, int] = {}
     kind_of, wanted = [], []
     for layer, graphs in enumerate(zip(*cuts, strict=True)):
-        found = [_candidate(step, graphs, losses, rows, m, cluster) for m in model_sizes]
-        if cluster.effective_parallelism and model_sizes[0] < cluster.num_devices:
-            found[0] = _with_alone(found[0])
+        found = []
+        for m in model_sizes:
+            programs = [
+                layer_program(step, graph, loss, cluster.num_devices // m, m, cluster)
+                for graph, loss in zip(graphs, losses, strict=True)
+            ]
+            shares = cluster.effective_parallelism and m < cluster.num_devices
+            alone = bool(shares and m == model_sizes[0])
+            if alone:
+                programs.append(dataclasses.replace(programs[-1], copies=1))
+            found.append(_Candidate(rows, programs, alone))
         key = found[0].programs[0].key
         if key not in kinds:
             kinds[key] = len(kinds)
@@ -349,7 +355,7 @@ def measure_layers(
     for done, (kind, layer, candidate) in enumerate(wanted):
         progress(done / len(wanted))
         m = candidate.programs[0].model
-        timings[kind, m] = timing = _timing(candidate, cluster, time_out)
+        timings[kind, m] = timing = _timing(candidate, cluster)
         if timing.failure:
             _log.warning(f"layer {layer} on a model axis of {m} was not measured: {timing.failure}")
     return MeasuredLayers(tuple(kind_of), timings, step.batch_size)
@@ -363,29 +369,9 @@ class _Candidate:
     rows for one mesh alone.
     """
 
-    rows: tuple[int, ...]
-    programs: tuple[LayerProgram, ...]
-    alone: bool = False
-
-
-def _candidate(
-    step: TracedStep,
-    graphs: Sequence[StageGraph],
-    losses: Sequence[Loss],
-    rows: Sequence[int],
-    model: int,
-    cluster: ClusterShape,
-) -> _Candidate:
-    programs = [
-        layer_program(step, graph, loss, cluster.num_devices // model, model, cluster)
-        for graph, loss in zip(graphs, losses, strict=True)
-    ]
-    return _Candidate(tuple(rows), tuple(programs))
-
-
-def _with_alone(candidate: _Candidate) -> _Candidate:
-    one = dataclasses.replace(candidate.programs[-1], copies=1)
-    return _Candidate(candidate.rows, (*candidate.programs, one), alone=True)
+    rows: Sequence[int]
+    programs: Sequence[LayerProgram]
+    alone: bool
 
 
 def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) -> list[int]:
@@ -403,7 +389,7 @@ def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) 
     return [divisors[-1]] if few == divisors[-1] else [divisors[-1], few]
 
 
-def _timing(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Timing:
+def _timing(candidate: _Candidate, cluster: ClusterShape) -> Timing:
     """Return a timing from the cache, or measure it and keep it there."""
     keys = "-".join(program.key for program in candidate.programs)
     path = measurements.cache_file("profile", cluster.device_kind, cluster.num_devices, f"-{keys}")
@@ -411,9 +397,9 @@ def _timing(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Ti
     if known is not None:
         return known
     try:
-        timing = _measured(candidate, cluster, time_out)
+        timing = _measured(candidate, cluster)
     except (subprocess.SubprocessError, OSError, ValueError, NotImplementedError) as error:
-        return Timing(failure=_reason(error, time_out))  # may go better next time: not kept
+        return Timing(failure=_reason(error))  # may go better next time: not kept
     fields = vars(timing).items()
     measurements.write(path, {name: value for name, value in fields if name != "failure"})
     return timing
@@ -440,7 +426,7 @@ def _kept(tree: dict[str, Any]) -> Timing:
     )
 
 
-def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Timing:
+def _measured(candidate: _Candidate, cluster: ClusterShape) -> Timing:
     platform = platform_of(cluster)
     with tempfile.TemporaryDirectory(prefix="launcher-profile-") as folder:
         files, counts = [], []
@@ -458,7 +444,7 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
             "programs": files,
             "seconds": _MEASURED,
         }
-        found = run_program(measure_programs, request, time_out)
+        found = run_program(measure_programs, request, _TIME_OUT)
     seconds, passes, at = found["seconds"], [], 0
     for count in counts:
         passes.append((seconds[at], seconds[at + 1] if count > 1 else 0.0))
@@ -468,10 +454,10 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
     return Timing(tuple(points), found["dispatch_overhead"], alone)
 
 
-def _reason(error: Exception, time_out: float) -> str:
+def _reason(error: Exception) -> str:
     """Return why a candidate has no timing, in one line."""
     if isinstance(error, subprocess.TimeoutExpired):
-        return f"it took more than {time_out:g} s"
+        return f"it took more than {_TIME_OUT:g} s"
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in (error.stderr or "").splitlines() if line.strip()]
         if error.returncode < 0:

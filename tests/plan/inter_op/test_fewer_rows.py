@@ -46,8 +46,8 @@ def noted(plan):
     (*found,) = (note for note in plan.notes if note.startswith("a global batch"))
     if not found:
         return None
-    pattern = r"a global batch of (\d+) instead of (\d+) rows would take (\S+) ms a step "
-    pattern += r"\((\d+)% less per row\), since all 4 devices can share it"
+    pattern = r"a global batch of (\d+) instead of (\d+) examples would take (\S+) ms a step "
+    pattern += r"\((\d+)% less per example\), since all 4 devices can share it"
     few, many, seconds, share = re.fullmatch(pattern, found[0]).groups()
     return int(few), int(many), float(seconds) / 1e3, int(share) / 100
 

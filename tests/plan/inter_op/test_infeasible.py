@@ -36,7 +36,7 @@ def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
     parameters = tuple(Parameters((i,), ((8,),), each) for i in range(4))
     cluster = dataclasses.replace(local_shape(2, 1, "cpu"), memory_bytes=int(memory_gib * GIB))
     groups = tuple((i,) for i in range(4))
-    table = LayerTable((1,), of, parameters, 1)
+    table = LayerTable((1,), of, parameters)
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory_gib * GIB)
 
 
@@ -70,7 +70,7 @@ def test_advice_that_is_followed_helps(memory):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("local", "so many of these devices in a Slurm job: cluster=slurm cluster.hosts="),
+        ("local", " of these devices in a Slurm job: cluster=slurm cluster.hosts="),
         ("mine", " cluster.links.inter_host_gb_per_second=12.5 (100 Gbit/s between hosts, or"),
     ],
 )

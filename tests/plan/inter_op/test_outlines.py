@@ -33,9 +33,9 @@ def test_replicas_change_what_they_change_and_nothing_else(seed, schedule):
             device_seconds = np.full(problem.table.spans["work_seconds"][0].shape, np.inf)
             for k, choice in enumerate(known.choices):
                 first, rest, work = alone(problem, setting, choice)
-                np.testing.assert_array_equal(known.candidates.seconds[0, :, :, k], first)
-                np.testing.assert_array_equal(known.candidates.rest[0, :, :, k], rest)
-                device_seconds = np.minimum(device_seconds, work * known.candidates.sizes[k])
+                np.testing.assert_array_equal(known.tables.seconds[0, :, :, k], first)
+                np.testing.assert_array_equal(known.tables.rest[0, :, :, k], rest)
+                device_seconds = np.minimum(device_seconds, work * known.tables.sizes[k])
             np.testing.assert_array_equal(known.device_seconds, device_seconds)
     assert problem.cluster.num_devices == 1 or len(seen) > 1
 

@@ -22,28 +22,26 @@ def random_candidates(rng):
     return StageTables(tuple(sizes), seconds, rest), devices
 
 
-def brute_force(candidates, devices):
-    most, layers = candidates.seconds.shape[:2]
+def brute_force(tables, devices):
+    most, layers = tables.seconds.shape[:2]
     least = np.inf
     for count in range(1, most + 1):
         for cuts in itertools.combinations(range(1, layers), count - 1):
             spans = list(itertools.pairwise((0, *cuts, layers)))
-            for used in itertools.product(range(len(candidates.sizes)), repeat=count):
-                if sum(candidates.sizes[j] for j in used) > devices:
+            for used in itertools.product(range(len(tables.sizes)), repeat=count):
+                if sum(tables.sizes[j] for j in used) > devices:
                     continue
                 at = [(count - 1 - s, *spans[s], used[s]) for s in range(count)]
-                value = objective(
-                    [candidates.seconds[i] for i in at], [candidates.rest[i] for i in at]
-                )
+                value = objective([tables.seconds[i] for i in at], [tables.rest[i] for i in at])
                 least = min(least, value)
     return least
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_the_best_stages_are_those_of_brute_force(seed):
-    candidates, devices = random_candidates(np.random.default_rng(seed))
-    least = brute_force(candidates, devices)
-    found = best_stages(candidates, devices)
+    tables, devices = random_candidates(np.random.default_rng(seed))
+    least = brute_force(tables, devices)
+    found = best_stages(tables, devices)
     if not np.isfinite(least):
         assert found is None
         return
@@ -51,10 +49,10 @@ def test_the_best_stages_are_those_of_brute_force(seed):
     count = len(found.stages)
     at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
     assert found.objective == pytest.approx(
-        objective([candidates.seconds[i] for i in at], [candidates.rest[i] for i in at])
+        objective([tables.seconds[i] for i in at], [tables.rest[i] for i in at])
     )
-    assert sum(candidates.sizes[j] for _, _, j in found.stages) <= devices
-    assert best_stages(candidates, devices, best=least) is None  # none is better
+    assert sum(tables.sizes[j] for _, _, j in found.stages) <= devices
+    assert best_stages(tables, devices, best=least) is None  # none is better
 
 
 def test_devices_stay_idle_where_that_is_faster():

@@ -150,9 +150,10 @@ def test_what_cannot_have_been_measured_is_ignored_and_said(
 
 
 def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(
-    own_cache: Path, caplog: pytest.LogCaptureFixture
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = profile.measure_layers(traced(1), shape(1), (1,), 1, time_out=0.01)
+    monkeypatch.setattr(profile, "_TIME_OUT", 0.01)
+    found = profile.measure_layers(traced(1), shape(1), (1,), 1)
     assert {t.failure for t in found.timings.values()} == {"it took more than 0.01 s"}
     told = "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
     assert caplog.messages[0] == told
