@@ -1,10 +1,12 @@
-"""Made-up search problems: layers with random costs on a few devices."""
+"""Made-up search problems, layers with random costs on a few devices; clusters and assignments."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 
 from launcher.hardware.cluster_shape import ClusterShape
+from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.inter_op.layer_table import (
     PARAMETER_FIELDS,
     SELECTIVE_FIELDS,
@@ -28,21 +30,38 @@ LAYER_FIELDS = (
 )
 
 
-def cluster_of(hosts, each, memory=None):
-    return ClusterShape(
-        name="made up",
-        hosts=hosts,
-        devices_per_host=each,
-        device_kind="none",
-        peak_flops=None,
-        flops=1.0,
-        flops_fp32=1.0,
-        memory_bandwidth=50.0,
-        memory_bytes=memory,
-        intra_host=240.0,
-        inter_host=24.0,
-        latency=0.01,
+def cluster_of(hosts, each, **changed):
+    """A made-up cluster, whose devices share nothing and have any memory."""
+    rates = {"flops": 1.0, "flops_fp32": 1.0, "memory_bandwidth": 50.0}
+    links = {"intra_host": 240.0, "inter_host": 24.0, "latency": 0.01}
+    rest = {"device_kind": "none", "peak_flops": None, "memory_bytes": None}
+    given = {"hosts": hosts, "devices_per_host": each, **rates, **links, **rest}
+    return ClusterShape("made up", **given | changed)
+
+
+def in_order(shapes):
+    """Submeshes of these logical meshes on the devices in their order."""
+    ends = [0, *itertools.accumulate(data * model for data, model in shapes)]
+    runs = itertools.pairwise(ends)
+    return tuple(
+        Submesh(tuple(range(*run)), shape) for run, shape in zip(runs, shapes, strict=True)
     )
+
+
+def equal_stages(submeshes, layers, turns=1, **changed):
+    """`turns` stages of equally many layers on each submesh."""
+    count = len(submeshes) * turns
+    given = Assignment(
+        method="auto",
+        layers=tuple(tuple(run.tolist()) for run in np.array_split(np.arange(layers), count)),
+        submeshes=tuple(submeshes),
+        mesh_of=tuple(range(len(submeshes))) * turns,
+        num_micro_batches=4,
+        schedule="1f1b",
+        remat=("none",) * count,
+        zero=(0,) * count,
+    )
+    return dataclasses.replace(given, **changed)
 
 
 def random_problem(rng):

@@ -46,18 +46,8 @@ from launcher.plan.cost.collectives import (
     work_seconds,
 )
 from launcher.plan.cost.mesh_memory import UpdateMemory
-from launcher.plan.cost.stage_memory import (
-    Temporaries,
-    left_bytes,
-    stored_in,
-    temporaries,
-)
-from launcher.plan.inter_op.layer_table import (
-    SELECTIVE_FIELDS,
-    LayerTable,
-    Parameters,
-    joined,
-)
+from launcher.plan.cost.stage_memory import Temporaries, left_bytes, stored_in, temporaries
+from launcher.plan.inter_op.layer_table import SELECTIVE_FIELDS, LayerTable, Parameters, joined
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.submeshes import model_sizes, submesh_sizes
 from launcher.plan.intra_op.stage_shardings import model_sharding, sequence_class, sequence_sharding

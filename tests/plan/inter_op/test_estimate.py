@@ -1,14 +1,14 @@
-"""A estimate is close to the plan that it stands for, and decides between schedules."""
+"""An estimate is close to the plan that it stands for, and decides between schedules."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from random_problems import equal_stages, in_order
 
 import launcher
-from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.assignment import Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.inter_op import explain
@@ -72,22 +72,7 @@ def gpt():
 
 
 def assignment_of(problem, shape, stages, **changed):
-    data, model = shape
-    each = data * model
-    parts = np.array_split(np.arange(len(problem.groups)), stages)
-    given = Assignment(
-        method="auto",
-        layers=tuple(tuple(int(i) for i in part) for part in parts),
-        submeshes=tuple(
-            Submesh(tuple(range(s * each, s * each + each)), shape) for s in range(stages)
-        ),
-        mesh_of=tuple(range(stages)),
-        num_micro_batches=4,
-        schedule="1f1b",
-        remat=("none",) * stages,
-        zero=(0,) * stages,
-    )
-    return dataclasses.replace(given, **changed)
+    return equal_stages(in_order([shape] * stages), len(problem.groups), **changed)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from exhaustive import least_seconds, seconds_of
 from random_problems import middle_problem, random_layers, random_problem
 
+from launcher.partition.sharding.layout import DATA, MODEL
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import Constraints, candidate_of, price, settings
@@ -19,7 +20,7 @@ from launcher.plan.inter_op.stage_construction import (
     objective,
     stages_by_objective,
 )
-from launcher.plan.inter_op.submeshes import submesh_sizes
+from launcher.plan.inter_op.submeshes import Mesh, submesh_sizes
 
 SCHEDULES = "1f1b", "eager_1f1b", "zero_bubble"
 
@@ -298,3 +299,21 @@ def test_an_enumeration_that_gives_up_says_what_is_left():
     assert none is None
     assert len(found) < 4
     assert left == 3.0
+
+
+def with_experts(cls, data, model, row):
+    return cls((("expert", 1), (DATA, data), (MODEL, model)), row)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_axis_of_one_device_changes_no_plan(seed, monkeypatch):
+    problem = random_layers(np.random.default_rng(seed), 5, hosts=1 + seed % 2, each=4, batch=8)
+    known = find_plans(problem, Constraints())
+    monkeypatch.setattr(Mesh, "of", classmethod(with_experts))
+    assert Mesh.of(2, 2, 0).devices == 4
+    found = find_plans(
+        random_layers(np.random.default_rng(seed), 5, hosts=1 + seed % 2, each=4, batch=8),
+        Constraints(),
+    )
+    assert found.estimates == known.estimates
+    assert found.least_seconds == known.least_seconds

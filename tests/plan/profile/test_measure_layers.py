@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import compile_programs
+from layered import layered_step
 
-import launcher
 from launcher.base import measurements
 from launcher.config.parallel import Data
 from launcher.driver.planning.plan_from_config import plan_of
@@ -24,18 +24,13 @@ from launcher.plan import PlanError, local_shape
 from launcher.plan.build import repriced
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
-from launcher.plan.methods import (
-    AutoStageOption,
-    DataParallel,
-    PipeshardParallel,
-    ThreeDParallel,
-)
+from launcher.plan.methods import AutoStageOption, DataParallel, PipeshardParallel, ThreeDParallel
 from launcher.plan.profile import measure_layers as profile
 from launcher.plan.profile.measure_layers import MeasuredLayers, Timing, layer_program
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.schedule import Kind
-from launcher.trace import TracedStep, trace_step
+from launcher.trace import TracedStep
 
 pytestmark = pytest.mark.devices
 BATCH, LAYERS, WIDTH = 8, 4, 16
@@ -50,20 +45,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def traced(layers: int = LAYERS) -> TracedStep:
     """Layers of which those in the middle are one program."""
-    params = [jnp.ones((WIDTH, WIDTH)) for _ in range(layers)]
-
-    def loss(params: Any, x: Any) -> Any:
-        for i, weight in enumerate(params):
-            if i:
-                launcher.mark_pipeline_boundary()
-            x = jnp.tanh(x @ weight)
-        return jnp.mean(x)
-
-    def step(params: Any, x: Any) -> Any:
-        value, grads = launcher.value_and_grad(loss)(params, x)
-        return [p - g for p, g in zip(params, grads, strict=True)], value
-
-    return trace_step(step, (params, jnp.ones((BATCH, WIDTH))))
+    return layered_step([(WIDTH, WIDTH)] * layers, BATCH, updated=range(layers))
 
 
 def shape(devices: int = 2) -> Any:
