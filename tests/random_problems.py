@@ -48,7 +48,7 @@ def in_order(shapes):
     )
 
 
-def equal_stages(submeshes, layers, turns=1, **changed):
+def equal_stages(submeshes, layers, /, turns=1, **changed):
     """`turns` stages of equally many layers on each submesh."""
     count = len(submeshes) * turns
     given = Assignment(

@@ -48,7 +48,7 @@ from launcher.plan.cost.stage_seconds import (
     stage_seconds,
     stage_update_seconds,
 )
-from launcher.plan.intra_op.stage_shardings import StageShardings
+from launcher.plan.intra_op import StageShardings
 from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import MeasuredLayers

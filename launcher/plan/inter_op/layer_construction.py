@@ -50,7 +50,7 @@ from launcher.plan.cost.stage_memory import Temporaries, left_bytes, stored_in, 
 from launcher.plan.inter_op.layer_table import SELECTIVE_FIELDS, LayerTable, Parameters, joined
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.submeshes import model_sizes, submesh_sizes
-from launcher.plan.intra_op.stage_shardings import model_sharding, sequence_class, sequence_sharding
+from launcher.plan.intra_op import model_sharding, sequence_class, sequence_sharding
 from launcher.plan.profile.measure_layers import MeasuredLayers
 from launcher.schedule import Kind
 from launcher.trace import Equation, Loss, TracedStep, Var, is_var, nbytes, sub_jaxprs

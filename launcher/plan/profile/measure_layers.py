@@ -42,7 +42,7 @@ from launcher.partition import (
     inside_of,
     trace_stage,
 )
-from launcher.plan.intra_op.stage_shardings import model_sharding
+from launcher.plan.intra_op import model_sharding
 from launcher.plan.plan import ProfiledLayers
 from launcher.plan.profile import measure_programs
 from launcher.plan.profile.calibration import platform_of, run_program

@@ -16,7 +16,7 @@ from launcher.partition.stages import cut_stages
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
-from launcher.plan.intra_op.stage_shardings import argument_specs, batch_specs, row_classes
+from launcher.plan.intra_op import argument_specs, batch_specs, row_classes
 from launcher.trace import trace_step
 
 RATES = {"flops": 1e12, "flops_fp32": 1e12, "memory_bandwidth": 1e12}
