@@ -146,7 +146,7 @@ def _waited(
     is_forward = task.kind is Kind.FORWARD
     needs = set(dependencies(task, len(plan.stages)))
     needs |= {
-        task._replace(stage=one.src_stage)
+        task.on_stage(one.src_stage)
         for one in plan.transfers
         if one.dst_stage == task.stage
         and one.bytes_per_microbatch

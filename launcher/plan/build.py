@@ -135,7 +135,8 @@ class PlanBuilder:
             return {**chosen(loss, graph), **(kept or {}).get(devices, {})}
 
         cut = partition(step, assignment, choose, self.outer_dims)
-        again = _computed_again(cut)
+        # what each stage's backward pass recomputes
+        again = [recomputed(g.layers, assignment.remat[g.index]) for g in cut.stages]
         sums = [self._programs(cut, graph.index)[1] for graph in cut.stages]
         crossing = server_exchanges(cut, [bucket for of in sums for bucket in of.once])
         stages = self._stages(cut, again, crossing)
@@ -172,10 +173,6 @@ class PlanBuilder:
             exchanges=crossing,
             jax_version=jax.__version__,
         )
-
-    @functools.cached_property
-    def _names(self) -> tuple[str, ...]:
-        return self._step.operand_names
 
     @functools.cached_property
     def _no_gradient(self) -> str | None:
@@ -309,7 +306,7 @@ class PlanBuilder:
             remat=assignment.remat[s],
             own_checkpoints=own_layers(graph.layers) if cut.loss.wrt else 0,
             **vars(seconds) | vars(once) | {"collectives": seconds.collectives + once.collectives},
-            buckets=_planned_buckets(sums, self._names),
+            buckets=_planned_buckets(sums, self._step.operand_names),
             memory_bytes=peak,
             num_parameters=counts[s],
             shardings=dict(assignment.shardings_of(s) or {}),
@@ -325,11 +322,6 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
     step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
     built = build_plan(step, plan.assignment, cluster, measured)
     return dataclasses.replace(built, runners_up=plan.runners_up)
-
-
-def _computed_again(cut: PartitionedStep) -> list[Recomputed]:
-    """Return what each stage's backward pass recomputes."""
-    return [recomputed(g.layers, cut.assignment.remat[g.index]) for g in cut.stages]
 
 
 def _planned_buckets(sums: GradientSync, names: Sequence[str]) -> tuple[SummedTogether, ...]:

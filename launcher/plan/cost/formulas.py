@@ -125,7 +125,7 @@ def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
     return backward if cluster.effective_parallelism is None else 0.0 * backward
 
 
-def stage_parallelism(products: Amount, total: Amount, cluster: ClusterShape) -> Amount | None:
+def stage_parallelism(products: float, total: float, cluster: ClusterShape) -> float | None:
     """Return `ClusterShape.effective_parallelism` of a stage's passes: the mean over their seconds.
 
     Args:

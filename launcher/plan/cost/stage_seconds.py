@@ -132,14 +132,9 @@ def stage_seconds(
         backward_weight_seconds=float(made.weight) if graph.wrt else 0.0,
         collectives=_summary("forward", [*forward, *gathers])
         + _summary("backward", [*backward, *crossing]),
-        effective_parallelism=None if measured else _parallelism(products, total, cluster),
+        effective_parallelism=None if measured else stage_parallelism(products, total, cluster),
         pass_rings=_ring_seconds([*summed, *gathers, *summed_back, *crossing], layout, links),
     )
-
-
-def _parallelism(products: float, total: float, cluster: ClusterShape) -> float | None:
-    found = stage_parallelism(products, total, cluster)
-    return None if found is None else float(found)
 
 
 def _crossing_seconds(

@@ -259,5 +259,4 @@ def _parallelism(
         if again.selective:
             repeated += seconds("selective_seconds", "fixed_selective_seconds", in_full)
         products *= 1 + repeated / (work + seconds("back_seconds", "fixed_back_seconds"))
-    found = stage_parallelism(products, total, problem.cluster)
-    return None if found is None else float(found)
+    return stage_parallelism(products, total, problem.cluster)

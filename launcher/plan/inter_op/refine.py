@@ -142,12 +142,10 @@ class SearchResult:
 
     def reschedule(self) -> None:
         """Add the best plan under every other schedule, also those that have no bound."""
-        before = self.tasks
         for given, _ in self.ranked[:1] if self.estimates else ():
             if len(given.layers) == len(given.submeshes):  # else only one schedule runs them
                 for plan in under_every_schedule(given, self.problem, self.wanted, every=True):
                     self.add(plan)
-        self.tasks = before
 
     def climb(self) -> None:
         """Add the best plan with fewer recomputed layers and other ends of stages.

@@ -39,10 +39,10 @@ from launcher.plan.inter_op.refine import (
     under_every_schedule,
 )
 from launcher.plan.inter_op.stage_construction import (
+    MOST_UNITS,
     BestStages,
     Crossings,
     best_stages,
-    enumeration_cells,
     least_cover,
     lower_bound,
     stages_by_objective,
@@ -177,7 +177,7 @@ def _stages(found: SearchResult, point: SearchPoint, known: Outline) -> Iterator
 
     yield bounded(best, priced)
     every = price(problem, point, known.useful(devices, found.best), beaten=True)
-    if enumeration_cells(every.tables, devices) > _MOST_CELLS:
+    if every.tables.seconds.size * min(devices, MOST_UNITS) > _MOST_CELLS:
         yield best.objective, None
         return
     following = stages_by_objective(

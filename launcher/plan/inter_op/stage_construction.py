@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _MOST_HOSTS_MORE = 2  # that are distinguished, of those that the layers before may need
-_MOST_UNITS = 64  # in which devices are counted for what the layers before cost at least
+MOST_UNITS = 64  # in which devices are counted for what the layers before cost at least
 
 
 @dataclass(frozen=True)
@@ -314,11 +314,6 @@ def _busiest_link(sends: np.ndarray, others: int, hidden: np.ndarray) -> np.ndar
     return found
 
 
-def enumeration_cells(tables: StageTables, num_devices: int) -> int:
-    """Return the entries of the tables that an enumeration works with: what it costs to begin."""
-    return tables.seconds.size * min(num_devices, _MOST_UNITS)
-
-
 def stages_by_objective(
     tables: StageTables,
     num_devices: int,
@@ -392,7 +387,7 @@ class _Before:
     """What pipelines take at least, with the layers before the stages that are there."""
 
     def __init__(self, of: StageTables, num_devices: int, crossings: Crossings | None) -> None:
-        self._unit = -(-num_devices // _MOST_UNITS)  # what is less is taken to need no devices
+        self._unit = -(-num_devices // MOST_UNITS)  # what is less is taken to need no devices
         self._devices, self._crossings = num_devices, crossings
         self._any = self._tables(of, of.sizes)
         if crossings:

@@ -91,9 +91,8 @@ class Timing:
             return seconds[0] * rows / only, seconds[1] * rows / only
         (few, *low), (many, *high) = self.points[0], self.points[-1]
         share = (rows - few) / (many - few)
-        least = min(
-            1.0, rows / few
-        )  # a line through noise must not fall below what is in proportion
+        # A line through noise must not fall below what is in proportion.
+        least = min(1.0, rows / few)
         forward, backward = (
             max(a + (b - a) * share, least * min(a, b)) for a, b in zip(low, high, strict=True)
         )

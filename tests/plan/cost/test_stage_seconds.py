@@ -11,8 +11,6 @@ import launcher
 from launcher.partition.assignment import Submesh
 from launcher.plan import local_shape, timeline
 from launcher.plan.build import PlanBuilder, build_plan
-from launcher.plan.cost.formulas import Links
-from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layer_construction import cost_table, make_problem
 from launcher.plan.inter_op.layer_table import NOTHING
@@ -56,20 +54,6 @@ TRACED = trace_step(train, ((PARAMS, PARAMS), jax.ShapeDtypeStruct((BATCH, WIDTH
 
 def assignment(*submeshes, turns=1, **changed):
     return equal_stages(submeshes, LAYERS, turns, **changed)
-
-
-@pytest.mark.parametrize(
-    ("devices", "mesh", "links"),
-    [
-        (range(4), (1, 4), Links(100e9, 100e9)),
-        (range(8), (2, 4), Links(100e9, 0.75e9)),  # four rings along data share a host's link
-        (range(8), (8, 1), Links(100e9, 3e9)),
-        (range(8), (1, 8), Links(3e9, 100e9)),
-        ((3, 4), (1, 2), Links(3e9, 100e9)),
-    ],
-)
-def test_a_ring_that_leaves_a_host_shares_its_link(devices, mesh, links):
-    assert links_of(Submesh(tuple(devices), mesh), HOSTS) == links
 
 
 @pytest.mark.parametrize("mesh", [(2, 4), (8, 1), (1, 4)])

@@ -55,11 +55,6 @@ def kept(folder: Path, devices: int) -> Path:
     return path
 
 
-def test_without_a_calibration_rates_are_nominal(caplog: pytest.LogCaptureFixture) -> None:
-    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
-    assert caplog.messages == []
-
-
 def test_the_figures_stand_in_the_shape() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
     assert (shape.flops, shape.flops_fp32, shape.memory_bandwidth) == (4e9, 2e9, 3e9)
@@ -75,7 +70,9 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int) -> None:
+def test_sums_over_hosts_give_their_link_which_the_next_plans_have(
+    devices: int, caplog: pytest.LogCaptureFixture
+) -> None:
     nominal = local_shape(devices, 2, "cpu")
     measured = HostLinks({"4096": 1e-3, "16777216": 40e-3})
     path = keep_host_rates(nominal, measured)
@@ -90,18 +87,11 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int)
     assert shape.intra_host == nominal.intra_host
     assert (shape.latency == nominal.latency) == (devices == 4)  # that inside a host
     assert calibrated(local_shape(devices, 1, "cpu")) == local_shape(devices, 1, "cpu")
+    assert caplog.messages == []
     for damaged in ({"4096": "fast"}, {"4096": 1e-3}, {"1": 1e-3, "2": 2e-3, "3": 3e-3}):
         tree = {"versions": VERSIONS, "all_reduce_seconds": damaged}
         path.write_text(json.dumps(tree))
         assert calibrated(nominal) == nominal
-
-
-def test_links_of_this_machine_are_not_taken_for_another_ones(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    keep_host_rates(local_shape(8, 4, "cpu"), HostLinks({"4096": 1e-3, "16777216": 40e-3}))
-    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
-    assert caplog.messages == []
 
 
 def test_links_that_noise_hides_stay_nominal() -> None:
@@ -152,10 +142,14 @@ def test_what_cannot_be_used_is_ignored_and_said(
     assert words in line
 
 
-def test_other_devices_have_a_calibration_of_their_own(folder: Path) -> None:
+def test_other_devices_have_a_calibration_of_their_own(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
     measurements.write(kept(folder, 4), vars(FOUND))
     assert calibrated(local_shape(4, 1, "cpu")).flops == 4e9
     assert calibrated(local_shape(2, 1, "cpu")) == local_shape(2, 1, "cpu")
+    assert caplog.messages == []
 
 
 def test_the_calibration_of_another_machine_is_not_taken_for_this_ones(

@@ -72,12 +72,18 @@ def test_distinct_layers_are_measured_once_and_then_remembered(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: text[: len(text) // 2], "is damaged: ignored, measured again"),
-        (lambda text: "[]", "is damaged: ignored, measured again"),
-        (
-            lambda text: json.dumps(json.loads(text) | {"versions": {"jax": "0.1"}}),
-            "is of other versions (jax 0.1): ignored, measured again",
+        (None, "damaged"),
+        ({"versions": {"jax": "0.1"}}, "of other versions (jax 0.1)"),
+        *(({"points": p}, "damaged") for p in (None, 3, [], [[1, 2]], [[1, "x", 1.0]])),
+        *(
+            ({"points": [[1, bad, 1.0]]}, "damaged")
+            for bad in (0.0, -1.0, math.nan, math.inf, True)
         ),
+        ({"points": [[2, 1.0, 1.0], [2, 1.0, 1.0]]}, "damaged"),
+        ({"dispatch_overhead": "x"}, "damaged"),
+        ({"dispatch_overhead": None}, "damaged"),
+        ({"alone": math.nan}, "damaged"),
+        ({"versions": []}, "damaged"),
     ],
 )
 def test_a_cache_that_cannot_be_used_is_ignored_and_said(
@@ -94,40 +100,11 @@ def test_a_cache_that_cannot_be_used_is_ignored_and_said(
         profile.measure_layers(step, shape(1), (1,), 1)
     assert len(measured) == 1
     file = min((own_cache / "profile").iterdir())
-    file.write_text(change(file.read_text()))
-    profile.measure_layers(step, shape(1), (1,), 1)
-    assert len(measured) == 2
-    assert caplog.messages == [f"{file} {words}"]
-    assert json.loads(file.read_text())["versions"] == measurements.versions()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"points": p} for p in (None, 3, [], [[1, 2]], [[1, "x", 1.0]], [[1, -1.0, 0]])),
-        *({"points": [[1, bad, 1.0]]} for bad in (0.0, math.nan, math.inf, True)),
-        {"points": [[2, 1.0, 1.0], [2, 1.0, 1.0]]},
-        {"dispatch_overhead": "x"},
-        {"dispatch_overhead": None},
-        {"alone": math.nan},
-        {"versions": []},
-    ],
-)
-def test_what_cannot_have_been_measured_is_ignored_and_said(
-    own_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    step, once = traced(1), Timing(((BATCH, 0.01, 0.02),))
-    monkeypatch.setattr(profile, "_measured", lambda *given: once)  # it is the cache that counts
-    profile.measure_layers(step, shape(1), (1,), 1)
-    file = min((own_cache / "profile").iterdir())
     kept = file.read_text()
-    file.write_text(json.dumps(json.loads(kept) | change))
-    found = profile.measure_layers(step, shape(1), (1,), 1)
-    assert found.timings == {(0, 1): once}
-    assert caplog.messages == [f"{file} is damaged: ignored, measured again"]
+    file.write_text(json.dumps(json.loads(kept) | change) if change else kept[: len(kept) // 2])
+    assert profile.measure_layers(step, shape(1), (1,), 1).timings == {(0, 1): timing}
+    assert len(measured) == 2
+    assert caplog.messages == [f"{file} is {words}: ignored, measured again"]
     assert file.read_text() == kept
 
 
