@@ -52,7 +52,7 @@ _HOMES = {
     "RestoreError": "launcher.checkpoint.trees",
     "StackedArray": "launcher.arrays.stacked_array",
     "WorkerError": "launcher.cluster.errors",
-    "WorkerInfo": "launcher.hardware.worker_info",
+    "WorkerInfo": "launcher.hardware.cluster_shape",
     "check_replicas": "launcher.api.foreach",
     "foreach_replica": "launcher.api.foreach",
     "foreach_worker": "launcher.api.foreach",

@@ -125,7 +125,7 @@ def _nominal_rates_are_kept():
     machine that does not mean to."""
     from launcher.base import measurements
     from launcher.hardware.cluster_shape import local_shape
-    from launcher.plan.profile.calibration import kept
+    from launcher.plan.profile.calibration import cached_calibration
 
     for count in range(1, 65):
         shape = local_shape(count, 1, "cpu")
@@ -140,7 +140,7 @@ def _nominal_rates_are_kept():
             "overrun": 1.0,
         }
         measurements.write(measurements.cache_file("calibration", "cpu", count), rates)
-    assert kept(shape)  # else each test that plans would measure
+    assert cached_calibration(shape)  # else each test that plans would measure
 
 
 @pytest.fixture

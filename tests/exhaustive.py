@@ -19,11 +19,10 @@ import numpy as np
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cost.formulas import activation_bytes, transfer_seconds
 from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_pipeline
-from launcher.plan.inter_op.recompute import NOTHING, Recompute, every_recompute, recompute_of
-from launcher.plan.inter_op.search_point import SearchPoint
+from launcher.plan.inter_op.layer_table import NOTHING, Recompute, every_recompute, recompute_of
+from launcher.plan.inter_op.problem import ZERO_LEVELS
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.stage_profiling import ZERO_LEVELS
-from launcher.plan.inter_op.submeshes import Mesh, in_order, place_submeshes
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint, in_order, place_submeshes
 from launcher.schedule import SCHEDULES, Kind, training_schedules
 
 

@@ -1,31 +1,67 @@
-"""Made-up search problems: layers with random costs on a few devices."""
+"""Made-up search problems, layers with random costs on a few devices; clusters and assignments."""
 
 import dataclasses
-from dataclasses import fields
+import itertools
 
 import numpy as np
 
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.plan.inter_op.layer_table import PARAMETER_FIELDS, LayerCost, LayerTable, Parameters
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.inter_op.layer_table import (
+    PARAMETER_FIELDS,
+    SELECTIVE_FIELDS,
+    LayerTable,
+    Parameters,
+)
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.submeshes import submesh_sizes
 
+# The fields of a layer table but those of selective recomputation.
+LAYER_FIELDS = (
+    *("work_seconds", "fixed_seconds", "back_seconds", "fixed_back_seconds"),
+    *("product_seconds", "fixed_product_seconds", "forward_bytes", "backward_bytes"),
+    *("fixed_backward_bytes", "repeated_bytes", "forward_sums", "backward_sums", "repeated_sums"),
+    *("residual_bytes", "left_bytes", "forward_peak_bytes", "forward_early_bytes"),
+    *("backward_peak_bytes", "backward_early_bytes", "whole_peak_bytes", "whole_early_bytes"),
+    *("fixed_forward_peak_bytes", "fixed_forward_early_bytes", "fixed_backward_peak_bytes"),
+    *("fixed_backward_early_bytes", "fixed_whole_peak_bytes", "fixed_whole_early_bytes"),
+    *("input_bytes", "checkpoint_bytes", "layer_peak_bytes", "fixed_layer_peak_bytes"),
+    *("fixed_layer_early_bytes", "sent_bytes", "batch_bytes"),
+)
 
-def cluster_of(hosts, each, memory=None):
-    return ClusterShape(
-        name="made up",
-        hosts=hosts,
-        devices_per_host=each,
-        device_kind="none",
-        peak_flops=None,
-        flops=1.0,
-        flops_fp32=1.0,
-        memory_bandwidth=50.0,
-        memory_bytes=memory,
-        intra_host=240.0,
-        inter_host=24.0,
-        latency=0.01,
+
+def cluster_of(hosts, each, **changed):
+    """A made-up cluster, whose devices share nothing and have any memory."""
+    rates = {"flops": 1.0, "flops_fp32": 1.0, "memory_bandwidth": 50.0}
+    links = {"intra_host": 240.0, "inter_host": 24.0, "latency": 0.01}
+    rest = {"device_kind": "none", "peak_flops": None, "memory_bytes": None}
+    given = {"hosts": hosts, "devices_per_host": each, **rates, **links, **rest}
+    return ClusterShape("made up", **given | changed)
+
+
+def in_order(shapes):
+    """Submeshes of these logical meshes on the devices in their order."""
+    ends = [0, *itertools.accumulate(data * model for data, model in shapes)]
+    runs = itertools.pairwise(ends)
+    return tuple(
+        Submesh(tuple(range(*run)), shape) for run, shape in zip(runs, shapes, strict=True)
     )
+
+
+def equal_stages(submeshes, layers, /, turns=1, **changed):
+    """`turns` stages of equally many layers on each submesh."""
+    count = len(submeshes) * turns
+    given = Assignment(
+        method="auto",
+        layers=tuple(tuple(run.tolist()) for run in np.array_split(np.arange(layers), count)),
+        submeshes=tuple(submeshes),
+        mesh_of=tuple(range(len(submeshes))) * turns,
+        num_micro_batches=4,
+        schedule="1f1b",
+        remat=("none",) * count,
+        zero=(0,) * count,
+    )
+    return dataclasses.replace(given, **changed)
 
 
 def random_problem(rng):
@@ -34,8 +70,7 @@ def random_problem(rng):
     cluster, layers = cluster_of(hosts, each), int(rng.integers(1, 6))
     models = tuple(n for n in range(1, each + 1) if each % n == 0)
     cut = np.array(models)[:, None] ** rng.uniform(0, 1, (1, layers))
-    names = [f.name for f in fields(LayerCost) if f.default is dataclasses.MISSING]
-    of = {name: rng.uniform(1, 20, (1, layers)) / cut for name in names}
+    of = {name: rng.uniform(1, 20, (1, layers)) / cut for name in LAYER_FIELDS}
     whole = np.ones((len(models), 1))
     for name in ("forward_sums", "backward_sums"):
         of[name] = rng.integers(0, 4, (1, layers)) * whole
@@ -53,7 +88,7 @@ def random_problem(rng):
     memory = rng.choice([np.inf, 120.0, 60.0, 30.0])
     groups = tuple((i,) for i in range(layers))
     batch = int(rng.choice([2, 4, 6]))
-    table = with_selective(LayerTable(models, of, parameters, layers), rng.spawn(1)[0])
+    table = with_selective(LayerTable(models, of, parameters), rng.spawn(1)[0])
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory)
 
 
@@ -65,9 +100,10 @@ def with_selective(table, rng):
         of["selective_bytes"] = of["forward_bytes"] * rng.uniform(0, 0.5, shape)
         of["kept_bytes"] = of["left_bytes"] * rng.uniform(0.1, 0.9, shape)
         of["selective_peak_bytes"] = of["layer_peak_bytes"] * rng.uniform(0.2, 1.1, shape)
-    names = [f.name for f in fields(LayerCost) if f.default is not dataclasses.MISSING]
     none = np.zeros_like(of["work_seconds"])
-    return dataclasses.replace(table, of=dict.fromkeys(names, none) | of, selective=is_so)
+    return dataclasses.replace(
+        table, of=dict.fromkeys(SELECTIVE_FIELDS, none) | of, selective=is_so
+    )
 
 
 def random_layers(rng, layers, hosts, each, batch):
@@ -90,8 +126,7 @@ def random_layers(rng, layers, hosts, each, batch):
     def amount(low, high, of=scale):
         return rng.uniform(low, high) * of * np.ones((len(models), layers))
 
-    names = [f.name for f in fields(LayerCost) if f.default is dataclasses.MISSING]
-    of = {name: np.zeros((len(models), layers)) for name in names}
+    of = {name: np.zeros((len(models), layers)) for name in LAYER_FIELDS}
     work = amount(5, 20)
     of |= {"work_seconds": work / cut, "back_seconds": 2 * work / cut}
     of |= {"fixed_seconds": amount(0, 0.02) / cut, "fixed_back_seconds": amount(0, 0.02) / cut}
@@ -121,7 +156,7 @@ def random_layers(rng, layers, hosts, each, batch):
         )
         for i in range(layers)
     )
-    table = with_selective(LayerTable(models, of, parameters, layers), rng.spawn(1)[0])
+    table = with_selective(LayerTable(models, of, parameters), rng.spawn(1)[0])
     cluster = dataclasses.replace(cluster_of(hosts, each), **rates)
     state = float(sum(one.of["parameter_bytes"][0] * 4 for one in parameters))
     least = state / cluster.num_devices + float(of["left_bytes"][0].sum()) / batch

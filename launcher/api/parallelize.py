@@ -31,8 +31,8 @@ from launcher.api.settings import check_context
 from launcher.api.signature import Signature, Traceable, kind
 from launcher.base import Clock, warn_once
 from launcher.plan import Plan, PlanError
-from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
+from launcher.plan.plan import TooLargeError
 from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime import Executable, Transport
 from launcher.trace import TracedStep, TraceError, no_gradient_note, trace_step

@@ -5,8 +5,7 @@ from __future__ import annotations
 from launcher.plan import ClusterShape
 from launcher.plan.methods import AutoStageOption, Method, PipeshardParallel
 from launcher.plan.options import stage_option_of
-from launcher.plan.profile.calibration import calibrated
-from launcher.plan.profile.measure_first import measure_first
+from launcher.plan.profile.calibration import calibrated, measure_first
 
 
 def planned_shape(nominal: ClusterShape, method: Method | None, is_here: bool) -> ClusterShape:

@@ -113,7 +113,7 @@ class StackedArray(ArrayLike):
             row.copy_to_host_async()
 
     def copy(self) -> StackedArray:
-        """Return a copy whose rows lie where these do."""
+        """Return a copy with the same placement of rows."""
         return StackedArray([row.copy() for row in self.rows])
 
     def devices(self) -> set[jax.Device]:

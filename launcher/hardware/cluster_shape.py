@@ -1,14 +1,40 @@
-"""Shape of a cluster for the planner, as pure data: number of devices, speeds, connections."""
+"""Shape of a cluster for the planner, as pure data: numbers, speeds, connections and memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from launcher.hardware.datasheets import find_datasheet
-from launcher.hardware.gpu_memory import GPU_MEMORY_SHARE, usable_bytes
+
+# A worker has its GPUs to itself; the rest is for CUDA's contexts, NCCL's buffers and code.
+GPU_MEMORY_SHARE = 0.92
+JAX_MEMORY_SHARE = 0.75  # JAX's own default, in a process that we do not start
+
+_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_NEWER = "XLA_CLIENT_MEM_FRACTION"  # JAX refuses both together
+
+
+def memory_share(environ: Mapping[str, str], default: float = GPU_MEMORY_SHARE) -> float:
+    """Return the share that `environ` sets, or the default."""
+    try:
+        return float(environ.get(_NEWER) or environ.get(_VARIABLE) or default)
+    except ValueError:  # JAX reports it
+        return default
+
+
+def gpu_memory_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add to the environment of a worker so that it has `memory_share(environ)`."""
+    is_set = environ.get(_NEWER) or environ.get(_VARIABLE)
+    return {} if is_set else {_VARIABLE: str(GPU_MEMORY_SHARE)}
+
+
+def usable_bytes(memory_gib: float, share: float = GPU_MEMORY_SHARE) -> int:
+    """Return the bytes of a GPU's memory that a plan may fill."""
+    return int(share * memory_gib * 2**30)
 
 
 @dataclass(frozen=True)
@@ -23,7 +49,7 @@ class ClusterShape:
             predictions.
         flops_fp32: the same in 32-bit matrix products.
         memory_bandwidth: bytes/s that one device is assumed to sustain.
-        memory_bytes: memory of one device that a plan may fill (`gpu_memory`), or None if it is
+        memory_bytes: memory of one device that a plan may fill (`usable_bytes`), or None if it is
             shared or not known.
         intra_host: bytes/s one way, from device to device on a host.
         inter_host: bytes/s one way, from host to host.
@@ -80,20 +106,20 @@ class ClusterShape:
 
     @property
     def shares_machine(self) -> bool:
-        """Whether its devices slow one another: see `schedule.shared_machine`."""
+        """Whether its devices slow one another: see `schedule.simulate_shared`."""
         return self.effective_parallelism is not None and self.num_devices > 1
 
     def host_of(self, device: int) -> int:
         """Return the host of a device; devices are numbered host by host."""
         return device // self.devices_per_host
 
-    def link_of_axis(self, devices: int, groups: int = 1) -> float:
-        """Return the bytes/s of a ring of neighbouring devices.
+    def hosts_of(self, devices: Iterable[int]) -> tuple[int, ...]:
+        """Return the hosts that devices are on, in order."""
+        return tuple(sorted({self.host_of(device) for device in devices}))
 
-        A ring that leaves its host runs over the host's own link, which `groups` such rings share.
-        """
-        within = devices <= self.devices_per_host
-        return self.intra_host if within else self.inter_host / groups
+    def link_of_axis(self, devices: int) -> float:
+        """Return the bytes/s of a ring of neighbouring devices."""
+        return self.intra_host if devices <= self.devices_per_host else self.inter_host
 
     def work_seconds(
         self, product_flops: float, product_flops_fp32: float, other_flops: float, moved: float
@@ -183,3 +209,20 @@ def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
         effective_parallelism=_CPU_PARALLELISM * max(1.0, cores / 2),
         dispatch_overhead=_CPU_DISPATCH_OVERHEAD / share,
     )
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A process that runs a plan.
+
+    Attributes:
+        host: its index among the workers, as in a stage's `hosts`.
+        address: the address of its machine; 127.0.0.1 where all workers are on the driver's.
+        process: its process number on that machine.
+        devices: its devices, as the plan counts them.
+    """
+
+    host: int
+    address: str
+    process: int
+    devices: tuple[int, ...]

@@ -3,26 +3,16 @@
 Imports `partition` and below.
 """
 
-from launcher.hardware import ClusterShape, local_shape
-from launcher.partition import PlanError
-from launcher.plan.followers.forward import make_forward_plan
-from launcher.plan.links import microbatch_transfer_seconds
-from launcher.plan.pipeline import measured_bubble, timeline
-from launcher.plan.plan import Plan, Trial
-from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer, describe_plan
-
-__all__ = [
-    "ClusterShape",
-    "Plan",
-    "PlanError",
-    "ServerExchange",
-    "StagePlan",
-    "Transfer",
-    "Trial",
-    "describe_plan",
-    "local_shape",
-    "make_forward_plan",
-    "measured_bubble",
-    "microbatch_transfer_seconds",
-    "timeline",
-]
+from launcher.hardware import ClusterShape as ClusterShape
+from launcher.hardware import local_shape as local_shape
+from launcher.partition import PlanError as PlanError
+from launcher.plan.followers import make_forward_plan as make_forward_plan
+from launcher.plan.pipeline import measured_bubble as measured_bubble
+from launcher.plan.pipeline import microbatch_transfer_seconds as microbatch_transfer_seconds
+from launcher.plan.pipeline import timeline as timeline
+from launcher.plan.plan import Plan as Plan
+from launcher.plan.plan import Trial as Trial
+from launcher.plan.stage_plan import ServerExchange as ServerExchange
+from launcher.plan.stage_plan import StagePlan as StagePlan
+from launcher.plan.stage_plan import Transfer as Transfer
+from launcher.plan.stage_plan import describe_plan as describe_plan

@@ -146,7 +146,7 @@ def _waited(
     is_forward = task.kind is Kind.FORWARD
     needs = set(dependencies(task, len(plan.stages)))
     needs |= {
-        task._replace(stage=one.src_stage)
+        task.on_stage(one.src_stage)
         for one in plan.transfers
         if one.dst_stage == task.stage
         and one.bytes_per_microbatch
@@ -166,9 +166,8 @@ def _summed(stage: StagePlan, plan: Plan, passes: float) -> float:
     Those hidden under a backward pass do not count.
     """
     cluster = ClusterShape(**plan.cluster)
-    hosts = [cluster.host_of(device) for device in stage.devices]
     data, model = stage.logical_mesh
-    links = formulas.ring_links(hosts, model, cluster)
+    links = formulas.ring_links(stage.devices, model, cluster)
     within = update = 0.0
     for one in stage.collectives:
         size, link = (model, links.model) if one.axis == "model" else (data, links.data)

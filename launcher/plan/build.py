@@ -1,36 +1,46 @@
-"""Building a plan from a method's assignment: shardings, transfers, memory and predictions."""
+"""Building a plan from a method's assignment: shardings, transfers, memory, predictions, notes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
 
+from launcher.base import parse_remat
 from launcher.hardware import ClusterShape
 from launcher.partition import (
     DATA,
+    MODEL,
     ROWS,
     Assignment,
     Bucket,
+    Exchanged,
     GradientSync,
     Known,
     Layout,
     NamedDims,
     PartitionedStep,
     Recomputed,
+    Reduction,
+    RematSegment,
     Spec,
     StageGraph,
+    exchanges,
     gradient_order,
     is_summed_in_every,
+    keeps,
     outer_dims,
     own_layers,
     partition,
     recomputed,
+    segments,
+    shared_out,
 )
 from launcher.plan.cost.collectives import Collective
-from launcher.plan.cost.mesh_memory import mesh_memory
+from launcher.plan.cost.mesh_memory import UpdateMemory, mesh_memory
 from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.plan.cost.stage_seconds import (
     StageSeconds,
@@ -38,16 +48,28 @@ from launcher.plan.cost.stage_seconds import (
     stage_seconds,
     stage_update_seconds,
 )
-from launcher.plan.cost.update_memory import UpdateMemory
-from launcher.plan.intra_op.stage_shardings import StageShardings
-from launcher.plan.notes import plan_notes
+from launcher.plan.intra_op import StageShardings
 from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
-from launcher.plan.profile.measured_layers import MeasuredLayers
-from launcher.plan.server_exchanges import exchange_seconds, server_exchanges
-from launcher.plan.stage_plan import ServerExchange, StagePlan, SummedTogether, Transfer
+from launcher.plan.profile.measure_layers import MeasuredLayers
+from launcher.plan.stage_plan import (
+    ServerExchange,
+    StagePlan,
+    SummedTogether,
+    Transfer,
+    transfers_by_link,
+)
 from launcher.schedule import SCHEDULES, Kind
-from launcher.trace import Loss, TracedStep, matmul_flops, nbytes, no_gradient_note
+from launcher.trace import (
+    BatchError,
+    Loss,
+    TracedStep,
+    leaf_names,
+    matmul_flops,
+    nbytes,
+    no_gradient_note,
+    source_line,
+)
 
 # of every submesh, by its devices: the specs of arguments by their names
 KeptShardings = Mapping[tuple[int, ...], Mapping[str, Spec]]
@@ -113,7 +135,8 @@ class PlanBuilder:
             return {**chosen(loss, graph), **(kept or {}).get(devices, {})}
 
         cut = partition(step, assignment, choose, self.outer_dims)
-        again = _computed_again(cut)
+        # what each stage's backward pass recomputes
+        again = [recomputed(g.layers, assignment.remat[g.index]) for g in cut.stages]
         sums = [self._programs(cut, graph.index)[1] for graph in cut.stages]
         crossing = server_exchanges(cut, [bucket for of in sums for bucket in of.once])
         stages = self._stages(cut, again, crossing)
@@ -150,10 +173,6 @@ class PlanBuilder:
             exchanges=crossing,
             jax_version=jax.__version__,
         )
-
-    @functools.cached_property
-    def _names(self) -> tuple[str, ...]:
-        return self._step.operand_names
 
     @functools.cached_property
     def _no_gradient(self) -> str | None:
@@ -281,13 +300,13 @@ class PlanBuilder:
         )
         return StagePlan(
             layers=assignment.layers[s],
-            hosts=tuple(sorted({cluster.host_of(d) for d in submesh.devices})),
+            hosts=cluster.hosts_of(submesh.devices),
             devices=submesh.devices,
             logical_mesh=submesh.logical_mesh,
             remat=assignment.remat[s],
             own_checkpoints=own_layers(graph.layers) if cut.loss.wrt else 0,
             **vars(seconds) | vars(once) | {"collectives": seconds.collectives + once.collectives},
-            buckets=_planned_buckets(sums, self._names),
+            buckets=_planned_buckets(sums, self._step.operand_names),
             memory_bytes=peak,
             num_parameters=counts[s],
             shardings=dict(assignment.shardings_of(s) or {}),
@@ -303,11 +322,6 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
     step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
     built = build_plan(step, plan.assignment, cluster, measured)
     return dataclasses.replace(built, runners_up=plan.runners_up)
-
-
-def _computed_again(cut: PartitionedStep) -> list[Recomputed]:
-    """Return what each stage's backward pass recomputes."""
-    return [recomputed(g.layers, cut.assignment.remat[g.index]) for g in cut.stages]
 
 
 def _planned_buckets(sums: GradientSync, names: Sequence[str]) -> tuple[SummedTogether, ...]:
@@ -373,6 +387,131 @@ def transfers_of(cut: PartitionedStep) -> tuple[Transfer, ...]:
     for v, src, dst in sends:
         link = first[src], first[dst]
         once[link] = once.get(link, 0) + nbytes(v.aval)
-    return tuple(
-        Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in sorted({*every, *once})
-    )
+    return transfers_by_link(every, once)
+
+
+def server_exchanges(cut: PartitionedStep, once: Sequence[Bucket]) -> tuple[ServerExchange, ...]:
+    """Return what workers exchange, shared out over the servers.
+
+    Args:
+        cut: the partitioned step.
+        once: the buckets of gradients that are summed once a step.
+    """
+    found, by = exchanges(cut, once), cut.assignment.reduction
+    numbers = itertools.count()
+    told = [ServerExchange(_name(x, numbers), x.when, x.kind, x.dtype, x.nbytes) for x in found]
+    owners = shared_out([x.whole_bytes(by.workers) for x in told], by.servers)
+    pairs = zip(told, owners, strict=True)
+    return tuple(dataclasses.replace(x, server=server) for x, server in pairs)
+
+
+def exchange_seconds(
+    exchanges: Sequence[ServerExchange], by: Reduction, cluster: ClusterShape
+) -> float:
+    """Return the seconds of a step's exchanges: of the batch's rows, and of what the loss makes.
+
+    Each goes from the workers to its server and back, one behind the other: a worker puts one
+    while a server adds another, and fetches a third. The backward pass hides none of it, since all
+    results of a program are ready together.
+    """
+    total, latency = 0.0, cluster.store_latency / 2  # of either way
+    for when in ("before", "update"):
+        put = got = 0.0
+        busy = [0.0] * by.servers
+        for x in exchanges:
+            if x.when == when:
+                put += latency + x.bytes / cluster.store_put
+                added = max(put, busy[x.server]) + by.workers * x.bytes / cluster.store_add
+                busy[x.server] = added
+                got = max(got, added) + latency + x.whole_bytes(by.workers) / cluster.store_get
+        total += got
+    return total
+
+
+def _name(x: Exchanged, numbers: itertools.count[int]) -> str:
+    """Return what crosses in words; `numbers`: those of the buckets to come."""
+    if x.kind == "sum":
+        return f"bucket {next(numbers)} of gradients"
+    return "rows of the batch" if x.when == "before" else "results of the loss"
+
+
+def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]:
+    """Return notes on the plan.
+
+    They say what is computed on the whole batch, which parameters get no gradient, which
+    rematerialisation saves nothing, what workers gather for it, and what every device of a submesh
+    computes since no rule says how to cut it.
+    """
+    shared = [layout for layout in cut.layouts if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
+    unknown = {
+        f"{use.eqn.primitive.name} at {source_line(use.eqn)} is not cut: every device of a submesh "
+        "computes it whole"
+        for layout in shared[:1]
+        for use in layout.loss_dims.uses
+        if use.factors is None
+    }
+    loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
+    in_vain = [no_gradient] if no_gradient else []
+    return (*loss, *in_vain, *_without_effect(cut), *_gathered(cut), *sorted(unknown))
+
+
+def _without_effect(cut: PartitionedStep) -> list[str]:
+    """Return which stages' rematerialisation changes nothing, and why, in words."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for graph in cut.stages if cut.loss.wrt else ():
+        remat = cut.assignment.remat[graph.index]
+        ours = [one for one in segments(graph.layers, remat) if one.policy is not None]
+        if reason := _why_in_vain(graph, ours, remat, cut.goes_back_at_once(graph.index)):
+            found.setdefault((remat, reason), []).append(graph.index)
+    return [
+        f"remat={remat} saves nothing in stage{'s' if stages[1:] else ''} "
+        f"{', '.join(map(str, stages))}: {reason}"
+        for (remat, reason), stages in found.items()
+    ]
+
+
+def _why_in_vain(
+    graph: StageGraph, ours: Sequence[RematSegment], remat: str, goes_back_at_once: bool
+) -> str:
+    """Return why a stage's rematerialisation changes nothing; "" if it does, or if there is none.
+
+    Args:
+        graph: the stage.
+        ours: what it recomputes together.
+        remat: its remat string.
+        goes_back_at_once: whether its backward pass directly follows its forward pass.
+    """
+    if parse_remat(remat).policy == "none":
+        return ""
+    if own_layers(graph.layers) == len(graph.layers):
+        return "the model checkpoints each of its layers itself"
+    every = ((one.policy, eqn) for one in ours for eqn in one.equations)
+    if all(keeps(policy, eqn) for policy, eqn in every if policy):
+        return "it keeps all that is computed"
+    if goes_back_at_once and len(ours) == 1 and len(graph.layers) == parse_remat(remat).layers:
+        return (
+            "its backward pass follows at once, and computes all of it again together; mark more "
+            "layers, or take fewer together"
+        )
+    return ""
+
+
+def _gathered(cut: PartitionedStep) -> list[str]:
+    """Return what workers with parameter servers gather of the batch, in words."""
+    if cut.slicing.workers == 1:
+        return []
+    names = dict(zip(cut.step.invars, leaf_names(cut.step), strict=True))
+    whole = [names[v] for v, _ in cut.update.given if v in names and v.aval.shape]
+    if not whole:
+        return []
+    listed = ", ".join(whole)
+    return [f"workers gather all examples of the batch's {listed}: the step reads them whole"]
+
+
+def refused_notes(refused: Mapping[int, BatchError]) -> tuple[str, ...]:
+    """Return what to say of numbers of slices of the batch that fell out of the search, if any."""
+    if not refused:
+        return ()
+    _, error = min(refused.items())
+    words = ", ".join(map(str, sorted(refused)))
+    return (f"not into {words} slices (microbatches × replicas): {error}",)

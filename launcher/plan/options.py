@@ -308,9 +308,7 @@ def _stages_and_meshes(
 
 def check_product(what: str, sizes: Sequence[int], cluster: ClusterShape) -> None:
     """Raise PlanError unless the product of these sizes is the number of devices."""
-    product = 1
-    for size in sizes:
-        product *= size
+    product = math.prod(sizes)
     if product != cluster.num_devices or min(sizes) < 1:
         raise PlanError(
             f"{what} = {' × '.join(map(str, sizes))} needs {product} devices and there are "

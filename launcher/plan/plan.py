@@ -6,16 +6,42 @@ Pure data. Every parallel method returns one; the runtime executes nothing else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.base import DamagedError
 from launcher.base.reading import read
 from launcher.hardware import ClusterShape, WorkerInfo
-from launcher.partition import DEFAULT_REDUCTION, PlanError, Reduction, validate
+from launcher.partition import DEFAULT_REDUCTION, Assignment, PlanError, Reduction, validate
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
 from launcher.trace import BatchError, LayerEnds, TracedStep
+
+
+class TooLargeError(PlanError):
+    """Nothing that a search finds fits the devices' memory.
+
+    Attributes:
+        assignment: the candidate that exceeds the memory least.
+    """
+
+    def __init__(
+        self, message: str, assignment: Assignment, advice: Callable[[], str] = str
+    ) -> None:
+        """Store the message, which ends with the advice: found by searches, so only when shown."""
+        super().__init__(message)
+        self.assignment = assignment
+        self._advice = functools.cache(advice)
+
+    def __str__(self) -> str:
+        return super().__str__() + self._advice()
+
+    def reword(self, rewrite: Callable[[str], str]) -> None:
+        """Tell the same in other words, which `rewrite` makes of these."""
+        advice = self._advice
+        self.args = (rewrite(super().__str__()),)
+        self._advice = functools.cache(lambda: rewrite(advice()))
 
 
 @dataclass(frozen=True)
@@ -169,21 +195,7 @@ class Plan(Staged):
         check_devices(self.all_stages, self.cluster)
         check_parts(self.parts, len(step.parts))
         for plan, part in zip(self.parts, step.parts, strict=True):
-            plan._validate_part(part)
-
-    def _validate_part(self, step: TracedStep) -> None:
-        check_servers(self.exchanges, self.reduction.checked().servers)
-        if self.layer_ends is not None:
-            check_ends(self.layer_ends)
-        if self.batch_size != step.batch_size:
-            raise PlanError(f"batch_size={self.batch_size}, but the step's is {step.batch_size}")
-        try:
-            validate(self.assignment, step.cut_at(self.layer_ends))
-        except BatchError as error:
-            raise PlanError(
-                f"num_micro_batches={self.num_micro_batches} on {self.num_replicas} replicas: "
-                f"{error}"
-            ) from error
+            check_part(plan, part)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-able data."""
@@ -204,17 +216,22 @@ class Plan(Staged):
             raise PlanError(f"this is not a plan of this version: {error}") from error
 
 
-def check_ends(ends: LayerEnds) -> None:
-    """Raise PlanError if the layers' ends are not in order."""
-    if list(ends) != sorted(ends) or any(min(end) < 0 for end in ends):
-        raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
-
-
-def check_servers(exchanges: Sequence[ServerExchange], servers: int) -> None:
-    """Raise PlanError if a server is unknown."""
-    for x in exchanges:
+def check_part(plan: Plan, step: TracedStep) -> None:
+    """Raise PlanError if the plan of one loss cannot be carried out."""
+    servers, ends = plan.reduction.checked().servers, plan.layer_ends or ()
+    for x in plan.exchanges:
         if not 0 <= x.server < servers:
             raise PlanError(f"{x.name} is summed by server {x.server}, and there are {servers}")
+    if list(ends) != sorted(ends) or any(min(end) < 0 for end in ends):
+        raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
+    if plan.batch_size != step.batch_size:
+        raise PlanError(f"batch_size={plan.batch_size}, but the step's is {step.batch_size}")
+    try:
+        validate(plan.assignment, step.cut_at(plan.layer_ends))
+    except BatchError as error:
+        raise PlanError(
+            f"num_micro_batches={plan.num_micro_batches} on {plan.num_replicas} replicas: {error}"
+        ) from error
 
 
 def check_devices(stages: Sequence[StagePlan], cluster: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ Pure data.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +166,19 @@ class Transfer:
     bytes_per_step: int
 
 
+def transfers_by_link(
+    every: Mapping[tuple[int, int], int], once: Mapping[tuple[int, int], int]
+) -> tuple[Transfer, ...]:
+    """Return the transfers, given their bytes by (source, destination) stage.
+
+    Args:
+        every: in every microbatch.
+        once: once a step.
+    """
+    links = sorted({*every, *once})
+    return tuple(Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in links)
+
+
 class Staged:
     """Timed stages and a schedule that they run under: a plan, or what becomes one."""
 
@@ -212,6 +226,11 @@ class Staged:
         """The mesh of every stage, as an index into `meshes`."""
         meshes = self.meshes
         return tuple(meshes.index(stage.devices) for stage in self.stages)
+
+    @property
+    def most_bytes(self) -> int:
+        """Predicted bytes of the device that needs the most."""
+        return max(stage.memory_bytes for stage in self.stages)
 
     @property
     def mesh_seconds(self) -> tuple[float, ...]:

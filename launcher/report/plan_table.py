@@ -60,7 +60,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
 
 def bottleneck(plan: Plan) -> str:
     """Return which stage limits the step, in one line, and which link does if one takes longer."""
-    from launcher.plan.links import link_seconds  # imports JAX, which is loaded by now
+    from launcher.plan.pipeline import link_seconds  # imports JAX, which is loaded by now
 
     each = plan.mesh_seconds
     slowest = max(range(len(each)), key=each.__getitem__)

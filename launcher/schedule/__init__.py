@@ -4,60 +4,25 @@ To add a schedule, write a class with its `order` (`GPipe` in `schedules.py` is 
 decorate it with `@register`, here or in a module of your own.
 """
 
-from launcher.schedule.base import (
-    SCHEDULES,
-    Kind,
-    Schedule,
-    ScheduleError,
-    Task,
-    Tasks,
-    backward_follows,
-    clock_table,
-    dependencies,
-    make_tasks,
-    max_in_flight,
-    register,
-    training_schedules,
-    validate_tasks,
-)
-from launcher.schedule.schedules import Forward, OneFOneB
-from launcher.schedule.simulate import (
-    Route,
-    Routes,
-    Shared,
-    TimedTask,
-    bubble_fraction,
-    simulate,
-    simulate_shared,
-    step_seconds,
-)
-
-DEFAULT_SCHEDULE = OneFOneB.name
-FORWARD_SCHEDULE = Forward.name  # of evaluation
-
-__all__ = [
-    "DEFAULT_SCHEDULE",
-    "FORWARD_SCHEDULE",
-    "SCHEDULES",
-    "Kind",
-    "Route",
-    "Routes",
-    "Schedule",
-    "ScheduleError",
-    "Shared",
-    "Task",
-    "Tasks",
-    "TimedTask",
-    "backward_follows",
-    "bubble_fraction",
-    "clock_table",
-    "dependencies",
-    "make_tasks",
-    "max_in_flight",
-    "register",
-    "simulate",
-    "simulate_shared",
-    "step_seconds",
-    "training_schedules",
-    "validate_tasks",
-]
+from launcher.schedule.schedules import DEFAULT_SCHEDULE as DEFAULT_SCHEDULE
+from launcher.schedule.schedules import FORWARD_SCHEDULE as FORWARD_SCHEDULE
+from launcher.schedule.schedules import SCHEDULES as SCHEDULES
+from launcher.schedule.schedules import Kind as Kind
+from launcher.schedule.schedules import Schedule as Schedule
+from launcher.schedule.schedules import ScheduleError as ScheduleError
+from launcher.schedule.schedules import Task as Task
+from launcher.schedule.schedules import Tasks as Tasks
+from launcher.schedule.schedules import backward_follows as backward_follows
+from launcher.schedule.schedules import dependencies as dependencies
+from launcher.schedule.schedules import make_tasks as make_tasks
+from launcher.schedule.schedules import max_in_flight as max_in_flight
+from launcher.schedule.schedules import register as register
+from launcher.schedule.schedules import training_schedules as training_schedules
+from launcher.schedule.simulate import Route as Route
+from launcher.schedule.simulate import Routes as Routes
+from launcher.schedule.simulate import Shared as Shared
+from launcher.schedule.simulate import TimedTask as TimedTask
+from launcher.schedule.simulate import bubble_fraction as bubble_fraction
+from launcher.schedule.simulate import simulate as simulate
+from launcher.schedule.simulate import simulate_shared as simulate_shared
+from launcher.schedule.simulate import step_seconds as step_seconds

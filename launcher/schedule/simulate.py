@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from launcher.schedule.base import Kind, ScheduleError, Task, Tasks, dependencies
+from launcher.schedule.schedules import Kind, ScheduleError, Task, Tasks, dependencies
 
 _DONE = 1e-9  # of a task: rounding leaves no more
 

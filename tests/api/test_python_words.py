@@ -10,7 +10,7 @@ import pytest
 import launcher
 from launcher.api.parallelize import in_python, python_words
 from launcher.plan import PlanError
-from launcher.plan.errors import TooLargeError
+from launcher.plan.plan import TooLargeError
 
 W = np.eye(4, dtype=np.float32)
 X = np.ones((8, 4), np.float32)

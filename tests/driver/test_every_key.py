@@ -602,7 +602,7 @@ def test_every_key_of_parallel_changes_the_plan_or_is_refused(method, name, monk
         raise told.PlanError("this would be measured")
 
     monkeypatch.setattr("launcher.driver.planning.plan_from_config.measure_layers", measure)
-    monkeypatch.setattr("launcher.plan.auto_plan.measure_layers", measure)
+    monkeypatch.setattr("launcher.plan.methods.measure_layers", measure)
     base = {"method": method} | BASES[method]
     before = planned(base)
     assert isinstance(before, dict) or method == "replay"

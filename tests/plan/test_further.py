@@ -12,8 +12,7 @@ import several
 
 import launcher
 from launcher.plan import Plan, PlanError, local_shape, make_forward_plan
-from launcher.plan.followers.following import home_of_each, moved
-from launcher.plan.followers.further import lead_of
+from launcher.plan.further import home_of_each, lead_of, moved
 from launcher.plan.methods import (
     AutoLayerOption,
     DataParallel,

@@ -4,14 +4,14 @@ import collections
 import dataclasses
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_problems
+from layered import layered_step
+from random_problems import equal_stages
 
-import launcher
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.assignment import Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION
 from launcher.plan.build import build_plan
 from launcher.plan.cost.stage_seconds import links_of
@@ -20,8 +20,7 @@ from launcher.plan.inter_op.explain import reason
 from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
-from launcher.plan.links import link_seconds, once_seconds
-from launcher.plan.pipeline import Pipeline, estimated, timeline
+from launcher.plan.pipeline import Pipeline, estimated, link_seconds, once_seconds, timeline
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import (
     SCHEDULES,
@@ -32,21 +31,12 @@ from launcher.schedule import (
     step_seconds,
     training_schedules,
 )
-from launcher.trace import trace_step
 
 
 def cluster_of(hosts, each, **rates):
     known = {"intra_host": 1e10, "inter_host": 1e9, "latency": 1e-5}
     known |= {"flops": 1e12, "flops_fp32": 1e12, "memory_bandwidth": 1e11}
-    return ClusterShape(
-        name="made up",
-        hosts=hosts,
-        devices_per_host=each,
-        device_kind="none",
-        peak_flops=None,
-        memory_bytes=None,
-        **{**known, **rates},
-    )
+    return random_problems.cluster_of(hosts, each, **known | rates)
 
 
 def stage_of(layer, devices, each, seconds=(1.0, 2.0, 1.0), once=0.0):
@@ -232,35 +222,7 @@ def test_what_several_stages_share_crosses_once_a_step():
 
 def traced(layers=4, width=256, rows=4096):
     """A step that trains layers with as many parameters."""
-
-    def loss(params, x):
-        for i, w in enumerate(params):
-            if i:
-                launcher.mark_pipeline_boundary()
-            x = jnp.tanh(x @ w)
-        return (x**2).mean()
-
-    def step(params, x):
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, launcher.grad(loss)(params, x))
-
-    params = [jax.ShapeDtypeStruct((width, width), "float32")] * layers
-    return trace_step(step, (params, jax.ShapeDtypeStruct((rows, width), "float32")))
-
-
-def assignment_of(submeshes, layers, turns=1, **changed):
-    """Equal stages, `turns` of them on each submesh."""
-    count = len(submeshes) * turns
-    given = Assignment(
-        method="auto",
-        layers=tuple(tuple(map(int, of)) for of in np.array_split(np.arange(layers), count)),
-        submeshes=submeshes,
-        mesh_of=tuple(range(len(submeshes))) * turns,
-        num_micro_batches=4,
-        schedule="1f1b",
-        remat=("none",) * count,
-        zero=(0,) * count,
-    )
-    return dataclasses.replace(given, **changed)
+    return layered_step([(width, width)] * layers, rows, updated=range(layers))
 
 
 def sent_in_rings(plan):
@@ -296,7 +258,7 @@ def test_collectives_and_transfers_of_a_host_share_its_link(
 ):
     step, cluster = traced(rows=rows), cluster_of(hosts, each, **FAST, latency=1e-9)
     submeshes = tuple(Submesh(of, (len(of), 1)) for of in devices)
-    assignment = assignment_of(submeshes, 4, zero=(zero,) * 2, num_micro_batches=count)
+    assignment = equal_stages(submeshes, 4, zero=(zero,) * 2, num_micro_batches=count)
     plan = build_plan(step, assignment, cluster)
     needed = max(seconds_by_host(plan, sent_in_rings(plan)).values())
     assert needed <= plan.predicted_step_seconds < 1.2 * needed
@@ -310,7 +272,7 @@ def test_the_busiest_link_of_a_runner_up_counts_collectives():
     apart, shared = (
         build_plan(
             step,
-            assignment_of(tuple(Submesh(of, (2, 1)) for of in meshes), 4, zero=(3, 3)),
+            equal_stages(tuple(Submesh(of, (2, 1)) for of in meshes), 4, zero=(3, 3)),
             cluster,
         )
         for meshes in [((0, 1), (2, 3)), ((0, 2), (1, 3))]
@@ -333,7 +295,7 @@ def random_assignment(rng, cluster):
         rng.permutation(cluster.num_devices)[: count * size].reshape(count, size),
     ][rng.integers(3)].tolist()
     turns = int(rng.integers(1, 3)) if count > 1 else 1
-    return assignment_of(
+    return equal_stages(
         tuple(Submesh(tuple(devices), (data, model)) for devices in given),
         6,
         turns,

@@ -350,7 +350,8 @@ def test_one_worker_needs_no_server():
 def test_rows_that_are_gathered_are_named():
     plan = planned(TRACED, ParameterServer(), 2)
     (note,) = (x for x in plan.notes if "gather" in x)
-    assert note == "workers gather all rows of the batch's 1.x, 1.mask: the step reads them whole"
+    leaves = "1.x, 1.mask"
+    assert note == f"workers gather all examples of the batch's {leaves}: the step reads them whole"
     # a leaf's rows cross once
     assert [x.bytes for x in plan.exchanges if x.when == "before"] == [ROWS // 2 * (WIDTH + 1) * 4]
 

@@ -14,7 +14,7 @@ from launcher import PipeshardParallel, UniformStageOption
 from launcher.partition.partitioned import partition
 from launcher.partition.pieces import MOST_LAYERS, in_pieces
 from launcher.plan import local_shape
-from launcher.plan.one_stage import DataParallel
+from launcher.plan.methods import DataParallel
 from launcher.runtime import compile_step
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.emit.instructions import Run

@@ -31,9 +31,7 @@ from launcher.driver.planning.replay import (
 )
 from launcher.partition import Reduction
 from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
-from launcher.plan.auto_plan import auto_plans
 from launcher.plan.build import build_plan, repriced
-from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import (
     DataParallel,
     ParameterServer,
@@ -43,8 +41,10 @@ from launcher.plan.methods import (
     UniformStageOption,
     Zero2Parallel,
     Zero3Parallel,
+    auto_plans,
 )
 from launcher.plan.options import numbered_layers
+from launcher.plan.plan import TooLargeError
 from launcher.plan.profile.measure_layers import measure_layers
 from launcher.report.text import bytes_text
 from launcher.trace import BatchError, TracedStep

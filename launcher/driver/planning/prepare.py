@@ -22,8 +22,7 @@ from launcher.driver.planning.init_from import check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
 from launcher.hardware import is_nominal
 from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
-from launcher.plan.profile.calibration import calibrated, kept
-from launcher.plan.profile.measure_first import measure_first
+from launcher.plan.profile.calibration import cached_calibration, calibrated, measure_first
 from launcher.plan.profile.trials import fastest, kept_trial, same_way
 from launcher.report.console import Phase, status
 from launcher.report.plan_table import print_plan
@@ -214,7 +213,7 @@ def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -
         return nominal
     if isinstance(config.parallel, Planned) and config.parallel.cost == "model":
         return nominal
-    if not measures_first(config) or kept(nominal, "measured again") is not None:
+    if not measures_first(config) or cached_calibration(nominal, "measured again") is not None:
         return calibrated(nominal)
     if console is not None:
         with (

@@ -13,8 +13,7 @@ from launcher.plan import ClusterShape
 from launcher.plan.profile.calibration import (
     HostLinks,
     StoreRates,
-    keep_host_links,
-    keep_store_rates,
+    keep_host_rates,
     measure,
 )
 from launcher.report.console import RunConsole, status, table_of
@@ -51,11 +50,11 @@ class Calibrate(TaskKind):
         if pool.hosts > 1:
             with status(console, "measuring sums over the hosts"):
                 between = HostLinks(measure_links(pool))
-            path = keep_host_links(nominal, between) and path
+            path = keep_host_rates(nominal, between) and path
             shape = between.applied(shape)
             with status(console, "measuring sums through a parameter server"):
                 rates = StoreRates(*measure_servers(pool))
-            path = keep_store_rates(nominal, rates) and path
+            path = keep_host_rates(nominal, rates) and path
         names = ("of each device", "measured", "nominal")
         console.print(table_of(names, _rows(shape, nominal, rates), names[:1]))
         if shape.effective_parallelism is not None and shape.num_devices > 1:

@@ -277,35 +277,18 @@ def _key(dims: NamedDims, one: Collective) -> SumKey:
     return one.axis, dims.source(*one.of)
 
 
-def collectives(sharding: Sharding, flows: Flow) -> list[Collective]:
-    """Return the collectives of a program's forward and backward pass."""
-    return [c for _, one in loads(sharding, flows) for c in (*one.forward, *one.backward)]
-
-
 def _local(var: Var, spec: Spec, sizes: Mapping[str, int]) -> float:
     return nbytes(var.aval) / parts(spec, sizes)
 
 
 def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float) -> float:
     """Return the seconds of one slice's forward and backward pass on one device."""
-    return forward_seconds(found, sizes, cluster, link) + backward_seconds(
-        found, sizes, cluster, link
+    forward, backward = (
+        sum(one.seconds(sizes, link, cluster.latency) for one in sums)
+        for sums in (found.forward, found.backward)
     )
-
-
-def forward_seconds(
-    found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
-) -> float:
-    """Return the seconds of one slice's forward pass: its work and its collectives."""
-    return work_seconds(found, cluster) + crossing_seconds(found.forward, sizes, cluster, link)
-
-
-def backward_seconds(
-    found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
-) -> float:
-    """Return the seconds of one slice's backward pass: its work and its own collectives."""
-    crossing = crossing_seconds(found.backward, sizes, cluster, link)
-    return backward_work_seconds(found, cluster) + crossing
+    work = work_seconds(found, cluster)
+    return (work + forward) + (found.backward_share * work + backward)
 
 
 def backward_work_seconds(found: Load, cluster: ClusterShape) -> float:
@@ -323,10 +306,3 @@ def work_seconds(found: Load, cluster: ClusterShape) -> float:
 def product_seconds(found: Load, cluster: ClusterShape) -> float:
     """Return the part of `work_seconds` that matrix products take."""
     return cluster.product_seconds(found.product_flops, found.product_flops_fp32)
-
-
-def crossing_seconds(
-    sums: Iterable[Collective], sizes: Mapping[str, int], cluster: ClusterShape, link: float
-) -> float:
-    """Return the seconds of collectives that run one after another."""
-    return sum(one.seconds(sizes, link, cluster.latency) for one in sums)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,20 +29,20 @@ class Links:
     data: float
 
 
-def ring_links(hosts: Sequence[int], model: int, cluster: ClusterShape) -> Links:
+def ring_links(devices: Iterable[int], model: int, cluster: ClusterShape) -> Links:
     """Return the links of a submesh.
 
     A ring inside a host has links of its own; rings that leave a host share its link.
 
     Args:
-        hosts: the host of each device, in the order of the logical mesh.
+        devices: the devices, in the order of the logical mesh.
         model: size of the model axis, whose devices stand side by side.
         cluster: the rates of the links.
     """
     return Links(
         *(
             cluster.inter_host / max(hops.values()) if hops else cluster.intra_host
-            for hops in ring_hops(tuple(hosts), model)
+            for hops in ring_hops(tuple(map(cluster.host_of, devices)), model)
         )
     )
 
@@ -54,7 +54,7 @@ def ring_hops(hosts: tuple[int, ...], model: int) -> tuple[Mapping[int, int], Ma
     They enter it as often. Hosts that no ring leaves are not named.
 
     Args:
-        hosts: see `ring_links`.
+        hosts: the host of each device, in the order of the logical mesh.
         model: see `ring_links`.
     """
     count, along_model, along_data = len(hosts), Counter[int](), Counter[int]()
@@ -103,7 +103,7 @@ def bucket_count(size: Amount, count: Amount, bucket_bytes: int) -> Amount:
 
 
 def exposed_seconds(sums: Amount, buckets: Amount, backward: Amount) -> Amount:
-    """Return the seconds of the sums of gradients that go on when the backward pass is over.
+    """Return the seconds of the sums of gradients that continue after the backward pass.
 
     Equal buckets are complete one after another through the whole pass, and wait for one another:
     the last one alone, or all of them from the first one's completion on.
@@ -125,7 +125,7 @@ def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
     return backward if cluster.effective_parallelism is None else 0.0 * backward
 
 
-def stage_parallelism(products: Amount, total: Amount, cluster: ClusterShape) -> Amount | None:
+def stage_parallelism(products: float, total: float, cluster: ClusterShape) -> float | None:
     """Return `ClusterShape.effective_parallelism` of a stage's passes: the mean over their seconds.
 
     Args:
@@ -238,7 +238,7 @@ def update_seconds(sums: Amount, state: Amount, bandwidth: float) -> Amount:
 
 
 def sharded_bytes(whole: Amount, divisible: Amount, devices: Amount) -> Amount:
-    """Return the bytes on each device if what is divisible of `whole` is sharded over `devices`."""
+    """Return the bytes on each device if the divisible part of `whole` is sharded."""
     return whole - divisible + divisible / devices
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.hardware import ClusterShape
@@ -41,8 +41,7 @@ from launcher.trace import Loss, nbytes
 
 def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
     """Return the links of a submesh; see `formulas.ring_links`."""
-    hosts = [cluster.host_of(device) for device in submesh.devices]
-    return ring_links(hosts, submesh.logical_mesh[1], cluster)
+    return ring_links(submesh.devices, submesh.logical_mesh[1], cluster)
 
 
 @dataclass(frozen=True)
@@ -91,18 +90,19 @@ def stage_seconds(
     seeds |= {v: layout.activation(v) for v in graph.activations_in}
     flows = flow(graph.equations, [*(loss.invars[i] for i in graph.wrt), *graph.active_in])
     program = loads(layout.inside(graph.equations, seeds), flows)
-    repeated = [found for _, found in loads_again(again, layout.activation, layout.sizes, flows)]
+    trained = bool(graph.wrt or graph.active_in)
+    repeated = loads_again(again, layout.activation, layout.sizes, flows) if trained else []
+    active = [found for use, found in program if trained and is_active(use, flows)]
     forward = [c for _, found in program for c in found.forward]
-    backward = [c for use, found in program if is_active(use, flows) for c in found.backward]
+    backward = [c for found in active for c in found.backward]
     if as_one:  # what the forward pass gathered is still there
         backward = [c for c in backward if not c.again]
-    backward += [c for found in repeated for c in found.forward]
-    gathers = _gathers(graph, loss, layout)
+    backward += [c for _, found in repeated for c in found.forward]
+    gathers = _gathers([i for i in graph.operands if layout.is_gathered(i)], loss, layout)
     work = sum(work_seconds(found, cluster) for _, found in program)
-    active = [found for use, found in program if is_active(use, flows)]
     own = sum(backward_work_seconds(found, cluster) for found in active)
-    more = sum(work_seconds(found, cluster) for found in repeated)
-    products = sum(product_seconds(found, cluster) for found in [f for _, f in program] + repeated)
+    more = sum(work_seconds(found, cluster) for _, found in repeated)
+    products = sum(product_seconds(found, cluster) for _, found in [*program, *repeated])
     products += sum(found.backward_share * product_seconds(found, cluster) for found in active)
     summed, summed_back = forward, backward
     if measured:  # on meshes without replicas, whose sums along the model axis are in it
@@ -124,27 +124,17 @@ def stage_seconds(
         is_first=not graph.active_in,
         splits=split and bool(graph.wrt),
     )
-    when_forward = _summary("forward", [*forward, *gathers])
-    if not (graph.wrt or graph.active_in):
-        products = sum(product_seconds(found, cluster) for _, found in program)
-        alone = _parallelism(products, float(made.forward), cluster)
-        rings = _ring_seconds([*summed, *gathers], layout, links)
-        return StageSeconds(float(made.forward), 0.0, 0.0, when_forward, alone, rings)
-    total = float(made.forward + made.backward)
-    crossing = [*(() if as_one else gathers), *sums_in_every]
+    total = float(made.forward + (made.backward if trained else 0.0))
+    crossing = [*(() if as_one else gathers), *sums_in_every] if trained else []
     return StageSeconds(
         forward_seconds=float(made.forward),
-        backward_seconds=float(made.backward),
+        backward_seconds=float(made.backward) if trained else 0.0,
         backward_weight_seconds=float(made.weight) if graph.wrt else 0.0,
-        collectives=when_forward + _summary("backward", [*backward, *crossing]),
-        effective_parallelism=None if measured else _parallelism(products, total, cluster),
+        collectives=_summary("forward", [*forward, *gathers])
+        + _summary("backward", [*backward, *crossing]),
+        effective_parallelism=None if measured else stage_parallelism(products, total, cluster),
         pass_rings=_ring_seconds([*summed, *gathers, *summed_back, *crossing], layout, links),
     )
-
-
-def _parallelism(products: float, total: float, cluster: ClusterShape) -> float | None:
-    found = stage_parallelism(products, total, cluster)
-    return None if found is None else float(found)
 
 
 def _crossing_seconds(
@@ -169,24 +159,10 @@ def _ring_seconds(found: Sequence[Collective], layout: Layout, links: Links) -> 
     )
 
 
-def _gathers(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
-    """Return the all-gathers of a pass, of parameters that are sharded along data (ZeRO-3)."""
-    gathered = [i for i in graph.operands if layout.is_gathered(i)]
-    return [Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)) for i in gathered]
-
-
-def _gathers_after(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
-    """Return the all-gathers of the parameters after an update that is sharded (ZeRO-2)."""
-    updated = [i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i)]
-    return [Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)) for i in updated]
-
-
-_ALONG_DATA = DATA, ROWS
-
-
-def _whole_bytes(i: int, loss: Loss, layout: Layout) -> float:
-    """Return the bytes of operand `i` when it is not sharded along data."""
-    return nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes)
+def _gathers(operands: Iterable[int], loss: Loss, layout: Layout) -> list[Collective]:
+    """Return the all-gathers of operands that are sharded along data."""
+    sizes = (nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes) for i in operands)
+    return [Collective("all-gather", (DATA, ROWS), size) for size in sizes]
 
 
 def _summary(when: str, found: Sequence[Collective]) -> tuple[Collectives, ...]:
@@ -253,7 +229,9 @@ def stage_update_seconds(
     beside = formulas.beside_seconds(backward_seconds, cluster)
     summing = _crossing_seconds(sums, layout, cluster, links)
     exposed = float(formulas.exposed_seconds(summing, len(sums), beside))
-    gathers = _gathers_after(graph, loss, layout)
+    # The update is sharded, and the parameters are whole (ZeRO-2).
+    updated = (i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i))
+    gathers = _gathers(updated, loss, layout)
     crossing = exposed + _crossing_seconds(gathers, layout, cluster, links)
     state = sum(
         nbytes(v.aval) / parts(layout.outer(v), layout.sizes)

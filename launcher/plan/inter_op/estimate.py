@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from launcher.partition import Assignment
-from launcher.plan.cost.formulas import stage_parallelism
+from launcher.plan.cost.formulas import Amount, stage_parallelism
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of
+from launcher.plan.inter_op.layer_table import NOTHING, Recompute, recompute_of
 from launcher.plan.inter_op.problem import Problem
-from launcher.plan.inter_op.recompute import NOTHING, Recompute, recompute_of
-from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.submeshes import Mesh
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint
 from launcher.plan.pipeline import Estimate, Pipeline, estimated
-from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
+from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer, transfers_by_link
 from launcher.schedule import Kind, backward_follows, make_tasks
 
 
@@ -38,18 +37,14 @@ def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
     Raises:
         UnmeasuredError: one of its layers could not be measured.
     """
-    first = {group[0]: at for at, group in enumerate(problem.groups)}
     groups = grouped_layers(assignment, problem)
-    goes_back, moments = _moments(
-        assignment.schedule,
-        len(assignment.layers),
-        len(assignment.submeshes),
-        assignment.num_micro_batches,
-    )
+    counts = len(assignment.layers), len(assignment.submeshes), assignment.num_micro_batches
+    goes_back, moments = _moments(assignment.schedule, *counts)
     stages, arounds, crossing, footprints = [], [], [], {}
+    end = 0
     for s, of_stage in enumerate(groups):
-        begin = first[of_stage[0][0]]
-        at = 0, begin, begin + len(of_stage)
+        begin, end = end, end + len(of_stage)
+        at = 0, begin, end
         costs = _costs(assignment, s, problem, goes_back)
         again = recompute_of(assignment.remat[s], of_stage, problem.table.selective)
         stages.append(_stage(assignment, s, at, costs, again, problem))
@@ -72,7 +67,7 @@ def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
             dataclasses.replace(stage, memory_bytes=peaks[mesh])
             for stage, mesh in zip(stages, assignment.mesh_of, strict=True)
         ),
-        transfers=_transfers(crossing, _shared_bytes(assignment, first, problem)),
+        transfers=_transfers(crossing, _shared_bytes(assignment, groups, problem)),
         cluster=vars(problem.cluster).copy(),
         reduction=assignment.reduction,
     )
@@ -133,13 +128,12 @@ def _transfers(
         shared: bytes once a step, by (source, destination) stage.
     """
     links = [(s, s + 1, size) for s, size in enumerate(crossing[:-1]) if size]
-    every = {(src, dst): size for s, d, size in links for src, dst in [(s, d), (d, s)]}
-    both = sorted({*every, *shared})
-    return tuple(Transfer(*way, every.get(way, 0), shared.get(way, 0)) for way in both)
+    every = {way: size for s, d, size in links for way in ((s, d), (d, s))}
+    return transfers_by_link(every, shared)
 
 
 def _shared_bytes(
-    assignment: Assignment, first: Mapping[int, int], problem: Problem
+    assignment: Assignment, groups: Sequence[tuple[tuple[int, ...], ...]], problem: Problem
 ) -> dict[tuple[int, int], int]:
     """Return the bytes once a step of parameters that stages on several meshes read.
 
@@ -147,14 +141,10 @@ def _shared_bytes(
 
     Args:
         assignment: the assignment.
-        first: the position of each group of layers, by its first layer.
+        groups: the groups of layers of each stage.
         problem: the problem.
     """
-    stage_of = [0] * len(problem.groups)
-    for s, layers in enumerate(assignment.layers):
-        for layer in layers:
-            if layer in first:
-                stage_of[first[layer]] = s
+    stage_of = [s for s, of_stage in enumerate(groups) for _ in of_stage]
     found: dict[tuple[int, int], int] = {}
     whole = problem.table.index(1, False)
     for one in problem.table.parameters:
@@ -162,12 +152,9 @@ def _shared_bytes(
         for reader in readers:
             if assignment.mesh_of[reader] == assignment.mesh_of[home]:
                 continue
-            for way, name in (
-                ((home, reader), "parameter_bytes"),
-                ((reader, home), "gradient_bytes"),
-            ):
-                size = int(one.of[name][whole])
-                found[way] = found.get(way, 0) + size
+            there, back = (home, reader), (reader, home)
+            for way, name in ((there, "parameter_bytes"), (back, "gradient_bytes")):
+                found[way] = found.get(way, 0) + int(one.of[name][whole])
     return {way: size for way, size in found.items() if size}
 
 
@@ -215,32 +202,33 @@ def _stage(
     if measured:
         measured.check(layers, submesh.logical_mesh[1])
     passes = costs.passes(zero, again)
+
+    def here(of: Amount) -> float:
+        return float(np.asarray(of)[at])
+
     if measured:
         alone = measured.effective_parallelism(layers, cluster)
     else:
-        total = float(np.asarray(passes.forward + passes.backward)[at])
+        total = here(passes.forward + passes.backward)
         alone = _parallelism(assignment, s, at, again, total, problem)
-    in_pass, once = (
-        {axis: float(np.asarray(of)[at]) for axis, of in rings.items()}
-        for rings in (costs.pass_rings(zero, again), costs.once_rings(zero))
-    )
+    in_pass, once = costs.pass_rings(zero, again), costs.once_rings(zero)
     return StagePlan(
         layers=layers,
-        hosts=tuple(sorted({cluster.host_of(device) for device in submesh.devices})),
+        hosts=cluster.hosts_of(submesh.devices),
         devices=submesh.devices,
         logical_mesh=submesh.logical_mesh,
         remat=assignment.remat[s],
-        forward_seconds=float(np.asarray(passes.forward)[at]),
-        backward_seconds=float(np.asarray(passes.backward)[at]),
-        backward_weight_seconds=float(np.asarray(passes.weight)[at]),
-        update_seconds=float(costs.once(zero, again)[at]),
+        forward_seconds=here(passes.forward),
+        backward_seconds=here(passes.backward),
+        backward_weight_seconds=here(passes.weight),
+        update_seconds=here(costs.once(zero, again)),
         memory_bytes=int(costs.held(zero)[at]),
         num_parameters=0,
         shardings={},
         effective_parallelism=alone,
-        hidden_seconds=float(costs.hidden(zero, again)[at]),
-        pass_rings=RingSeconds(**in_pass),
-        once_rings=RingSeconds(**once),
+        hidden_seconds=here(costs.hidden(zero, again)),
+        pass_rings=RingSeconds(**{axis: here(of) for axis, of in in_pass.items()}),
+        once_rings=RingSeconds(**{axis: here(of) for axis, of in once.items()}),
     )
 
 
@@ -271,5 +259,4 @@ def _parallelism(
         if again.selective:
             repeated += seconds("selective_seconds", "fixed_selective_seconds", in_full)
         products *= 1 + repeated / (work + seconds("back_seconds", "fixed_back_seconds"))
-    found = stage_parallelism(products, total, problem.cluster)
-    return None if found is None else float(found)
+    return stage_parallelism(products, total, problem.cluster)

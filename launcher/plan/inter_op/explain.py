@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,13 @@ import numpy as np
 from launcher.hardware import LOCAL, ClusterShape
 from launcher.partition import Assignment, PlanError
 from launcher.plan.build import PlanBuilder
-from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op.estimate import make_estimate
-from launcher.plan.inter_op.problem import (
-    Candidate,
-    Constraints,
-    Problem,
-    best_of,
-    of_batch,
-)
+from launcher.plan.inter_op.problem import Candidate, Constraints, Problem, best_of, of_batch
 from launcher.plan.inter_op.refine import Estimated
 from launcher.plan.inter_op.submeshes import spread_divisors, submesh_sizes
-from launcher.plan.links import link_seconds
-from launcher.plan.pipeline import Estimate
-from launcher.plan.plan import Plan, RunnerUp
+from launcher.plan.pipeline import Estimate, link_seconds
+from launcher.plan.plan import Plan, RunnerUp, TooLargeError
+from launcher.plan.profile.measure_layers import UnmeasuredError
 from launcher.plan.stage_plan import Staged, describe_plan
 from launcher.trace import BatchError
 
@@ -41,8 +35,8 @@ _RUNNERS_UP = 3
 _MOST_TIMES_SLOWER = 2.0  # times the best plan's step: further off no prediction is
 _NEAR = 1.25  # times the best prediction: plans of other kinds that are tried first
 _SPARE = 2  # times as many are built at most, as some do not fit or cannot cut the batch
-_MOST_FEWER = 0.1  # of the rows
-_LEAST_SAVED = 0.1  # of the time of a row
+_MOST_FEWER = 0.1  # of the examples
+_LEAST_SAVED = 0.1  # of the time of an example
 _GIB = 2**30
 _LINK = "cluster.links.inter_host_gb_per_second=12.5"
 
@@ -67,7 +61,10 @@ def nothing_fits(
             f"{f'{count} microbatches' if count else 'microbatches'}; change "
             "train.global_batch_size or parallel.num_micro_batches"
         )
-    shown, usable = built or _estimated(least, problem), problem.memory_bytes
+    shown, usable = built, problem.memory_bytes
+    if shown is None:
+        with suppress(UnmeasuredError):  # its memory is known all the same
+            shown = make_estimate(least.assignment, problem)
     memory: Sequence[float] = least.memory
     if shown:
         memory = [stage.memory_bytes for stage in shown.stages]
@@ -75,12 +72,8 @@ def nothing_fits(
     words = f" ({describe_plan(shown)})" if shown else ""
     asked = [
         f"parallel.{name}={value}"
-        for name, value in (
-            ("num_micro_batches", wanted.num_micro_batches),
-            ("remat", wanted.remat),
-            ("schedule", wanted.schedule),
-        )
-        if value
+        for name in ("num_micro_batches", "remat", "schedule")
+        if (value := getattr(wanted, name))
     ]
 
     def advice() -> str:
@@ -96,13 +89,6 @@ def nothing_fits(
         least.assignment,
         advice,
     )
-
-
-def _estimated(least: Candidate, problem: Problem) -> Staged | None:
-    try:
-        return make_estimate(least.assignment, problem)
-    except UnmeasuredError:  # its memory is known all the same
-        return None
 
 
 def _too_many_stages(problem: Problem, wanted: Constraints) -> str:
@@ -134,8 +120,7 @@ def leanest(problem: Problem, wanted: Constraints) -> Candidate | None:
         found = best_of(dataclasses.replace(problem, memory_bytes=high), wanted)
         if not found and high == np.inf:
             return None
-    while min(high, most := _most_bytes(found)) > _PRECISION * low:
-        high = min(high, most)
+    while (high := min(high, *(max(c.memory) for c in found))) > _PRECISION * low:
         middle = (low * high) ** 0.5
         leaner = best_of(dataclasses.replace(problem, memory_bytes=middle), wanted)
         low, high = (low, middle) if leaner else (middle, high)
@@ -143,16 +128,12 @@ def leanest(problem: Problem, wanted: Constraints) -> Candidate | None:
     return min(found, key=lambda c: max(c.memory))
 
 
-def _most_bytes(found: Sequence[Candidate]) -> float:
-    return min(max(candidate.memory) for candidate in found)
-
-
 def _changes(problem: Problem, wanted: Constraints) -> list[str]:
     """Return changes of the settings alone if any suffice; else of the batch and the devices."""
     if setting := _settings(problem, wanted):
         return [setting]
     free = Constraints(reduction=wanted.reduction)
-    for asked, words in ((wanted, ""), (free, f" with {_as_auto(wanted)}")):
+    for asked, words in ((wanted, ""), (free, f" with {_as_auto(_asked(wanted))}")):
         found = [change for change in (_batch(problem, asked), _devices(problem, asked)) if change]
         if found or asked == wanted == free:
             return [change + words for change in found]
@@ -162,18 +143,21 @@ def _changes(problem: Problem, wanted: Constraints) -> list[str]:
 _SETTINGS = "num_micro_batches", "remat", "schedule", "num_stages"
 
 
-def _as_auto(wanted: Constraints) -> str:
-    return " ".join(f"parallel.{name}=auto" for name in _SETTINGS if getattr(wanted, name))
+def _as_auto(names: Iterable[str]) -> str:
+    return " ".join(f"parallel.{name}=auto" for name in names)
+
+
+def _asked(wanted: Constraints) -> tuple[str, ...]:
+    return tuple(name for name in _SETTINGS if getattr(wanted, name))
 
 
 def _settings(problem: Problem, wanted: Constraints) -> str:
     """Return the requested settings that should be left to the search, as few as suffice."""
-    asked = [name for name in _SETTINGS if getattr(wanted, name)]
-    singles = [(name,) for name in _SETTINGS if name in asked]
-    for names in (*singles, tuple(asked)):
+    asked = _asked(wanted)
+    for names in (*((name,) for name in asked), asked):
         left_open: dict[str, Any] = dict.fromkeys(names)
         if names and best_of(problem, dataclasses.replace(wanted, **left_open)):
-            return " ".join(f"parallel.{name}=auto" for name in names)
+            return _as_auto(names)
     return ""
 
 
@@ -201,7 +185,7 @@ def _as_settings(there: ClusterShape, more: ClusterShape) -> str:
     """Return the settings that ask for more hosts, which are accepted as they stand."""
     words = f"cluster.hosts={more.hosts} cluster.gpus={more.num_devices}"
     if there.name == LOCAL:  # a machine does not grow
-        return f"so many of these devices in a Slurm job: cluster=slurm {words}"
+        return f"{more.num_devices} of these devices in a Slurm job: cluster=slurm {words}"
     if there.hosts == 1:
         return f"{words} {_LINK} (100 Gbit/s between hosts, or what there is)"
     return words
@@ -226,7 +210,7 @@ def runners_up(
             continue
         words.add(describe_plan(estimate[1]))
         seconds = (plan or estimate[1]).predicted_step_seconds * (1.0 if plan else scale)
-        needed = most_bytes(plan or estimate[1])
+        needed = (plan or estimate[1]).most_bytes
         if needed > (best.cluster["memory_bytes"] or math.inf):
             why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
         else:
@@ -234,11 +218,6 @@ def runners_up(
         found.append(RunnerUp(describe_plan(estimate[1]), seconds, why))
     found.sort(key=lambda runner: runner.predicted_step_seconds)
     return tuple(found[:_RUNNERS_UP])
-
-
-def most_bytes(plan: Staged) -> int:
-    """Return the bytes of the device that needs the most."""
-    return max(stage.memory_bytes for stage in plan.stages)
 
 
 def reason(plan: Plan | Estimate, best: Plan | Estimate) -> str:
@@ -302,27 +281,21 @@ def next_best(
 
 def _by_kind(chosen: Estimated, ranked: Sequence[Estimated]) -> Iterator[Estimated]:
     """Yield estimates that differ in words from the chosen one, the best of each kind first."""
-    near = _NEAR * chosen[1].predicted_step_seconds
-    words, counts, kinds = {describe_plan(chosen[1])}, {_num_meshes(chosen)}, {_kind(chosen)}
-    others: list[Estimated] = []
-    for estimate in ranked:
-        if (text := describe_plan(estimate[1])) in words:
-            continue
-        words.add(text)
-        if _num_meshes(estimate) in counts or estimate[1].predicted_step_seconds > near:
-            others.append(estimate)
-            continue
-        counts.add(_num_meshes(estimate))
-        kinds.add(_kind(estimate))
-        yield estimate
-    later: list[Estimated] = []
-    for estimate in others:
-        if _kind(estimate) in kinds:
-            later.append(estimate)
-            continue
-        kinds.add(_kind(estimate))
-        yield estimate
-    yield from later
+    distinct: dict[str, Estimated] = {}
+    for estimate in (chosen, *ranked):
+        distinct.setdefault(describe_plan(estimate[1]), estimate)
+    _, *others = distinct.values()
+    first, near = [chosen], _NEAR * chosen[1].predicted_step_seconds
+    for key, limit in ((_num_meshes, near), (_kind, math.inf)):
+        known, later = {key(estimate) for estimate in first}, []
+        for estimate in others:
+            if key(estimate) in known or estimate[1].predicted_step_seconds > limit:
+                later.append(estimate)
+            else:
+                known.add(key(estimate))
+                first.append(estimate)
+        others = later
+    yield from (*first[1:], *others)
 
 
 def _num_meshes(estimate: Estimated) -> int:
@@ -334,8 +307,8 @@ def _kind(estimate: Estimated) -> tuple[int, ...]:
     return tuple(math.prod(stage.logical_mesh) for stage in estimate[1].stages)
 
 
-def fewer_rows_note(problem: Problem, wanted: Constraints, plan: Estimate) -> tuple[str, ...]:
-    """Return a note that names a batch of fewer rows and what a step of it takes; or none.
+def fewer_examples_note(problem: Problem, wanted: Constraints, plan: Estimate) -> tuple[str, ...]:
+    """Return a note that names a batch of fewer examples and what a step of it takes; or none.
 
     A batch is tried that all devices can share, unless the one that is asked for is such a batch.
     Its plan is the best of a search by the closed form alone, so that it may be better yet.
@@ -356,17 +329,13 @@ def fewer_rows_note(problem: Problem, wanted: Constraints, plan: Estimate) -> tu
             estimate = make_estimate(candidate.assignment, smaller)
         except UnmeasuredError:
             continue
-        needed = max(stage.memory_bytes for stage in estimate.stages)
-        if needed <= (problem.memory_bytes or math.inf):
+        if problem.fits(estimate):
             best = min(best, estimate.predicted_step_seconds)
     saved = 1 - (best / fewer) / (plan.predicted_step_seconds / rows)
     if saved <= _LEAST_SAVED:
         return ()
+    takes = f"{1e3 * best:.3g} ms" if best < 1 else f"{best:.3g} s"
     return (
-        f"a global batch of {fewer} instead of {rows} rows would take {_milliseconds(best)} a step "
-        f"({saved:.0%} less per row), since all {devices} devices can share it",
+        f"a global batch of {fewer} instead of {rows} examples would take {takes} a step "
+        f"({saved:.0%} less per example), since all {devices} devices can share it",
     )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

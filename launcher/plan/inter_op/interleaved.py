@@ -15,11 +15,19 @@ import numpy as np
 
 from launcher.base import parse_remat
 from launcher.partition import Assignment
+from launcher.plan.inter_op.estimate import grouped_layers
 from launcher.plan.inter_op.layer_table import LayerTable
-from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
-from launcher.plan.inter_op.search_point import SearchPoint
+from launcher.plan.inter_op.problem import (
+    ZERO_LEVELS,
+    Constraints,
+    Problem,
+    assignment_of,
+    choice_on,
+    meshes_of,
+    recompute_in,
+)
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.stage_profiling import ZERO_LEVELS, choice_on, meshes_of, recompute_in
+from launcher.plan.inter_op.submeshes import SearchPoint
 from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4
@@ -49,7 +57,7 @@ def interleaved_plans(
     if wanted.num_stages is not None or not problem.sliced:
         return []
     found, table = [], problem.table
-    every = ((mesh, size) for size in problem.sizes for mesh in meshes_of(table, point, size))
+    every = ((mesh, size) for size in problem.sizes for mesh in meshes_of(problem, point, size))
     for mesh, size in every:
         cuts = [
             of
@@ -147,14 +155,15 @@ def interleaved_like(
     count, total = len(assignment.submeshes), len(problem.groups)
     if wanted.num_stages is not None:
         return
+    ends = {group[-1] for group in problem.groups}
     # Stages are shorter: where some layers were recomputed all are. The last stage does both
     # passes at once, and holds few microbatches, unlike those before it.
     *remats, last = (wanted.remat or parse_remat(word).policy for word in assignment.remat)
     for each in range(2, _MOST_STAGES_A_MESH + 1):
         stages = each * count
         shares = {(total // count,) * count} if total % stages == 0 else set()
-        if held := _groups_held(assignment, problem.groups):
-            shares.add(held)
+        if all(layers[-1] in ends for layers in assignment.layers):
+            shares.add(tuple(map(len, grouped_layers(assignment, problem))))
         for share in sorted(shares):
             if min(share) < each:
                 continue
@@ -167,15 +176,6 @@ def interleaved_like(
                 zero=assignment.zero * each,
                 sequence=assignment.sequence * each,
             )
-
-
-def _groups_held(assignment: Assignment, groups: Groups) -> tuple[int, ...] | None:
-    """Return how many groups each stage holds; None if one ends within a group."""
-    ends = {group[-1]: k + 1 for k, group in enumerate(groups)}
-    if not all(layers[-1] in ends for layers in assignment.layers):
-        return None
-    of_stages = [0, *(ends[layers[-1]] for layers in assignment.layers)]
-    return tuple(end - first for first, end in itertools.pairwise(of_stages))
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -46,38 +45,21 @@ from launcher.plan.cost.collectives import (
     product_seconds,
     work_seconds,
 )
-from launcher.plan.cost.stage_memory import (
-    Stored,
-    Temporaries,
-    left_bytes,
-    stored_in,
-    temporaries,
-)
-from launcher.plan.cost.update_memory import UpdateMemory
-from launcher.plan.inter_op.layer_table import (
-    LayerCost,
-    LayerTable,
-    ParameterCost,
-    Parameters,
-    joined,
-)
+from launcher.plan.cost.mesh_memory import UpdateMemory
+from launcher.plan.cost.stage_memory import Temporaries, left_bytes, stored_in, temporaries
+from launcher.plan.inter_op.layer_table import SELECTIVE_FIELDS, LayerTable, Parameters, joined
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.submeshes import model_sizes, submesh_sizes
-from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sharding
-from launcher.plan.intra_op.stage_shardings import model_sharding
-from launcher.plan.profile.measured_layers import MeasuredLayers
+from launcher.plan.intra_op import model_sharding, sequence_class, sequence_sharding
+from launcher.plan.profile.measure_layers import MeasuredLayers
 from launcher.schedule import Kind
 from launcher.trace import Equation, Loss, TracedStep, Var, is_var, nbytes, sub_jaxprs
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
 
-@dataclass(frozen=True)
-class _Solved:
-    """A layer's cost on one model axis, and the specs of its parameters."""
-
-    cost: LayerCost
-    specs: tuple[Spec, ...]
+# A layer's costs on one model axis, by the field of `LayerTable`, and the specs of its parameters.
+_Solved = tuple[dict[str, float], tuple[Spec, ...]]
 
 
 def cost_table(
@@ -116,41 +98,26 @@ def cost_table(
         )
         key = graph.structure, tuple(rows_of[i] for i in graph.operands), known
         if key not in solved:
-            of = trace_stage(graph, loss, "none", _KINDS)
-            inside = NamedDims(of.joint.equations)
-            whole = as_one(of, _KINDS)
-            saving = SelectiveCosts(graph, loss, _varying(graph, loss)) if selective else None
-            stored = stored_in(of), stored_in(whole)
+            layer = _Layer(graph, loss, selective)
             solved[key] = []
             for m, along in model_axes:
                 if dims is not None and along is not None:
                     cut = sequence_sharding(graph, loss, dims, along, m)
                 else:
                     cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
-                one = _solve(graph, loss, cut, cluster, (of, whole), stored, inside)
-                if saving:
-                    more = saving.costs(cut, cluster)
-                    one = dataclasses.replace(one, cost=dataclasses.replace(one.cost, **more))
-                solved[key].append(one)
+                solved[key].append((layer.costs(cut, cluster), layer.specs(cut)))
         batch = float(sum(nbytes(loss.invars[i].aval) for i in _of_batch(step, graph)))
-        of_layer.append(
-            [
-                dataclasses.replace(one, cost=dataclasses.replace(one.cost, batch_bytes=batch))
-                for one in solved[key]
-            ]
-        )
+        of_layer.append([({**of, "batch_bytes": batch}, specs) for of, specs in solved[key]])
+    axes_of_layers = [[of[k][0] for of in of_layer] for k in range(len(model_axes))]
     return LayerTable(
         model_sizes=tuple(m for m, _ in model_axes),
         of={
-            f.name: np.array(
-                [[getattr(row[k].cost, f.name) for row in of_layer] for k in range(len(model_axes))]
-            )
-            for f in fields(LayerCost)
+            name: np.array([[of[name] for of in layers] for layers in axes_of_layers])
+            for name in axes_of_layers[0][0]
         },
         parameters=_parameters(
             step, loss, graphs, of_layer, [m for m, _ in model_axes], outer or outer_dims(step)
         ),
-        num_distinct=len(solved),
         sequence=tuple(of is not None for _, of in model_axes),
         selective=selective,
         update_share=UpdateMemory(step, cluster.runs_as_soon).share,
@@ -164,110 +131,155 @@ def _of_batch(step: TracedStep, graph: StageGraph) -> list[int]:
     return [i for i in graph.operands if is_var(holders[i]) and holders[i] in batch]
 
 
-def _solve(
-    graph: StageGraph,
-    loss: Loss,
-    sharding: Sharding,
-    cluster: ClusterShape,
-    programs: tuple[StagePrograms, StagePrograms],
-    stored: tuple[Mapping[Kind, Stored], Mapping[Kind, Stored]],
-    inside: NamedDims,
-) -> _Solved:
-    """Return the cost of a layer, sharded so, without its leaves of the batch.
+class _Layer:
+    """A layer, whose task programs are traced once for all meshes."""
 
-    Args:
-        graph: the layer.
-        loss: the loss that it is a part of.
-        sharding: the sharding of its forward pass.
-        cluster: the rates of the devices.
-        programs: its forward and backward pass as two task programs, and as one.
-        stored: what these store.
-        inside: the named dimensions of its joint graph.
-    """
-    parameters = [loss.invars[i] for i in graph.wrt]
-    flows = flow(graph.equations, [*parameters, *graph.active_in])
-    varying = dependence(graph.equations, _varying(graph, loss))
-    work, back, products = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # of all rows, and of every slice
-    forward: list[tuple[Use, Collective]] = []
-    backward: list[tuple[Use, Collective]] = []
-    for use, found in loads(sharding, flows):
-        fixed = not is_active(use, varying)
-        work[fixed] += work_seconds(found, cluster)
-        products[fixed] += product_seconds(found, cluster)
-        if is_active(use, flows):
-            back[fixed] += backward_work_seconds(found, cluster)
-            products[fixed] += found.backward_share * product_seconds(found, cluster)
-        forward += [(use, c) for c in found.forward]
-        backward += [(use, c) for c in found.backward if is_active(use, flows)]
-    repeated = [(use, c) for use, c in backward if c.again]
-    backward = [(use, c) for use, c in backward if not c.again]
+    def __init__(self, graph: StageGraph, loss: Loss, selective: bool) -> None:
+        """Trace the layer.
 
-    def moved(crossing: Sequence[tuple[Use, Collective]], fixed: bool) -> float:
-        return sum(
-            c.share * c.times * c.size
-            for use, c in crossing
-            if fixed == (c.of is not None and not varying(use, sharding.dims.source(*c.of)[1]))
-        )
+        Args:
+            graph: the layer.
+            loss: the loss that it is a part of.
+            selective: whether it may be recomputed selectively.
+        """
+        self._graph, self._loss = graph, loss
+        self._parameters = [loss.invars[i] for i in graph.wrt]
+        self._flows = flow(graph.equations, [*self._parameters, *graph.active_in])
+        self._varying = dependence(graph.equations, _varying(graph, loss))
+        apart = trace_stage(graph, loss, "none", _KINDS)
+        self._apart, self._whole = _Traced(apart), _Traced(as_one(apart, _KINDS))
+        self._selective = None
+        if selective:
+            self._selective = _Traced(trace_stage(graph, loss, "selective", _KINDS))
+            self._again = recomputed(graph.layers, "selective")
 
-    def count(crossing: Sequence[tuple[Use, Collective]]) -> float:
-        return sum(c.share * c.times for _, c in crossing)
+    def specs(self, sharding: Sharding) -> tuple[Spec, ...]:
+        """Return the specs of its parameters, given the sharding of its forward pass."""
+        return tuple(map(sharding.spec, self._parameters))
 
-    def held(var: Var) -> float:
-        return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)
+    def costs(self, sharding: Sharding, cluster: ClusterShape) -> dict[str, float]:
+        """Return what it costs without its leaves of the batch, by the field of `LayerTable`.
 
-    memory = _memory(programs, stored, inside_of(programs[0], loss, sharding, inside))
-    cost = LayerCost(
-        work_seconds=work[0],
-        fixed_seconds=work[1],
-        back_seconds=back[0],
-        fixed_back_seconds=back[1],
-        product_seconds=products[0],
-        fixed_product_seconds=products[1],
-        forward_bytes=moved(forward, fixed=False),
-        backward_bytes=moved(backward, fixed=False),
-        fixed_backward_bytes=moved(backward, fixed=True),
-        repeated_bytes=moved(repeated, fixed=False),
-        forward_sums=count(forward),
-        backward_sums=count(backward),
-        repeated_sums=count(repeated),
-        input_bytes=sum(map(held, graph.activations_in)),
-        checkpoint_bytes=sum(map(held, graph.activations_in)),
-        layer_peak_bytes=memory["whole_peak_bytes"],
-        fixed_layer_peak_bytes=memory["fixed_whole_peak_bytes"],
-        fixed_layer_early_bytes=memory["fixed_whole_early_bytes"],
-        sent_bytes=float(sum(nbytes(v.aval) for v in graph.activations_out)),
-        batch_bytes=0.0,
-        **memory,
-    )
-    return _Solved(cost, tuple(sharding.spec(v) for v in parameters))
+        Args:
+            sharding: the sharding of its forward pass.
+            cluster: the rates of the devices.
+        """
+        graph, flows, varying = self._graph, self._flows, self._varying
+        work, back, products = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # of all rows, of every slice
+        forward: list[tuple[Use, Collective]] = []
+        backward: list[tuple[Use, Collective]] = []
+        for use, found in loads(sharding, flows):
+            fixed = not is_active(use, varying)
+            work[fixed] += work_seconds(found, cluster)
+            products[fixed] += product_seconds(found, cluster)
+            if is_active(use, flows):
+                back[fixed] += backward_work_seconds(found, cluster)
+                products[fixed] += found.backward_share * product_seconds(found, cluster)
+            forward += [(use, c) for c in found.forward]
+            backward += [(use, c) for c in found.backward if is_active(use, flows)]
+        repeated = [(use, c) for use, c in backward if c.again]
+        backward = [(use, c) for use, c in backward if not c.again]
+
+        def moved(crossing: Sequence[tuple[Use, Collective]], fixed: bool = False) -> float:
+            return sum(
+                c.share * c.times * c.size
+                for use, c in crossing
+                if fixed == (c.of is not None and not varying(use, sharding.dims.source(*c.of)[1]))
+            )
+
+        def count(crossing: Sequence[tuple[Use, Collective]]) -> float:
+            return sum(c.share * c.times for _, c in crossing)
+
+        inputs = self._input_bytes(sharding)
+        return {
+            "work_seconds": work[0],
+            "fixed_seconds": work[1],
+            "back_seconds": back[0],
+            "fixed_back_seconds": back[1],
+            "product_seconds": products[0],
+            "fixed_product_seconds": products[1],
+            "forward_bytes": moved(forward),
+            "backward_bytes": moved(backward),
+            "fixed_backward_bytes": moved(backward, fixed=True),
+            "repeated_bytes": moved(repeated),
+            "forward_sums": count(forward),
+            "backward_sums": count(backward),
+            "repeated_sums": count(repeated),
+            "input_bytes": inputs,
+            "checkpoint_bytes": inputs,
+            "sent_bytes": float(sum(nbytes(v.aval) for v in graph.activations_out)),
+            **self._memory(sharding),
+            **self._selective_costs(sharding, cluster),
+        }
+
+    def _input_bytes(self, sharding: Sharding) -> float:
+        return sum(nbytes(v.aval) / sharding.parts(v) for v in self._graph.activations_in)
+
+    def _memory(self, sharding: Sharding) -> dict[str, float]:
+        """Return how much memory its task programs need."""
+        cut = self._apart.cut(self._loss, sharding)
+        apart = self._apart.temporaries(cut)
+        (together,) = self._whole.temporaries(cut).values()
+        none = Temporaries(0.0, 0.0, 0.0, 0.0)
+        found = {}
+        for name, one in (
+            ("forward", apart[Kind.FORWARD]),
+            ("backward", apart.get(Kind.BACKWARD, none)),
+            ("whole", together),
+            ("layer", together),
+        ):
+            found[f"{name}_peak_bytes"] = one.peak - one.fixed_early
+            found[f"{name}_early_bytes"] = one.early - one.fixed_early
+            found[f"fixed_{name}_peak_bytes"] = one.fixed_peak
+            found[f"fixed_{name}_early_bytes"] = one.fixed_early
+        del found["layer_early_bytes"]
+        programs = self._apart.programs
+        outputs = programs.programs[Kind.FORWARD].outputs
+        residuals = [name.of for name in outputs if name.kind == "residual"]
+        return found | {
+            "residual_bytes": sum(nbytes(v.aval) / cut.parts(v) for v in residuals),
+            "left_bytes": left_bytes(programs, cut).get(Kind.FORWARD, 0.0),
+        }
+
+    def _selective_costs(self, sharding: Sharding, cluster: ClusterShape) -> dict[str, float]:
+        """Return what it costs to recompute it selectively."""
+        if self._selective is None:
+            return dict.fromkeys(SELECTIVE_FIELDS, 0.0)
+        work = [0.0, 0.0]  # of all rows, and of every slice
+        sums: list[Collective] = []
+        for use, found in loads_again(self._again, sharding.spec, sharding.sizes, self._flows):
+            work[not is_active(use, self._varying)] += work_seconds(found, cluster)
+            sums += found.forward
+        cut = self._selective.cut(self._loss, sharding)
+        none = Temporaries(0.0, 0.0, 0.0, 0.0)
+        back = self._selective.temporaries(cut).get(Kind.BACKWARD, none)
+        left = left_bytes(self._selective.programs, cut).get(Kind.FORWARD, 0.0)
+        return {
+            "selective_seconds": work[0],
+            "fixed_selective_seconds": work[1],
+            "selective_bytes": sum(c.share * c.times * c.size for c in sums),
+            "selective_sums": sum(c.share * c.times for c in sums),
+            "kept_bytes": max(0.0, left - self._input_bytes(sharding)),
+            "selective_peak_bytes": back.peak - back.fixed_early,
+            "fixed_selective_peak_bytes": back.fixed_peak,
+            "fixed_selective_early_bytes": back.fixed_early,
+        }
 
 
-def _memory(
-    programs: tuple[StagePrograms, StagePrograms],
-    stored: tuple[Mapping[Kind, Stored], Mapping[Kind, Stored]],
-    cut: Sharding,
-) -> dict[str, float]:
-    """Return the fields of a `LayerCost` that say how much memory its task programs need."""
-    of, whole = programs
-    apart = temporaries(of, cut, stored[0])
-    (together,) = temporaries(whole, cut, stored[1]).values()
-    none = Temporaries(0.0, 0.0, 0.0, 0.0)
-    found = {}
-    for name, one in (
-        ("forward", apart[Kind.FORWARD]),
-        ("backward", apart.get(Kind.BACKWARD, none)),
-        ("whole", together),
-    ):
-        found[f"{name}_peak_bytes"] = one.peak - one.fixed_early
-        found[f"{name}_early_bytes"] = one.early - one.fixed_early
-        found[f"fixed_{name}_peak_bytes"] = one.fixed_peak
-        found[f"fixed_{name}_early_bytes"] = one.fixed_early
-    outputs = of.programs[Kind.FORWARD].outputs
-    residuals = [name.of for name in outputs if name.kind == "residual"]
-    return found | {
-        "residual_bytes": sum(nbytes(v.aval) / cut.parts(v) for v in residuals),
-        "left_bytes": left_bytes(of, cut).get(Kind.FORWARD, 0.0),
-    }
+class _Traced:
+    """Task programs of a layer, what they store, and the named dimensions of their joint graph."""
+
+    def __init__(self, programs: StagePrograms) -> None:
+        self.programs, self._stored = programs, stored_in(programs)
+        self._dims = NamedDims(programs.joint.equations)
+
+    def cut(self, loss: Loss, sharding: Sharding) -> Sharding:
+        """Return the sharding of the joint graph, given that of the forward pass."""
+        return inside_of(self.programs, loss, sharding, self._dims)
+
+    def temporaries(self, cut: Sharding) -> dict[Kind, Temporaries]:
+        """Return the temporaries of each program, given the sharding of the joint graph."""
+        return temporaries(self.programs, cut, self._stored)
 
 
 def _varying(graph: StageGraph, loss: Loss) -> list[Var]:
@@ -306,25 +318,25 @@ def _parameters(
     def one(i: int) -> Parameters:
         layer, aval = readers[i][0], loss.invars[i].aval
         at = graphs[layer].wrt.index(i)
-        specs = [of.specs[at] for of in solved[layer]]
+        specs = [of[at] for _, of in solved[layer]]
         lengths = [
             tuple(n // (m if axes(cut) else 1) for n, cut in zip(aval.shape, spec, strict=True))
             for spec, m in zip(specs, model_sizes, strict=True)
         ]
         gradient = aval.size * accumulator_dtype(aval.dtype).itemsize if i in used else 0
-        whole = ParameterCost(
-            parameters=1.0,
-            parameter_bytes=nbytes(aval),
-            owned_bytes=nbytes(aval),
-            optimizer_bytes=optimizer[i],
-            gradients=1.0 if i in used else 0.0,
-            gradient_bytes=gradient,
-        )
+        whole = {
+            "parameters": 1.0,
+            "parameter_bytes": nbytes(aval),
+            "owned_bytes": nbytes(aval),
+            "optimizer_bytes": optimizer[i],
+            "gradients": 1.0 if i in used else 0.0,
+            "gradient_bytes": gradient,
+        }
         sharded = zip(specs, model_sizes, strict=True)
         share = np.array([1.0 / parts(spec, {MODEL: m}) for spec, m in sharded])
         of = {
             name: value * (share if name.endswith("bytes") else np.ones_like(share))
-            for name, value in vars(whole).items()
+            for name, value in whole.items()
         }
         return Parameters(tuple(readers[i]), tuple(lengths), of)
 
@@ -368,53 +380,6 @@ def has_attention(equations: Iterable[Equation]) -> bool:
     return False
 
 
-class SelectiveCosts:
-    """The costs of one layer, which is traced once for all meshes."""
-
-    def __init__(self, graph: StageGraph, loss: Loss, varying: Sequence[Var]) -> None:
-        """Trace the layer.
-
-        Args:
-            graph: the layer.
-            loss: the loss that it is a part of.
-            varying: its values whose sizes depend on the number of rows.
-        """
-        self._graph, self._loss = graph, loss
-        self._of = trace_stage(graph, loss, "selective", _KINDS)
-        self._stored, self._inside = stored_in(self._of), NamedDims(self._of.joint.equations)
-        self._again = recomputed(graph.layers, "selective")
-        parameters = [loss.invars[i] for i in graph.wrt]
-        self._flows = flow(graph.equations, [*parameters, *graph.active_in])
-        self._varying = dependence(graph.equations, varying)
-
-    def costs(self, sharding: Sharding, cluster: ClusterShape) -> dict[str, float]:
-        """Return the fields of its `LayerCost` that are about it.
-
-        Args:
-            sharding: the sharding of its forward pass.
-            cluster: the rates of the devices.
-        """
-        work = [0.0, 0.0]  # of all rows, and of every slice
-        sums: list[Collective] = []
-        for use, found in loads_again(self._again, sharding.spec, sharding.sizes, self._flows):
-            work[not is_active(use, self._varying)] += work_seconds(found, cluster)
-            sums += found.forward
-        cut = inside_of(self._of, self._loss, sharding, self._inside)
-        back = temporaries(self._of, cut, self._stored).get(Kind.BACKWARD)
-        inputs = sum(nbytes(v.aval) / sharding.parts(v) for v in self._graph.activations_in)
-        left = left_bytes(self._of, cut).get(Kind.FORWARD, 0.0)
-        return {
-            "selective_seconds": work[0],
-            "fixed_selective_seconds": work[1],
-            "selective_bytes": sum(c.share * c.times * c.size for c in sums),
-            "selective_sums": sum(c.share * c.times for c in sums),
-            "kept_bytes": max(0.0, left - inputs),
-            "selective_peak_bytes": back.peak - back.fixed_early if back else 0.0,
-            "fixed_selective_peak_bytes": back.fixed_peak if back else 0.0,
-            "fixed_selective_early_bytes": back.fixed_early if back else 0.0,
-        }
-
-
 # The stage search joins neighbouring layers to no more than these, if not more stages are wanted.
 _MOST_LAYERS = 16
 
@@ -439,7 +404,7 @@ def make_problem(
     loss = step.loss(1)
     most = max(_MOST_LAYERS, num_stages or 1)
     groups = group_layers(layer_flops(loss), min(loss.num_layers, most))
-    # Of what is measured there is no cut along the sequence.
+    # Layers are not measured with their data cut along the sequence.
     table = cost_table(step, cluster, model_sizes(cluster), measured is None, outer)
     table = dataclasses.replace(table, measured=measured)
     return Problem(

@@ -1,4 +1,9 @@
-"""The table of layer costs that the stage search adds up for every run of layers. Pure numbers."""
+"""The table of layer costs that the stage search adds up for every run of layers.
+
+A stage recomputes its first layers in full, the others selectively or not at all. The search counts
+in layers of the table, each of which may stand for several of the step's; remat strings
+(`base.remat_name`) count in the step's. Pure numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,180 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from launcher.base import parse_remat
 from launcher.plan.cost.formulas import peak_in_turn
-from launcher.plan.inter_op.recompute import Recompute, every_recompute
-from launcher.plan.profile.measured_layers import MeasuredLayers
+from launcher.plan.profile.measure_layers import MeasuredLayers
+
+FEWEST = "fewest"  # beside the remat strings: as few layers as fit the memory
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """Cost of one layer on `m` devices of a model axis, for the whole batch, on one of them.
+class Recompute(NamedTuple):
+    """The layers that a stage's backward pass recomputes.
 
     Attributes:
+        full: number of its first layers that are recomputed in full.
+        selective: whether its other layers are recomputed selectively.
+        is_open: whether the search has yet to choose: costs are then lower bounds over all choices.
+    """
+
+    full: int = 0
+    selective: bool = False
+    is_open: bool = False
+
+    def remat(self, groups: Sequence[Sequence[int]]) -> str:
+        """Return the remat string of a stage; `groups` are the step's layers in each of its own."""
+        rest = "selective" if self.selective else "none"
+        if self.full == 0:
+            return rest
+        if self.full >= len(groups):
+            return "full"
+        word = f"full:{sum(map(len, groups[: self.full]))}"
+        return f"{word}+{rest}" if self.selective else word
+
+
+NOTHING, OPEN = Recompute(), Recompute(is_open=True)
+
+
+def recompute_of(remat: str, groups: Sequence[Sequence[int]], selective: bool) -> Recompute:
+    """Return the recomputation that a remat string asks of a stage.
+
+    Args:
+        remat: the remat string; `FEWEST` is open.
+        groups: the step's layers in each of the stage's.
+        selective: whether costs of selective recomputation are known; without them, a selective
+            policy counts as full.
+    """
+    if remat == FEWEST:
+        return OPEN
+    name = parse_remat(remat)
+    if name.policy == "none":
+        return NOTHING
+    if selective and remat == "selective":
+        return Recompute(0, selective=True)
+    most, ends = name.first or np.inf, np.cumsum([len(group) for group in groups])
+    full = min(int((ends < most).sum()) + 1, len(groups))
+    return Recompute(full, selective and name.rest == "selective" and full < len(groups))
+
+
+def every_recompute(layers: int, selective: bool) -> tuple[Recompute, ...]:
+    """Return all choices for stages of up to `layers` layers; the first recomputes nothing."""
+    full = [Recompute(n) for n in range(layers + 1)]
+    mixed = [Recompute(n, selective=True) for n in reversed(range(layers))]
+    return (*full, *mixed) if selective else tuple(full)
+
+
+def first_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
+    """Return the costs of each stage's first `count` layers.
+
+    Args:
+        of: the costs of whole stages, `[mesh, first, end]`.
+        count: number of layers; of an array of numbers, each along a leading axis.
+    """
+    if isinstance(count, int) and count == 0:
+        return np.zeros_like(of)
+    if isinstance(count, int) and count >= of.shape[-2]:
+        return of
+    return _taken(of, _places(of, count)[0])
+
+
+def other_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
+    """Return the costs of each stage's layers behind the first `count`; see `first_layers`."""
+    if isinstance(count, int) and count == 0:
+        return of
+    if isinstance(count, int) and count >= of.shape[-2]:
+        return np.zeros_like(of)
+    padded = np.concatenate([of, np.zeros_like(of[..., :1, :])], -2)  # no stage begins at the end
+    return _taken(padded, _places(of, count)[1])
+
+
+def _places(of: np.ndarray, count: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of every stage's first layers and others among flattened stages."""
+    if isinstance(count, int):
+        return _kept_split(of.shape[-2], of.shape[-1], count)
+    return _split(of.shape[-2], of.shape[-1], count[:, None, None])
+
+
+def _split(firsts: int, ends: int, count: Any) -> tuple[np.ndarray, np.ndarray]:
+    first, end = np.ogrid[:firsts, :ends]
+    others = np.minimum(first + count, np.maximum(first, end))
+    return first * ends + others, others * ends + end
+
+
+_kept_split = functools.lru_cache(maxsize=4096)(_split)
+
+
+def _taken(of: np.ndarray, places: np.ndarray) -> np.ndarray:
+    found = np.take(of.reshape(*of.shape[:-2], -1), places, axis=-1)
+    return np.moveaxis(found, -3, 0)
+
+
+_LARGEST = tuple(
+    f"{kind}_bytes"
+    for name in ("layer", "selective")
+    for kind in (f"{name}_peak", f"fixed_{name}_peak", f"fixed_{name}_early")
+)
+# Fields of layers that are recomputed selectively.
+SELECTIVE_FIELDS = (
+    *("selective_seconds", "fixed_selective_seconds", "selective_bytes", "selective_sums"),
+    *("kept_bytes", "selective_peak_bytes"),
+    *("fixed_selective_peak_bytes", "fixed_selective_early_bytes"),
+)
+PARAMETER_FIELDS = (
+    *("parameters", "parameter_bytes", "owned_bytes", "optimizer_bytes"),
+    *("gradients", "gradient_bytes"),
+)
+# What a stage has once of a parameter that several of its layers read.
+_ONCE = "parameters", "parameter_bytes", "gradients", "gradient_bytes"
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters that are read by one layer, or by the same several, and are as long.
+
+    Attributes:
+        layers: the layers that read each of them.
+        lengths: for every model axis, the lengths of their dimensions on one device.
+        of: arrays `[model axis]` for each of `layers`, by field: costs on one device, where they
+            are not sharded along data.
+
+    Fields:
+        parameters: number of arrays.
+        parameter_bytes: bytes of the parameters.
+        owned_bytes: those of the parameters that no earlier layer reads.
+        optimizer_bytes: what the optimizer keeps for the latter.
+        gradients: number of the arrays whose gradients the step uses.
+        gradient_bytes: bytes of these gradients, accumulated.
+    """
+
+    layers: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
+    of: Mapping[str, np.ndarray]
+
+    def divides(self, row: int, data: int) -> bool:
+        """Return whether they can be sharded along `data` devices."""
+        return any(n and n % data == 0 for n in self.lengths[row])
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTable:
+    """The layers' costs.
+
+    Attributes:
+        model_sizes: sizes of the model axes.
+        of: arrays `[model axis, layer]`, by field: the cost for the whole batch, on one device.
+        parameters: the layers' parameters.
+        sequence: whether each model axis cuts the data along its sequence, and not the parameters;
+            empty: none does.
+        selective: whether it is known what layers cost that are selectively recomputed.
+        update_share: bytes that the update stores, of those of the gradients.
+        groups: the step's layers in each layer of the table; empty: the same.
+        measured: the layers' measured seconds, instead of the cost model's.
+
+    Fields:
         work_seconds: seconds of the forward pass without communication.
         fixed_seconds: what every slice takes beside, however few rows it has: to compute something
             of parameters alone.
@@ -48,8 +214,8 @@ class LayerCost:
         input_bytes: bytes of the activations that the layer reads.
         checkpoint_bytes: the same; of several layers, of all of them.
         layer_peak_bytes: `whole_peak_bytes`; of several layers, the most of any; and so on.
-        selective_seconds: the part of `work_seconds` that runs again where the layer is computed
-            again selectively.
+        selective_seconds: the part of `work_seconds` that runs again where the layer is recomputed
+            selectively.
         fixed_selective_seconds: the same of `fixed_seconds`.
         selective_bytes: the part of `forward_bytes` that is all-reduced again there.
         selective_sums: number of all-reduces of `selective_bytes`.
@@ -61,128 +227,9 @@ class LayerCost:
         batch_bytes: bytes of the leaves of the batch that the layer reads.
     """
 
-    work_seconds: float
-    fixed_seconds: float
-    back_seconds: float
-    fixed_back_seconds: float
-    product_seconds: float
-    fixed_product_seconds: float
-    forward_bytes: float
-    backward_bytes: float
-    fixed_backward_bytes: float
-    repeated_bytes: float
-    forward_sums: float
-    backward_sums: float
-    repeated_sums: float
-    residual_bytes: float
-    left_bytes: float
-    forward_peak_bytes: float
-    forward_early_bytes: float
-    backward_peak_bytes: float
-    backward_early_bytes: float
-    whole_peak_bytes: float
-    whole_early_bytes: float
-    fixed_forward_peak_bytes: float
-    fixed_forward_early_bytes: float
-    fixed_backward_peak_bytes: float
-    fixed_backward_early_bytes: float
-    fixed_whole_peak_bytes: float
-    fixed_whole_early_bytes: float
-    input_bytes: float
-    checkpoint_bytes: float
-    layer_peak_bytes: float
-    fixed_layer_peak_bytes: float
-    fixed_layer_early_bytes: float
-    sent_bytes: float
-    batch_bytes: float
-    selective_seconds: float = 0.0
-    fixed_selective_seconds: float = 0.0
-    selective_bytes: float = 0.0
-    selective_sums: float = 0.0
-    kept_bytes: float = 0.0
-    selective_peak_bytes: float = 0.0
-    fixed_selective_peak_bytes: float = 0.0
-    fixed_selective_early_bytes: float = 0.0
-
-
-LARGEST = tuple(
-    f"{kind}_bytes"
-    for name in ("layer", "selective")
-    for kind in (f"{name}_peak", f"fixed_{name}_peak", f"fixed_{name}_early")
-)
-PER_SAMPLE = tuple(
-    f.name
-    for f in dataclasses.fields(LayerCost)
-    if not f.name.startswith("fixed") and not f.name.endswith("sums")
-)
-
-
-@dataclass(frozen=True)
-class ParameterCost:
-    """What parameters cost on one device, where they are not sharded along data.
-
-    Attributes:
-        parameters: number of arrays.
-        parameter_bytes: bytes of the parameters.
-        owned_bytes: those of the parameters that no earlier layer reads.
-        optimizer_bytes: what the optimizer keeps for the latter.
-        gradients: number of the arrays whose gradients the step uses.
-        gradient_bytes: bytes of these gradients, accumulated.
-    """
-
-    parameters: float
-    parameter_bytes: float
-    owned_bytes: float
-    optimizer_bytes: float
-    gradients: float
-    gradient_bytes: float
-
-
-PARAMETER_FIELDS = tuple(f.name for f in dataclasses.fields(ParameterCost))
-# What a stage has once of a parameter that several of its layers read.
-_ONCE = "parameters", "parameter_bytes", "gradients", "gradient_bytes"
-
-
-@dataclass(frozen=True, eq=False)
-class Parameters:
-    """The parameters that are read by one layer, or by the same several, and are as long.
-
-    Attributes:
-        layers: the layers that read each of them.
-        lengths: for every model axis, the lengths of their dimensions on one device.
-        of: arrays `[model axis]` for each of `layers`, by the field of `ParameterCost`.
-    """
-
-    layers: tuple[int, ...]
-    lengths: tuple[tuple[int, ...], ...]
-    of: Mapping[str, np.ndarray]
-
-    def divides(self, row: int, data: int) -> bool:
-        """Return whether they can be sharded along `data` devices."""
-        return any(n and n % data == 0 for n in self.lengths[row])
-
-
-@dataclass(frozen=True, eq=False)
-class LayerTable:
-    """The layers' costs.
-
-    Attributes:
-        model_sizes: sizes of the model axes.
-        of: arrays `[model axis, layer]`, by the field of `LayerCost`.
-        parameters: the layers' parameters.
-        num_distinct: number of layers that are different programs.
-        sequence: whether each model axis cuts the data along its sequence, and not the parameters;
-            empty: none does.
-        selective: whether it is known what layers cost that are selectively recomputed.
-        update_share: bytes that the update stores, of those of the gradients.
-        groups: the step's layers in each layer of the table; empty: the same.
-        measured: the layers' measured seconds, instead of the cost model's.
-    """
-
     model_sizes: tuple[int, ...]
     of: Mapping[str, np.ndarray]
     parameters: tuple[Parameters, ...]
-    num_distinct: int
     sequence: tuple[bool, ...] = ()
     selective: bool = False
     update_share: float = 0.0
@@ -198,6 +245,14 @@ class LayerTable:
     def has_optimizer(self) -> bool:
         """Whether the optimizer keeps anything for the parameters."""
         return any(one.of["optimizer_bytes"].any() for one in self.parameters)
+
+    def of_batch(self, share: float) -> LayerTable:
+        """Return the table of a batch of `share` times the examples, which cost their share."""
+        of = {
+            name: values if name.startswith("fixed") or name.endswith("sums") else share * values
+            for name, values in self.of.items()
+        }
+        return dataclasses.replace(self, of=of)
 
     def is_sequence(self, at: int) -> bool:
         """Return whether the model axis number `at` cuts the data along its sequence."""
@@ -219,7 +274,7 @@ class LayerTable:
     def spans(self) -> dict[str, np.ndarray]:
         """The costs of the layers `first … end - 1`, `[row, first, end]`.
 
-        They are by the fields of `LayerCost` and of `ParameterCost`.
+        They are by the fields of the layers and of `Parameters`.
         """
         rows = range(len(self.model_sizes))
         every = [self._layer_spans(row) | self.parameter_spans(row, 1) for row in rows]
@@ -232,7 +287,7 @@ class LayerTable:
         found["input_bytes"] = np.repeat(rows["input_bytes"][:, None], count + 1, 1)
         sent = np.concatenate([[0.0], rows["sent_bytes"][:-1], [0.0]])
         found["sent_bytes"] = np.repeat(sent[None, :], count, 0)
-        found.update((name, largest(rows[name])) for name in LARGEST)
+        found.update((name, largest(rows[name])) for name in _LARGEST)
         return found
 
     @functools.cached_property

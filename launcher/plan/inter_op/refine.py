@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from launcher.partition import Assignment
-from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_pipeline
 from launcher.plan.inter_op.interleaved import interleaved_like
-from launcher.plan.inter_op.problem import Constraints, Problem, assignment_of
-from launcher.plan.inter_op.recompute import FEWEST, NOTHING, Recompute
-from launcher.plan.inter_op.search_point import SearchPoint
-from launcher.plan.inter_op.stage_profiling import Outline, StageChoice
-from launcher.plan.inter_op.submeshes import spread_divisors
+from launcher.plan.inter_op.layer_table import FEWEST, NOTHING, Recompute
+from launcher.plan.inter_op.problem import Constraints, Outline, Problem, StageChoice, assignment_of
+from launcher.plan.inter_op.submeshes import SearchPoint, spread_divisors
 from launcher.plan.pipeline import Estimate, estimated
+from launcher.plan.profile.measure_layers import UnmeasuredError
 from launcher.plan.stage_plan import StagePlan
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, training_schedules
 
@@ -101,8 +99,7 @@ class SearchResult:
         except UnmeasuredError as error:
             self.unmeasured.append(error)
             return
-        needed = max(stage.memory_bytes for stage in estimate.stages)
-        if needed <= (self.problem.memory_bytes or math.inf):
+        if self.problem.fits(estimate):
             self.estimates[assignment] = estimate
         elif not SCHEDULES[assignment.schedule].interleaves:  # whose memory is not searched by
             self.large[assignment] = estimate
@@ -145,12 +142,10 @@ class SearchResult:
 
     def reschedule(self) -> None:
         """Add the best plan under every other schedule, also those that have no bound."""
-        before = self.tasks
         for given, _ in self.ranked[:1] if self.estimates else ():
             if len(given.layers) == len(given.submeshes):  # else only one schedule runs them
                 for plan in under_every_schedule(given, self.problem, self.wanted, every=True):
                     self.add(plan)
-        self.tasks = before
 
     def climb(self) -> None:
         """Add the best plan with fewer recomputed layers and other ends of stages.
@@ -177,7 +172,7 @@ def equal_stages(problem: Problem, point: SearchPoint, known: Outline) -> Iterat
     remat string; where the recomputation is open, with all layers, selectively and with none. Only
     an estimate tells which of them fits the memory.
     """
-    cluster, of, layers = problem.cluster, known.candidates, len(problem.groups)
+    cluster, of, layers = problem.cluster, known.tables, len(problem.groups)
     sizes, remats = np.array(of.sizes), np.array([one.remat for one in known.choices])
     for count, remat in itertools.product(range(1, min(layers, cluster.hosts) + 1), point.remats):
         ways = np.flatnonzero((sizes == cluster.num_devices // count) & (remats == remat))
@@ -310,23 +305,20 @@ def climbed(
     while (moved := next(upcoming, None)) is not None and left > 0:
         try:
             fitted = fewest_again(moved, problem) if refit else moved
-            if fitted is None:
+            if fitted is None or fitted == assignment:
                 continue
-            moved, pipeline = fitted, make_pipeline(fitted, problem)
+            pipeline = make_pipeline(fitted, problem)
         except UnmeasuredError:
             continue
-        needed = max(stage.memory_bytes for stage in pipeline.stages)
-        if needed > (problem.memory_bytes or math.inf):
+        if not problem.fits(pipeline):
             continue
-        if moved == assignment:
-            continue
-        left -= 2 * len(moved.layers) * moved.num_micro_batches
+        left -= 2 * len(fitted.layers) * fitted.num_micro_batches
         most = (1 - _LEAST_GAIN) * estimate.predicted_step_seconds
         if not problem.cluster.shares_machine and pipeline.busy_seconds > most * (1 + _ROUNDING):
             continue  # whatever its timeline is: one device works longer
         other = estimated(pipeline)
         if other.predicted_step_seconds <= most:
-            assignment, estimate, upcoming = moved, other, moves(moved)
+            assignment, estimate, upcoming = fitted, other, moves(fitted)
     return assignment, estimate
 
 

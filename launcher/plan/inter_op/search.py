@@ -1,8 +1,8 @@
 """The search for the plan of the least simulated step, with a lower bound on that of any plan.
 
-Branch and bound over the numbers of microbatches and of common replicas, and the schedules. Of each
-the stage search gives the best stages by a closed form that no simulated timeline is below; then
-come the next best ones, as long as they promise more than the best timeline so far. Pure.
+Branch and bound over the numbers of microbatches and of common replicas, and the schedules. For
+each the stage search gives the best stages by a closed form that no simulated timeline is below;
+then come the next best ones, as long as they promise more than the best timeline so far. Pure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from launcher.partition import Assignment
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import (
     Constraints,
+    Outline,
+    Outlines,
+    Priced,
     Problem,
     Progress,
     alike_but_replicas,
     best_of,
     candidate_of,
+    hidden_forwards,
+    price,
     remat_choices,
     settings,
 )
@@ -33,18 +38,16 @@ from launcher.plan.inter_op.refine import (
     recounted,
     under_every_schedule,
 )
-from launcher.plan.inter_op.search_point import SearchPoint
 from launcher.plan.inter_op.stage_construction import (
+    MOST_UNITS,
     BestStages,
     Crossings,
     best_stages,
-    enumeration_cells,
     least_cover,
     lower_bound,
     stages_by_objective,
 )
-from launcher.plan.inter_op.stage_profiling import Outline, Outlines, Priced, hidden_forwards, price
-from launcher.plan.inter_op.submeshes import submesh_sizes
+from launcher.plan.inter_op.submeshes import SearchPoint, submesh_sizes
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 
 Bounded = tuple[float, Assignment | None]  # neither this nor what comes later is below the seconds
@@ -121,13 +124,13 @@ def _branches(found: SearchResult) -> Iterator[tuple[float, Iterator[Bounded]]]:
         for one in SCHEDULES.values()
         if one.improves_1f1b and not asked and remat_choices(wanted, one.name)
     ]
-    devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, problem.sizes)
+    devices = problem.cluster.num_devices
     for alike in alike_but_replicas(settings(problem, wanted, asked or DEFAULT_SCHEDULE)):
-        outlines = Outlines(*of, alike[0])
-        outlines_under = [Outlines(*of, _under(other, alike[0], wanted)) for other in others]
+        outlines = Outlines(problem, alike[0])
+        outlines_under = [Outlines(problem, _under(other, alike[0], wanted)) for other in others]
         for point in alike:
             known = outlines.of(point)
-            least = sum(lower_bound(known.candidates, devices))
+            least = sum(lower_bound(known.tables, devices))
             if problem.cluster.hosts > 1:
                 found.equal += equal_stages(problem, point, known)
             if not math.isfinite(least):
@@ -152,18 +155,17 @@ def _under(schedule: Schedule, point: SearchPoint, wanted: Constraints) -> Searc
 def _stages_under(found: SearchResult, point: SearchPoint, outlines: Outlines) -> Iterator[Bounded]:
     """Yield plans under a schedule that the point was not outlined for yet."""
     known = outlines.of(point)
-    yield sum(lower_bound(known.candidates, found.problem.cluster.num_devices)), None
+    yield sum(lower_bound(known.tables, found.problem.cluster.num_devices)), None
     yield from _stages(found, point, known)
 
 
 def _stages(found: SearchResult, point: SearchPoint, known: Outline) -> Iterator[Bounded]:
-    """Yield plans by what they take at least, the best stages first."""
+    """Yield plans by their lower bounds, the best stages first."""
     problem, wanted = found.problem, found.wanted
-    devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, point)
-    useful = known.useful(devices, found.limit)
-    priced = price(*of, problem.sizes, useful=useful)
-    yield sum(lower_bound(priced.candidates, devices)), None
-    best = best_stages(priced.candidates, devices, found.limit, num_stages=wanted.num_stages)
+    devices = problem.cluster.num_devices
+    priced = price(problem, point, known.useful(devices, found.limit))
+    yield sum(lower_bound(priced.tables, devices)), None
+    best = best_stages(priced.tables, devices, found.limit, num_stages=wanted.num_stages)
     if best is None:
         yield math.inf, None
         return
@@ -174,13 +176,12 @@ def _stages(found: SearchResult, point: SearchPoint, known: Outline) -> Iterator
         return one.objective, None if alike and len(one.stages) == 1 else assignment
 
     yield bounded(best, priced)
-    useful = known.useful(devices, found.best)
-    every = price(*of, problem.sizes, beaten=True, useful=useful)
-    if enumeration_cells(every.candidates, devices) > _MOST_CELLS:
+    every = price(problem, point, known.useful(devices, found.best), beaten=True)
+    if every.tables.seconds.size * min(devices, MOST_UNITS) > _MOST_CELLS:
         yield best.objective, None
         return
     following = stages_by_objective(
-        every.candidates,
+        every.tables,
         devices,
         lambda: found.best,
         _MOST_EXPANDED,
@@ -201,8 +202,7 @@ def _on_one_host(problem: Problem) -> Problem:
 def _round_trips(problem: Problem, point: SearchPoint) -> list[int]:
     """Return the round trips that follow a stage's first one, by the number of stages behind."""
     schedule, count = SCHEDULES[point.schedule], point.num_micro_batches
-    depth = min(problem.table.num_layers, problem.cluster.num_devices)
-    return [schedule.round_trips(behind, count) for behind in range(depth)]
+    return [schedule.round_trips(behind, count) for behind in range(problem.depth)]
 
 
 def _crossings(problem: Problem, point: SearchPoint) -> Crossings | None:
@@ -211,9 +211,8 @@ def _crossings(problem: Problem, point: SearchPoint) -> Crossings | None:
     if cluster.hosts == 1 or cluster.devices_per_host == 1:
         return None
     sent = problem.table.of["sent_bytes"].min(0)[:-1] / count
-    depth = min(problem.table.num_layers, cluster.num_devices)
-    hidden = np.array(hidden_forwards(point, depth, cluster))
-    behind = np.minimum(np.arange(problem.table.num_layers + 1), depth - 1)
+    hidden = np.array(hidden_forwards(problem, point))
+    behind = np.minimum(np.arange(problem.table.num_layers + 1), problem.depth - 1)
     sends, local = sent / cluster.inter_host, sent / cluster.intra_host
     return Crossings.of(sends, local, count - 1, hidden[behind], cluster.devices_per_host)
 
@@ -221,6 +220,5 @@ def _crossings(problem: Problem, point: SearchPoint) -> Crossings | None:
 def _interleaved(
     found: SearchResult, point: SearchPoint, device_seconds: float
 ) -> Iterator[Bounded]:
-    of = found.problem, found.wanted, point
-    yield from interleaved_plans(*of, found.limit, device_seconds)
+    yield from interleaved_plans(found.problem, found.wanted, point, found.limit, device_seconds)
     yield math.inf, None

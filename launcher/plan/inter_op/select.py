@@ -10,14 +10,12 @@ from contextlib import suppress
 from launcher.base import parse_remat
 from launcher.hardware import ClusterShape
 from launcher.partition import Assignment
-from launcher.plan.build import PlanBuilder
-from launcher.plan.errors import TooLargeError, UnmeasuredError
-from launcher.plan.followers.further import lead_of
+from launcher.plan.build import PlanBuilder, refused_notes
+from launcher.plan.further import lead_of
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.explain import (
-    fewer_rows_note,
+    fewer_examples_note,
     leanest,
-    most_bytes,
     next_best,
     nothing_fits,
     runners_up,
@@ -26,9 +24,8 @@ from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints, Problem
 from launcher.plan.inter_op.refine import Estimated, SearchResult, fewest_again, ungrouped
 from launcher.plan.inter_op.search import find_plans, plans_on_one_machine
-from launcher.plan.notes import refused_notes
-from launcher.plan.plan import Plan
-from launcher.plan.profile.measured_layers import MeasuredLayers
+from launcher.plan.plan import Plan, TooLargeError
+from launcher.plan.profile.measure_layers import MeasuredLayers, UnmeasuredError
 from launcher.plan.stage_plan import describe_plan
 from launcher.trace import BatchError, JoinedError, TracedStep
 
@@ -97,7 +94,7 @@ def search(
             continue
         if any(plan.missing_bytes <= 0 for plan, _ in built):
             best, chosen = _selected(built, found, refused)
-            rows = fewer_rows_note(problem, wanted, chosen[1])
+            rows = fewer_examples_note(problem, wanted, chosen[1])
             best = dataclasses.replace(best, notes=(*best.notes, *rows))
             more = how_many(best) - 1
             if more <= 0:
@@ -268,12 +265,12 @@ def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]
     those that were built. A build costs a hundred estimates.
     """
     alike = [
-        (most_bytes(plan), most_bytes(one[1]))
+        (plan.most_bytes, one[1].most_bytes)
         for plan, one in built
         if _policies(one) == _policies(estimate)
     ]
     short = max((needed / said for needed, said in alike if said), default=1.0)
-    return most_bytes(estimate[1]) * max(1.0, short)
+    return estimate[1].most_bytes * max(1.0, short)
 
 
 def _policies(of: Estimated) -> set[str]:
@@ -294,14 +291,14 @@ def _with_less_memory(problem: Problem, built: Sequence[tuple[Plan, Estimated]])
     """Return the problem with less memory, by as much as the search underestimated the plans."""
     assert problem.memory_bytes is not None
     assert problem.cluster.memory_bytes is not None
-    share = max(most_bytes(said) / most_bytes(plan) for plan, (_, said) in built)
+    share = max(said.most_bytes / plan.most_bytes for plan, (_, said) in built)
     least = min(problem.memory_bytes, share * problem.cluster.memory_bytes)
     return dataclasses.replace(problem, memory_bytes=_MARGIN * least)
 
 
 def _too_large(built: Sequence[tuple[Plan, Estimated]]) -> TooLargeError:
-    least, (assignment, _) = min(built, key=lambda pair: most_bytes(pair[0]))
-    needed, there = most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
+    least, (assignment, _) = min(built, key=lambda pair: pair[0].most_bytes)
+    needed, there = least.most_bytes / 2**30, least.cluster["memory_bytes"] / 2**30
     return TooLargeError(
         f"the model does not fit: the leanest plan found ({describe_plan(least)}) needs "
         f"{needed:.2f} GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use "

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _MOST_HOSTS_MORE = 2  # that are distinguished, of those that the layers before may need
-_MOST_UNITS = 64  # in which devices are counted for what the layers before cost at least
+MOST_UNITS = 64  # in which devices are counted for what the layers before cost at least
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,22 @@ def objective(seconds: Sequence[float], rest: Sequence[float]) -> float:
     return sum(seconds) + max(rest)
 
 
-def lower_bound(candidates: StageTables, num_devices: int) -> tuple[float, float]:
+def lower_bound(tables: StageTables, num_devices: int) -> tuple[float, float]:
     """Return lower bounds on the objective of any choice of stages.
 
     They are the sum of the stages' seconds, and the rest of the stage that has most left. Both take
     the stages to be anywhere in the pipeline. The devices' time is the sum of the rests over all
     devices of the stages, of which the busiest has at least its share.
     """
-    seconds, bound = candidates.seconds, rests(candidates)
+    seconds, bound = tables.seconds, rests(tables)
     if not seconds.size:
         return np.inf, np.inf
-    device_seconds = (bound * np.array(candidates.sizes)).min(axis=(0, 3))
+    device_seconds = (bound * np.array(tables.sizes)).min(axis=(0, 3))
     return least_cover(seconds.min(axis=(0, 3))), least_cover(device_seconds) / num_devices
 
 
 def best_stages(
-    candidates: StageTables,
+    tables: StageTables,
     num_devices: int,
     best: float = np.inf,
     progress: Callable[[float], None] = lambda share: None,
@@ -96,7 +96,7 @@ def best_stages(
     most bounds need not be tried.
 
     Args:
-        candidates: the costs of every stage.
+        tables: the costs of every stage.
         num_devices: number of devices.
         best: an objective to stay below.
         progress: called with the share that is done, 0 … 1.
@@ -105,9 +105,9 @@ def best_stages(
     Returns:
         None if there are none, or none below `best`.
     """
-    seconds, bound = candidates.seconds, rests(candidates)
+    seconds, bound = tables.seconds, rests(tables)
     levels = np.unique(bound[np.isfinite(bound)])
-    floor = lower_bound(candidates, num_devices)[1] * (1 - 1e-9)
+    floor = lower_bound(tables, num_devices)[1] * (1 - 1e-9)
     levels = levels[np.searchsorted(levels, floor) :]
     if not len(levels):
         return None
@@ -123,7 +123,7 @@ def best_stages(
         least = least_cover(allowed.min(axis=(0, 3)))
         if least + levels[0] >= best:
             return least
-        least, stages = _solve(allowed, candidates.sizes, num_devices, num_stages)
+        least, stages = _solve(allowed, tables.sizes, num_devices, num_stages)
         if stages:
             at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
             value = objective([float(seconds[i]) for i in at], [float(bound[i]) for i in at])
@@ -150,9 +150,9 @@ def best_stages(
     return found
 
 
-def rests(candidates: StageTables) -> np.ndarray:
+def rests(tables: StageTables) -> np.ndarray:
     """Return the rest of each possible stage."""
-    return np.where(np.isfinite(candidates.seconds), candidates.rest, np.inf)
+    return np.where(np.isfinite(tables.seconds), tables.rest, np.inf)
 
 
 def least_cover(cost: np.ndarray) -> float:
@@ -245,8 +245,8 @@ def _solve(
 class Crossings:
     """What crossing from host to host costs beside what stages are priced at.
 
-    A stage of less than a host is priced as if the next one were on the same host. Of the stages
-    of less than a host no more stand on one than it has devices, so that there are some crossings.
+    A stage of less than a host is priced as if the next one were on the same host. A host
+    has at most as many of these stages as it has devices, so that there are some crossings.
 
     Attributes:
         devices_per_host: the devices of a host.
@@ -314,13 +314,8 @@ def _busiest_link(sends: np.ndarray, others: int, hidden: np.ndarray) -> np.ndar
     return found
 
 
-def enumeration_cells(candidates: StageTables, num_devices: int) -> int:
-    """Return the entries of the tables that an enumeration works with: what it costs to begin."""
-    return candidates.seconds.size * min(num_devices, _MOST_UNITS)
-
-
 def stages_by_objective(
-    candidates: StageTables,
+    tables: StageTables,
     num_devices: int,
     below: Callable[[], float],
     most_expanded: int,
@@ -333,7 +328,7 @@ def stages_by_objective(
     The last one yielded is None, with the least objective of what is left.
 
     Args:
-        candidates: the costs of every stage.
+        tables: the costs of every stage.
         num_devices: the most devices that they may have together.
         below: returns the objective to stay below, which may fall.
         most_expanded: after how many beginnings to give up.
@@ -342,11 +337,11 @@ def stages_by_objective(
         round_trips: by the number of stages behind, how many microbatches go through a stage and
             these and back, each after the one before, beside the first microbatch.
     """
-    seconds = candidates.seconds
-    rest, once = _parted(candidates)
-    sizes = np.array(candidates.sizes)
+    seconds = tables.seconds
+    rest, once = _parted(tables)
+    sizes = np.array(tables.sizes)
     depth, count = seconds.shape[:2]
-    before = _Before(candidates, num_devices, crossings)
+    before = _Before(tables, num_devices, crossings)
     order = itertools.count()  # of two that promise the same, the newer one is nearer to its end
     start: tuple[float, float, float, tuple[tuple[int, int, int], ...]] = (0.0, 0.0, 0.0, ())
     nothing = (np.zeros((1, 1)),) * 3
@@ -392,7 +387,7 @@ class _Before:
     """What pipelines take at least, with the layers before the stages that are there."""
 
     def __init__(self, of: StageTables, num_devices: int, crossings: Crossings | None) -> None:
-        self._unit = -(-num_devices // _MOST_UNITS)  # what is less is taken to need no devices
+        self._unit = -(-num_devices // MOST_UNITS)  # what is less is taken to need no devices
         self._devices, self._crossings = num_devices, crossings
         self._any = self._tables(of, of.sizes)
         if crossings:

@@ -24,16 +24,15 @@ from launcher.plan.cost.formulas import (
     sharded_bytes,
     update_seconds,
 )
-from launcher.plan.inter_op.layer_table import LayerTable
-from launcher.plan.inter_op.recompute import (
+from launcher.plan.inter_op.layer_table import (
     NOTHING,
     OPEN,
+    LayerTable,
     Recompute,
     first_layers,
     other_layers,
 )
-from launcher.plan.inter_op.search_point import SearchPoint
-from launcher.plan.inter_op.submeshes import Mesh, links_within
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint, links_within
 from launcher.schedule import SCHEDULES
 
 Arrays = tuple[np.ndarray, ...]
@@ -161,7 +160,7 @@ class StageCosts:
 
     @_shared
     def _of(self, name: str) -> np.ndarray:
-        """Return the sums of a field of `LayerCost` or `ParameterCost` over each stage's layers."""
+        """Return the sums of a field of the table over each stage's layers."""
         rows = [mesh.row for mesh in self.meshes]
         of = self.table.spans[name]
         return of[rows[0] : rows[0] + 1] if len(rows) == 1 else of[rows]

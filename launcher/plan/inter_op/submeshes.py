@@ -1,4 +1,7 @@
-"""Submeshes of a pipeline: their sizes, logical meshes, devices and links. Pure."""
+"""Submeshes of a pipeline: their sizes, logical meshes, devices and links; points of the search.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.hardware import ClusterShape
-from launcher.partition import DATA, MODEL
+from launcher.partition import DATA, DEFAULT_REDUCTION, MODEL, Reduction
 from launcher.plan.cost.formulas import Links, ring_links
 
 _MOST_DIVISORS = 20
+
+
+@dataclass(frozen=True)
+class SearchPoint:
+    """The values held fixed during one stage search.
+
+    Attributes:
+        num_micro_batches: number of microbatches a step.
+        batch_size: rows of the whole batch.
+        replicas: number of replicas that all stages have in common; None: any, with the least
+            memory over them.
+        schedule: name of the schedule.
+        remats: the remat strings to choose from, among them `FEWEST`.
+        memory_bytes: memory of a device; None: no limit.
+        reduction: how gradients are summed over the replicas.
+    """
+
+    num_micro_batches: int
+    batch_size: int
+    replicas: int | None
+    schedule: str
+    remats: tuple[str, ...]
+    memory_bytes: float | None
+    reduction: Reduction = DEFAULT_REDUCTION
 
 
 @dataclass(frozen=True)
@@ -119,8 +146,7 @@ def in_order(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...
 @functools.cache
 def links_within(mesh: Mesh, cluster: ClusterShape) -> Links:
     """Return the links of a submesh that takes the devices in order, from the first of a host."""
-    hosts = [cluster.host_of(device) for device in range(mesh.devices)]
-    return ring_links(hosts, mesh.size(MODEL), cluster)
+    return ring_links(range(mesh.devices), mesh.size(MODEL), cluster)
 
 
 def divisors(number: int, most: int) -> list[int]:

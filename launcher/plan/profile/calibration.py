@@ -7,21 +7,26 @@ number; `calibrated` puts what is kept into a shape.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from filelock import FileLock
 
-from launcher.base import measurements, parent_death, warn_once
+from launcher.base import make_private, measurements, parent_death, warn_once
 from launcher.hardware import ClusterShape, gpu_memory_variables, is_nominal
 from launcher.partition import PlanError
 from launcher.plan.profile import measure_devices
@@ -34,6 +39,9 @@ from launcher.trace import (
     make_jaxpr,
     moved_bytes,
 )
+
+_AGAIN = "measured again"
+_PATIENCE = 120.0  # seconds that another process may take to measure
 
 _TIME_OUT = 600.0  # seconds
 _QUICK_TIME_OUT = 120.0  # seconds; a GPU takes long to start
@@ -100,7 +108,16 @@ class HostLinks:
         all_reduce_seconds: seconds by bytes.
     """
 
+    what: ClassVar[str] = "links"
     all_reduce_seconds: dict[str, float]
+
+    @classmethod
+    def from_cache(cls, tree: dict[str, Any]) -> HostLinks:
+        """Return the links in a cache file, which may hold anything; see `_calibration_in`."""
+        found = _by_size(tree["all_reduce_seconds"])
+        if len(found) != _SIZES:
+            raise ValueError(f"sums of {len(found)} sizes")
+        return cls(found)
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
         """Return the shape with the hosts' links.
@@ -135,10 +152,17 @@ def _ring_rates(seconds: Mapping[str, float], count: int) -> tuple[float, float]
 class StoreRates:
     """Measured rates of an object store, as parameter servers use it; see `ClusterShape`."""
 
+    what: ClassVar[str] = "store"
     latency: float
     put: float
     add: float
     get: float
+
+    @classmethod
+    def from_cache(cls, tree: dict[str, Any]) -> StoreRates:
+        """Return the rates in a cache file, which may hold anything; see `_calibration_in`."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: measurements.positive(tree[name]) for name in names})
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
         """Return the shape with these figures."""
@@ -146,26 +170,18 @@ class StoreRates:
         return dataclasses.replace(shape, **rates)
 
 
-def keep_store_rates(shape: ClusterShape, rates: StoreRates) -> Path | None:
-    """Keep the rates that were measured with the workers of a shape, for `calibrated`.
+def keep_host_rates(shape: ClusterShape, measured: StoreRates | HostLinks) -> Path | None:
+    """Store what was measured with the workers of a shape, for `calibrated`.
 
     Returns:
-        The file that keeps them; None, after a warning, if it could not be written.
+        The file; None, after a warning, if it could not be written.
     """
-    return _keep(_hosts_file(shape, "store"), rates)
-
-
-def keep_host_links(shape: ClusterShape, links: HostLinks) -> Path | None:
-    """Keep what was measured with the workers of a shape, as `keep_store_rates` does."""
-    return _keep(_hosts_file(shape, "links"), links)
-
-
-def _keep(path: Path, measured: StoreRates | HostLinks) -> Path | None:
+    path = _hosts_file(shape, type(measured))
     return path if measurements.write(path, dataclasses.asdict(measured)) else None
 
 
-def _hosts_file(shape: ClusterShape, what: str) -> Path:
-    return calibration_file(shape, f"-{what}-{shape.hosts}")
+def _hosts_file(shape: ClusterShape, kind: type[StoreRates | HostLinks]) -> Path:
+    return calibration_file(shape, f"-{kind.what}-{shape.hosts}")
 
 
 def calibration_file(shape: ClusterShape, what: str = "") -> Path:
@@ -183,26 +199,27 @@ def calibrated(shape: ClusterShape, measured: Calibration | None = None) -> Clus
         shape: the shape with nominal rates.
         measured: the calibration, if it is not to be the one that is kept.
     """
-    calibration = measured or kept(shape)
-    found = calibration and calibration.applied(shape)
-    if found is None and is_nominal(shape):
+    calibration = measured or cached_calibration(shape)
+    known = calibration.applied(shape) if calibration else shape
+    if not calibration and is_nominal(shape):
         warn_once(
             _log,
             f"the rates and the memory of {shape.device_kind} are not known: predictions are "
             "nominal, and memory is not bounded, until python -m launcher task=calibrate measures "
             "them there",
         )
-    known = found or shape
-    if shape.hosts == 1:
-        return known
-    store = measurements.read_cached(_hosts_file(shape, "store"), _kept_rates, _BY_TASK)
-    links = measurements.read_cached(_hosts_file(shape, "links"), _kept_links, _BY_TASK)
-    known = store.applied(known) if store else known
-    return links.applied(known) if links else known
+    if shape.hosts > 1:
+        file = _hosts_file(shape, StoreRates)
+        if store := measurements.read_cached(file, StoreRates.from_cache, _BY_TASK):
+            known = store.applied(known)
+        file = _hosts_file(shape, HostLinks)
+        if links := measurements.read_cached(file, HostLinks.from_cache, _BY_TASK):
+            known = links.applied(known)
+    return known
 
 
-def kept(shape: ClusterShape, then: str = _BY_TASK) -> Calibration | None:
-    """Return the calibration that is kept of such devices; None if there is none to use.
+def cached_calibration(shape: ClusterShape, then: str = _BY_TASK) -> Calibration | None:
+    """Return the stored calibration of such devices; None if there is none to use.
 
     Args:
         shape: the devices.
@@ -210,28 +227,14 @@ def kept(shape: ClusterShape, then: str = _BY_TASK) -> Calibration | None:
     """
 
     def made(tree: dict[str, Any]) -> Calibration:
-        calibration = _kept(tree)
+        calibration = _calibration_in(tree)
         calibration.applied(shape)  # may show that it is damaged, too
         return calibration
 
     return measurements.read_cached(calibration_file(shape), made, then)
 
 
-def _kept_rates(tree: dict[str, Any]) -> StoreRates:
-    """Return the rates in a cache file; as `_kept`."""
-    names = (field.name for field in dataclasses.fields(StoreRates))
-    return StoreRates(**{name: measurements.positive(tree[name]) for name in names})
-
-
-def _kept_links(tree: dict[str, Any]) -> HostLinks:
-    """Return the links in a cache file; as `_kept`."""
-    found = _by_size(tree["all_reduce_seconds"])
-    if len(found) != _SIZES:
-        raise ValueError(f"sums of {len(found)} sizes")
-    return HostLinks(found)
-
-
-def _kept(tree: dict[str, Any]) -> Calibration:
+def _calibration_in(tree: dict[str, Any]) -> Calibration:
     """Return the calibration in a cache file.
 
     The file may hold anything; errors are those that `measurements.read_cached` expects.
@@ -272,35 +275,18 @@ def measure(shape: ClusterShape, quick: bool = False) -> tuple[Calibration, Path
         PlanError: they cannot be measured; the message says why.
     """
     request = {
-        "platform": "cpu" if shape.device_kind == "cpu" else "cuda",
+        "platform": platform_of(shape),
         "devices": shape.num_devices,
         "quick": quick,
     }
     time_out = _QUICK_TIME_OUT if quick else _TIME_OUT
-    with tempfile.TemporaryDirectory(prefix="launcher-calibrate-") as folder:
-        path = Path(folder) / "request.json"
-        path.write_text(json.dumps(request))
-        try:
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    str(parent_death.__file__),
-                    str(measure_devices.__file__),
-                    str(path),
-                ],
-                capture_output=True,
-                text=True,
-                timeout=time_out,
-                check=True,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | gpu_memory_variables(os.environ),
-            )
-        except subprocess.TimeoutExpired as error:
-            raise PlanError(f"the devices were not measured within {time_out:g} s") from error
-        except subprocess.CalledProcessError as error:
-            lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
-            raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
-    tree: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    try:
+        tree = run_program(measure_devices, request, time_out)
+    except subprocess.TimeoutExpired as error:
+        raise PlanError(f"the devices were not measured within {time_out:g} s") from error
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
+        raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
     if seconds := tree.pop("block_seconds", None):
         tree["overrun"] = seconds / block_seconds(Calibration(**tree).applied(shape))
     about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
@@ -308,6 +294,33 @@ def measure(shape: ClusterShape, quick: bool = False) -> tuple[Calibration, Path
     found = Calibration(**tree)
     is_kept = measurements.write(path, {**about, **vars(found)})
     return found, path if is_kept else None
+
+
+def platform_of(shape: ClusterShape) -> str:
+    """Return the platform of a shape's devices, as JAX names it."""
+    return "cpu" if shape.device_kind == "cpu" else "cuda"
+
+
+def run_program(program: ModuleType, request: dict[str, Any], time_out: float) -> dict[str, Any]:
+    """Run a program that measures, in a process of its own, and return what it prints.
+
+    Raises:
+        SubprocessError: it failed, or took more than `time_out` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="launcher-measure-") as folder:
+        path = Path(folder) / "request.json"
+        path.write_text(json.dumps(request))
+        done = subprocess.run(
+            [sys.executable, str(parent_death.__file__), str(program.__file__), str(path)],
+            capture_output=True,
+            text=True,
+            timeout=time_out,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | gpu_memory_variables(os.environ),
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def block_seconds(shape: ClusterShape) -> float:
@@ -326,3 +339,50 @@ def block_seconds(shape: ClusterShape) -> float:
 
 def _largest(rates: dict[str, float]) -> float:
     return float(rates[max(rates, key=int)])
+
+
+def measure_first(shape: ClusterShape) -> Calibration | None:
+    """Measure devices of which no calibration is kept, in some seconds, and keep and say it.
+
+    Of several processes that find none at once, one measures and the others wait: they would
+    disturb one another.
+
+    Args:
+        shape: the devices, at nominal rates.
+
+    Returns:
+        The calibration; None if one is kept, or if the devices could not be measured, which is
+            warned of.
+    """
+    if cached_calibration(shape, _AGAIN):
+        return None
+    with _alone(calibration_file(shape)):
+        return None if cached_calibration(shape, _AGAIN) else _measured_now(shape)
+
+
+@functools.cache  # where it cannot be kept, it is measured once a process
+def _measured_now(shape: ClusterShape) -> Calibration | None:
+    began = time.monotonic()
+    try:
+        calibration, path = measure(shape, quick=True)
+    except PlanError as error:
+        _log.warning(f"{error}; predictions rest on nominal rates")
+        return None
+    kind = "emulated CPU device" if shape.device_kind == "cpu" else shape.device_kind
+    count = f"{shape.num_devices} {kind}{'s' if shape.num_devices > 1 else ''}"
+    where = f"kept for later plans: {path}" if path else "for this plan alone"
+    _log.info(
+        f"measured the rates of {count} in {time.monotonic() - began:.1f} s, {where} "
+        "(parallel.cost=model plans without)"
+    )
+    return calibration
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a measurement, as far as its folder can be written."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # then nothing is kept there, either
+            make_private(path.parent)
+            stack.enter_context(FileLock(path.with_suffix(".lock"), timeout=_PATIENCE))
+        yield

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.ray.environment import ray_environment, worker_environment
-from launcher.hardware.gpu_memory import memory_share
+from launcher.hardware.cluster_shape import memory_share
 from launcher.plan import local_shape
 
 CPUS = DevicePool("cpu", 2, 3, "emulated CPU device", "")

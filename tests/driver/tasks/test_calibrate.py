@@ -13,7 +13,7 @@ from launcher.cluster.kinds import pool_shape
 from launcher.config.compose import load
 from launcher.config.machines import Emulated
 from launcher.driver.tasks.calibrate import Calibrate
-from launcher.hardware.gpu_memory import memory_share
+from launcher.hardware.cluster_shape import memory_share
 from launcher.plan.profile import calibration
 from launcher.report.console import make_console
 

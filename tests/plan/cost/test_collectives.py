@@ -10,13 +10,12 @@ from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
 from launcher.plan.cost.collectives import (
     Collective,
-    backward_seconds,
-    collectives,
     equation_load,
     flow,
-    forward_seconds,
     is_active,
+    seconds,
 )
+from launcher.plan.cost.collectives import loads as all_loads
 from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
@@ -148,7 +147,8 @@ def test_parts_of_a_gradient_are_summed_once():
     for var in closed.invars[1:]:
         cut.seed(var, (None, "model"))
     flows = flow(closed.eqns, closed.invars)
-    sums = [c for c in collectives(cut, flows) if c.size == 8 * 16 * 4]
+    found = (c for _, one in all_loads(cut, flows) for c in (*one.forward, *one.backward))
+    sums = [c for c in found if c.size == 8 * 16 * 4]
     assert [(c.kind, c.axis) for c in sums] == [("all-reduce", "model")]
 
 
@@ -196,10 +196,7 @@ def test_seconds_of_a_load():
     cluster = local_shape(8, 1, "cpu")
     link = cluster.intra_host
     alone = product((None, None), (None, None))
-    assert forward_seconds(alone, SIZES, cluster, link) == pytest.approx(8192 / cluster.flops)
-    assert backward_seconds(alone, SIZES, cluster, link) == pytest.approx(2 * 8192 / cluster.flops)
+    assert seconds(alone, SIZES, cluster, link) == pytest.approx(3 * 8192 / cluster.flops)
     rows = product((None, "model"), ("model", None))
     summed = all_reduce_seconds(8 * 32 * 4, 4, link, cluster.latency)
-    assert forward_seconds(rows, SIZES, cluster, link) == pytest.approx(
-        2048 / cluster.flops + summed
-    )
+    assert seconds(rows, SIZES, cluster, link) == pytest.approx(3 * 2048 / cluster.flops + summed)

@@ -1,35 +1,22 @@
 """The parts of the memory estimate; tests/runtime/test_memory_measured.py measures them."""
 
-import jax
-import jax.numpy as jnp
 import pytest
+from layered import layered_step
 
-import launcher
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stage_programs import trace_stage
 from launcher.partition.stages import cut_stages
 from launcher.plan.cost.mesh_memory import mesh_activation_bytes
 from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind, make_tasks, max_in_flight
-from launcher.trace import trace_step
 
 WIDTH, ROWS, STAGES, MICRO_BATCHES = 8, 4, 4, 6
 BOUNDARY = ROWS * WIDTH * 4
 
 
-def loss(params, x):
-    for i in range(STAGES):
-        if i:
-            launcher.mark_pipeline_boundary()
-        x = jnp.tanh(x @ params[i])
-    return (x**2).mean()
-
-
 @pytest.fixture(scope="module")
 def found():
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * STAGES
-    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    return trace_step(lambda p, x: launcher.grad(loss)(p, x), (params, batch))
+    return layered_step([(WIDTH, WIDTH)] * STAGES, ROWS)
 
 
 def footprints(traced, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWARD))):

@@ -5,20 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from random_problems import equal_stages
 
 import launcher
-from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.assignment import Submesh
 from launcher.plan import local_shape, timeline
 from launcher.plan.build import PlanBuilder, build_plan
-from launcher.plan.cost.formulas import Links
-from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layer_construction import cost_table, make_problem
-from launcher.plan.inter_op.recompute import NOTHING
-from launcher.plan.inter_op.search_point import SearchPoint
+from launcher.plan.inter_op.layer_table import NOTHING
 from launcher.plan.inter_op.stage_cost import StageCosts
-from launcher.plan.inter_op.submeshes import Mesh
-from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint
+from launcher.plan.profile.measure_layers import MeasuredLayers, Timing
 from launcher.trace import trace_step
 
 LAYERS, WIDTH, BATCH = 4, 512, 64
@@ -54,32 +52,8 @@ PARAMS = [
 TRACED = trace_step(train, ((PARAMS, PARAMS), jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))
 
 
-def assignment(*submeshes, schedule="1f1b", mesh_of=None, count=None):
-    count = count or len(submeshes)
-    run = LAYERS // count
-    return Assignment(
-        method="auto",
-        layers=tuple(tuple(range(s * run, (s + 1) * run)) for s in range(count)),
-        submeshes=submeshes,
-        mesh_of=mesh_of or tuple(range(count)),
-        num_micro_batches=4,
-        schedule=schedule,
-        remat=("none",) * count,
-    )
-
-
-@pytest.mark.parametrize(
-    ("devices", "mesh", "links"),
-    [
-        (range(4), (1, 4), Links(100e9, 100e9)),
-        (range(8), (2, 4), Links(100e9, 0.75e9)),  # four rings along data share a host's link
-        (range(8), (8, 1), Links(100e9, 3e9)),
-        (range(8), (1, 8), Links(3e9, 100e9)),
-        ((3, 4), (1, 2), Links(3e9, 100e9)),
-    ],
-)
-def test_a_ring_that_leaves_a_host_shares_its_link(devices, mesh, links):
-    assert links_of(Submesh(tuple(devices), mesh), HOSTS) == links
+def assignment(*submeshes, turns=1, **changed):
+    return equal_stages(submeshes, LAYERS, turns, **changed)
 
 
 @pytest.mark.parametrize("mesh", [(2, 4), (8, 1), (1, 4)])
@@ -116,7 +90,7 @@ def test_a_mesh_updates_its_state_once_however_many_stages_it_has():
     cluster = dataclasses.replace(HOSTS, hosts=1, devices_per_host=8)
     meshes = Submesh((0,), (1, 1)), Submesh((1,), (1, 1))
     plain = build_plan(TRACED, assignment(*meshes), cluster)
-    turns = assignment(*meshes, schedule="interleaved_1f1b", mesh_of=(0, 1, 0, 1), count=4)
+    turns = assignment(*meshes, turns=2, schedule="interleaved_1f1b")
     several = build_plan(TRACED, turns, cluster)
     for mesh in range(2):
         own = several.stages[mesh].update_seconds + several.stages[mesh + 2].update_seconds
@@ -129,7 +103,7 @@ def test_a_stage_alone_is_as_much_faster_as_its_products_and_its_other_work_are(
     shared = dataclasses.replace(
         local_shape(4, 1, "cpu"), effective_parallelism=2.0, product_parallelism=1.0
     )
-    alone = dataclasses.replace(assignment(Submesh((0,), (1, 1))), remat=(remat,))
+    alone = assignment(Submesh((0,), (1, 1)), remat=(remat,))
     (stage,) = build_plan(TRACED, alone, shared).stages
     again = 1 if remat == "full" else 0  # of the forward pass
     products = (3 + again) * 2 * BATCH / 4 * sum(p.size for p in PARAMS) / shared.flops_fp32
@@ -180,10 +154,7 @@ def test_a_stage_that_others_read_is_not_one_that_the_next_alone_reads():
         layers = tuple(
             tuple(range(first, end)) for first, end in zip((0, *ends), ends, strict=False)
         )
-        given = dataclasses.replace(
-            assignment(*submeshes), layers=layers, remat=("none",) * len(ends)
-        )
-        return builder.build(given)
+        return builder.build(assignment(*submeshes, layers=layers))
 
     shared = PlanBuilder(traced, cluster)
     with_stages((1, LAYERS), shared)

@@ -12,8 +12,7 @@ import launcher
 from launcher.partition.partitioned import partition
 from launcher.partition.pieces import in_pieces
 from launcher.plan import local_shape
-from launcher.plan.cost.mesh_memory import accumulated
-from launcher.plan.cost.update_memory import UpdateMemory
+from launcher.plan.cost.mesh_memory import UpdateMemory, accumulated
 from launcher.plan.methods import DataParallel, PipeshardParallel, ShardParallel, Zero2Parallel
 from launcher.trace import trace_step
 

@@ -1,16 +1,17 @@
 """The search prices a stage as the plan that is built of it is predicted: one cost model."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import random_problems
 
 import launcher
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.assignment import Submesh
 from launcher.plan import microbatch_transfer_seconds
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.estimate import make_estimate
@@ -67,15 +68,7 @@ def cluster_of(rng):
             ("dispatch_overhead", -4),
         )
     }
-    return ClusterShape(
-        name="made up",
-        hosts=hosts,
-        devices_per_host=each,
-        device_kind="none",
-        peak_flops=None,
-        memory_bytes=None,
-        **rates,
-    )
+    return random_problems.cluster_of(hosts, each, **rates)
 
 
 def assignment_of(rng, step, cluster, zeros):
@@ -98,13 +91,11 @@ def assignment_of(rng, step, cluster, zeros):
     runs = zip((0, *cuts), (*cuts, layers), strict=True)
     schedule = str(rng.choice(["gpipe", "1f1b", "eager_1f1b", "zero_bubble"]))
     remats = ["none", "full", "full:1"]
-    return Assignment(
-        method="auto",
+    given = random_problems.equal_stages(meshes, layers, schedule=schedule)
+    return dataclasses.replace(
+        given,
         layers=tuple(tuple(range(first, end)) for first, end in runs),
-        submeshes=tuple(meshes),
-        mesh_of=tuple(range(count)),
         num_micro_batches=int(rng.choice([1, 2, 4])),
-        schedule=schedule,
         remat=tuple(str(rng.choice(remats)) for _ in meshes),
         zero=tuple(int(rng.choice(zeros)) for _ in meshes),
     )

@@ -1,17 +1,16 @@
-"""A estimate is close to the plan that it stands for, and decides between schedules."""
+"""An estimate is close to the plan that it stands for, and decides between schedules."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from random_problems import equal_stages, in_order
 
 import launcher
-from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.assignment import Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import PlanBuilder, build_plan
-from launcher.plan.errors import TooLargeError
 from launcher.plan.inter_op import explain
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_like
@@ -21,6 +20,7 @@ from launcher.plan.inter_op.refine import under_every_schedule
 from launcher.plan.inter_op.search import find_plans
 from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.stage_cost import StageCosts
+from launcher.plan.plan import TooLargeError
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.trace import trace_step
@@ -72,22 +72,7 @@ def gpt():
 
 
 def assignment_of(problem, shape, stages, **changed):
-    data, model = shape
-    each = data * model
-    parts = np.array_split(np.arange(len(problem.groups)), stages)
-    given = Assignment(
-        method="auto",
-        layers=tuple(tuple(int(i) for i in part) for part in parts),
-        submeshes=tuple(
-            Submesh(tuple(range(s * each, s * each + each)), shape) for s in range(stages)
-        ),
-        mesh_of=tuple(range(stages)),
-        num_micro_batches=4,
-        schedule="1f1b",
-        remat=("none",) * stages,
-        zero=(0,) * stages,
-    )
-    return dataclasses.replace(given, **changed)
+    return equal_stages(in_order([shape] * stages), len(problem.groups), **changed)
 
 
 @pytest.mark.parametrize(

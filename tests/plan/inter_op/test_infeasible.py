@@ -2,29 +2,30 @@
 
 import dataclasses
 import re
-from dataclasses import fields
 
 import numpy as np
 import pytest
 from layered import layered_step
+from random_problems import LAYER_FIELDS
 
 from launcher.plan import describe_plan, local_shape
 from launcher.plan.build import PlanBuilder, build_plan
-from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op import explain
 from launcher.plan.inter_op.explain import _batch, leanest, nothing_fits
 from launcher.plan.inter_op.layer_construction import make_problem
-from launcher.plan.inter_op.layer_table import LayerCost, LayerTable, Parameters
+from launcher.plan.inter_op.layer_table import SELECTIVE_FIELDS, LayerTable, Parameters
 from launcher.plan.inter_op.problem import Constraints, Problem, best_of, of_batch
 from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.submeshes import submesh_sizes
+from launcher.plan.plan import TooLargeError
+from launcher.plan.profile.measure_layers import UnmeasuredError
 
 GIB = 2**30
 
 
 def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
     """Four equal layers on one host of two devices; bytes of the whole batch, in GiB."""
-    of = {f.name: np.full((1, 4), 1e-3) for f in fields(LayerCost)}
+    of = {name: np.full((1, 4), 1e-3) for name in (*LAYER_FIELDS, *SELECTIVE_FIELDS)}
     for name in ("residual_bytes", "left_bytes", "forward_peak_bytes", "whole_peak_bytes"):
         of[name] = np.full((1, 4), residual * GIB)
     of["whole_early_bytes"] = of["left_bytes"]
@@ -35,7 +36,7 @@ def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
     parameters = tuple(Parameters((i,), ((8,),), each) for i in range(4))
     cluster = dataclasses.replace(local_shape(2, 1, "cpu"), memory_bytes=int(memory_gib * GIB))
     groups = tuple((i,) for i in range(4))
-    table = LayerTable((1,), of, parameters, 1)
+    table = LayerTable((1,), of, parameters)
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory_gib * GIB)
 
 
@@ -69,7 +70,7 @@ def test_advice_that_is_followed_helps(memory):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("local", "so many of these devices in a Slurm job: cluster=slurm cluster.hosts="),
+        ("local", " of these devices in a Slurm job: cluster=slurm cluster.hosts="),
         ("mine", " cluster.links.inter_host_gb_per_second=12.5 (100 Gbit/s between hosts, or"),
     ],
 )

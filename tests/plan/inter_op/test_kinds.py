@@ -7,34 +7,20 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from random_problems import cluster_of, equal_stages, in_order
 
 import launcher
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.sharding.layout import MODEL, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
-from launcher.plan.intra_op.sequence_parallel import batch_specs
-from launcher.plan.intra_op.stage_shardings import argument_specs, row_classes
+from launcher.plan.intra_op import argument_specs, batch_specs, row_classes
 from launcher.trace import trace_step
 
-CLUSTER = ClusterShape(
-    name="made up",
-    hosts=1,
-    devices_per_host=4,
-    device_kind="none",
-    peak_flops=None,
-    flops=1e12,
-    flops_fp32=1e12,
-    memory_bandwidth=1e12,
-    memory_bytes=None,
-    intra_host=1e10,
-    inter_host=1e9,
-    latency=1e-8,
-)
+RATES = {"flops": 1e12, "flops_fp32": 1e12, "memory_bandwidth": 1e12}
+CLUSTER = cluster_of(1, 4, **RATES, intra_host=1e10, inter_host=1e9, latency=1e-8)
 
 
 def floats(*lengths):
@@ -101,16 +87,8 @@ def every_plan(step, cluster, count):
                 specs = argument_specs(
                     step, loss, graph, operands, (data, model), zero, outer, batch
                 )
-                assignment = Assignment(
-                    method="auto",
-                    layers=(layers,),
-                    submeshes=(Submesh((0, 1, 2, 3), (data, model)),),
-                    mesh_of=(0,),
-                    num_micro_batches=count,
-                    schedule="1f1b",
-                    remat=("none",),
-                    shardings=(specs,),
-                )
+                changed = {"num_micro_batches": count, "shardings": (specs,)}
+                assignment = equal_stages(in_order([(data, model)]), len(layers), **changed)
                 yield build_plan(step, assignment, cluster)
 
 

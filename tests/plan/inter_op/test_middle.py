@@ -9,14 +9,13 @@ import pytest
 from exhaustive import seconds_of
 from random_problems import random_layers
 
+from launcher.partition import PlanError
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
-from launcher.plan.errors import PlanError
+from launcher.plan.inter_op.layer_table import recompute_of
 from launcher.plan.inter_op.problem import Constraints
-from launcher.plan.inter_op.recompute import recompute_of
 from launcher.plan.inter_op.search import find_plans
-from launcher.plan.inter_op.search_point import SearchPoint
-from launcher.plan.inter_op.submeshes import Mesh, place_submeshes
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint, place_submeshes
 from launcher.schedule import SCHEDULES, training_schedules
 
 PLANS = 2000

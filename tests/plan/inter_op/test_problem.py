@@ -1,16 +1,26 @@
 """The whole search finds what trying everything in its space finds, on small made-up tables."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 from random_problems import random_problem
 
-from launcher.plan.inter_op.problem import Constraints, best_of
-from launcher.plan.inter_op.search_point import SearchPoint
-from launcher.plan.inter_op.stage_construction import objective
-from launcher.plan.inter_op.stage_profiling import ways
-from launcher.plan.inter_op.submeshes import spread_divisors
+from launcher.plan.inter_op.layer_table import FEWEST, OPEN
+from launcher.plan.inter_op.problem import (
+    Constraints,
+    Outlines,
+    alike_but_replicas,
+    best_of,
+    hidden_forwards,
+    settings,
+    ways,
+)
+from launcher.plan.inter_op.stage_construction import StageTables, best_stages, objective
+from launcher.plan.inter_op.stage_cost import StageCosts
+from launcher.plan.inter_op.submeshes import Mesh, SearchPoint, spread_divisors
+from launcher.schedule import SCHEDULES
 
 
 def brute_force(problem, wanted):
@@ -22,11 +32,10 @@ def brute_force(problem, wanted):
         if batch % (count * replicas):
             continue
         setting = SearchPoint(count, batch, replicas, "1f1b", remats, problem.memory_bytes)
-        depth = min(layers, cluster.num_devices)
         every = [
             (size, way)
             for size in range(1, cluster.num_devices + 1)
-            for way in ways(problem.table, cluster, setting, size, depth, [])
+            for way in ways(problem, setting, size, [], None)
         ]
         least = min(least, _best_stages(every, layers, cluster.num_devices))
     return least
@@ -120,3 +129,94 @@ def check(candidate, problem):
         data, model = submesh.logical_mesh
         assert data * model == len(submesh.devices)
         assert problem.batch_size % (assignment.num_micro_batches * data) == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("seed", range(5))
+def test_replicas_change_what_they_change_and_nothing_else(seed, schedule):
+    problem = random_problem(np.random.default_rng(seed))
+    seen = set()
+    for alike in alike_but_replicas(settings(problem, Constraints(schedule=schedule), schedule)):
+        assert [one.replicas for one in alike] == sorted({one.replicas for one in alike})
+        outlines = Outlines(problem, alike[0])
+        for setting in reversed(alike):  # in any order
+            known = outlines.of(setting)
+            seen.add(setting.replicas)
+            device_seconds = np.full(problem.table.spans["work_seconds"][0].shape, np.inf)
+            for k, choice in enumerate(known.choices):
+                first, rest, work = alone(problem, setting, choice)
+                np.testing.assert_array_equal(known.tables.seconds[0, :, :, k], first)
+                np.testing.assert_array_equal(known.tables.rest[0, :, :, k], rest)
+                device_seconds = np.minimum(device_seconds, work * known.tables.sizes[k])
+            np.testing.assert_array_equal(known.device_seconds, device_seconds)
+    assert problem.cluster.num_devices == 1 or len(seen) > 1
+
+
+def alone(problem, setting, choice):
+    """Return the seconds of a choice on its mesh alone, infinite where it cannot fit."""
+    cluster, (data, model) = problem.cluster, choice.logical_mesh
+    count = setting.num_micro_batches
+    goes_back = SCHEDULES[setting.schedule].last_stage_alternates(count)
+    mesh = Mesh.of(data, model, problem.table.index(model, choice.sequence))
+    alone = dataclasses.replace(setting, replicas=None)
+    every = StageCosts(problem.table, [mesh], cluster, alone, goes_back)
+    costs = StageCosts(problem.table, [mesh], cluster, setting, goes_back)
+    hidden = max(hidden_forwards(problem, setting))
+    assert choice.remat == FEWEST
+    most = setting.memory_bytes or np.inf
+    lost = np.where(every.memory(choice.zero, OPEN, [1])[0, 0] <= most, 0.0, np.inf)
+    first, rest, work, _ = costs.seconds(choice.zero, OPEN, [hidden])
+    return first[0] + lost, rest[0, 0] + lost, work[0] + lost
+
+
+def random_tables(rng):
+    """Few layers, devices and sizes; costs that repeat, and stages that do not fit."""
+    layers, devices = int(rng.integers(1, 7)), int(rng.integers(1, 9))
+    sizes = rng.integers(1, devices + 1, rng.integers(1, 4)).tolist()  # the same twice is allowed
+    shape = (min(layers, devices), layers, layers + 1, len(sizes))
+    seconds = rng.integers(1, 20, shape) / 4
+    rest = rng.integers(0, 30, shape) / 4
+    first, end = np.indices(shape[1:3])
+    seconds[:, end <= first] = np.inf
+    seconds[rng.random(shape) < rng.choice([0.0, 0.2, 0.6])] = np.inf
+    rest[np.isinf(seconds)] = np.inf
+    return StageTables(tuple(sizes), seconds, rest), devices
+
+
+def least_objective(tables, devices):
+    most, layers = tables.seconds.shape[:2]
+    least = np.inf
+    for count in range(1, most + 1):
+        for cuts in itertools.combinations(range(1, layers), count - 1):
+            spans = list(itertools.pairwise((0, *cuts, layers)))
+            for used in itertools.product(range(len(tables.sizes)), repeat=count):
+                if sum(tables.sizes[j] for j in used) > devices:
+                    continue
+                at = [(count - 1 - s, *spans[s], used[s]) for s in range(count)]
+                value = objective([tables.seconds[i] for i in at], [tables.rest[i] for i in at])
+                least = min(least, value)
+    return least
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_best_stages_are_those_of_least_objective(seed):
+    tables, devices = random_tables(np.random.default_rng(seed))
+    least = least_objective(tables, devices)
+    found = best_stages(tables, devices)
+    if not np.isfinite(least):
+        assert found is None
+        return
+    assert found.objective == pytest.approx(least)
+    count = len(found.stages)
+    at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
+    assert found.objective == pytest.approx(
+        objective([tables.seconds[i] for i in at], [tables.rest[i] for i in at])
+    )
+    assert sum(tables.sizes[j] for _, _, j in found.stages) <= devices
+    assert best_stages(tables, devices, best=least) is None  # none is better
+
+
+def test_devices_stay_idle_where_that_is_faster():
+    seconds = np.array([[[[np.inf, np.inf], [1.0, 2.0]]]])
+    found = best_stages(StageTables((1, 4), seconds, np.zeros_like(seconds)), 4)
+    assert found.stages == ((0, 1, 0),)

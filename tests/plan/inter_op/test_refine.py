@@ -6,28 +6,20 @@ import itertools
 import numpy as np
 import pytest
 from exhaustive import seconds_of
-from random_problems import random_layers
+from random_problems import equal_stages, in_order, random_layers
 
-from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.stages import group_layers
 from launcher.plan.inter_op.estimate import make_estimate, make_pipeline
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.refine import SearchResult, climbed, fewest_again, no_moves
+from launcher.plan.inter_op.search import find_plans
 
 
 def four_stages(seed, share):
     """A pipeline that computes all again, and so much of the memory it takes not to."""
     whole = random_layers(np.random.default_rng(seed), 8, hosts=1, each=4, batch=8)
-    assignment = Assignment(
-        method="auto",
-        layers=((0, 1), (2, 3), (4, 5), (6, 7)),
-        submeshes=tuple(Submesh((d,), (1, 1)) for d in range(4)),
-        mesh_of=(0, 1, 2, 3),
-        num_micro_batches=8,
-        schedule="1f1b",
-        remat=("full",) * 4,
-        zero=(0,) * 4,
-        sequence=(False,) * 4,
-    )
+    given = {"num_micro_batches": 8, "remat": ("full",) * 4, "sequence": (False,) * 4}
+    assignment = equal_stages(in_order([(1, 1)] * 4), 8, **given)
     whole = dataclasses.replace(whole, memory_bytes=np.inf)
     needed = [
         max(stage.memory_bytes for stage in make_pipeline(plan, whole).stages)
@@ -102,3 +94,32 @@ def test_microbatches_are_counted_up_and_down_from_the_best_plan():
     )
     assert found.best == least
     assert found.tasks == 2 * 4  # those of the first only: the bound's proof loses none
+
+
+def problems(seed):
+    """Six layers on two devices, and the same as three pairs."""
+    whole = random_layers(np.random.default_rng(seed), 6, hosts=1, each=2, batch=8)
+    whole = dataclasses.replace(whole, memory_bytes=np.inf)
+    groups = group_layers([1.0] * 6, 3)
+    joined = dataclasses.replace(whole, table=whole.table.grouped(groups), groups=groups)
+    return whole, joined
+
+
+def test_stages_end_between_joined_layers_where_that_is_faster():
+    two = Constraints(num_stages=2, schedule="1f1b", remat="none", num_micro_batches=8)
+    odd = 0
+    for seed in range(8):
+        whole, joined = problems(seed)
+        coarse = find_plans(joined, two)
+        fine = find_plans(dataclasses.replace(joined, unjoined=whole.table), two)
+        (best, estimate) = fine.ranked[0]
+        assert fine.best <= coarse.best
+        assert fine.least_seconds <= fine.best
+        assert seconds_of(best, whole) == pytest.approx(estimate.predicted_step_seconds)
+        cut = len(best.layers[0])
+        odd += cut % 2
+        for other in {cut - 1, cut + 1} & set(range(1, 6)):  # no further move of one layer helps
+            ends = tuple(range(other)), tuple(range(other, 6))
+            again = seconds_of(dataclasses.replace(best, layers=ends), whole)
+            assert again >= 0.999 * fine.best
+    assert odd  # some are moved

@@ -1,16 +1,16 @@
 """Reasons why a runner-up is slower than the best plan."""
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
 import pytest
-from random_problems import random_layers
+from random_problems import equal_stages, in_order, random_layers
 
-from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.explain import reason
-from launcher.plan.links import link_seconds
+from launcher.plan.pipeline import link_seconds
 
 
 def estimate_of(inter_host, ends, sizes, count=4):
@@ -19,20 +19,9 @@ def estimate_of(inter_host, ends, sizes, count=4):
     rates = {"inter_host": inter_host, "intra_host": 1e4, "memory_bandwidth": 1e6, "latency": 1e-4}
     cluster = dataclasses.replace(problem.cluster, **rates)
     problem = dataclasses.replace(problem, cluster=cluster, memory_bytes=np.inf)
-    starts, firsts = (0, *ends[:-1]), np.cumsum((0, *sizes))
-    plan = Assignment(
-        method="auto",
-        layers=tuple(tuple(range(*span)) for span in zip(starts, ends, strict=True)),
-        submeshes=tuple(
-            Submesh(tuple(range(first, first + size)), (size, 1))
-            for first, size in zip(firsts.tolist(), sizes, strict=False)
-        ),
-        mesh_of=tuple(range(len(ends))),
-        num_micro_batches=count,
-        schedule="1f1b",
-        remat=("none",) * len(ends),
-        zero=(0,) * len(ends),
-    )
+    layers = tuple(tuple(range(*span)) for span in itertools.pairwise((0, *ends)))
+    submeshes = in_order([(size, 1) for size in sizes])
+    plan = equal_stages(submeshes, 4, layers=layers, num_micro_batches=count)
     return make_estimate(plan, problem)
 
 

@@ -9,9 +9,10 @@ import pytest
 from exhaustive import least_seconds, seconds_of
 from random_problems import middle_problem, random_layers, random_problem
 
+from launcher.partition.sharding.layout import DATA, MODEL
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
-from launcher.plan.inter_op.problem import Constraints, candidate_of, settings
+from launcher.plan.inter_op.problem import Constraints, candidate_of, price, settings
 from launcher.plan.inter_op.search import _crossings, _on_one_host, _round_trips, find_plans
 from launcher.plan.inter_op.stage_construction import (
     BestStages,
@@ -19,8 +20,7 @@ from launcher.plan.inter_op.stage_construction import (
     objective,
     stages_by_objective,
 )
-from launcher.plan.inter_op.stage_profiling import price
-from launcher.plan.inter_op.submeshes import submesh_sizes
+from launcher.plan.inter_op.submeshes import Mesh, submesh_sizes
 
 SCHEDULES = "1f1b", "eager_1f1b", "zero_bubble"
 
@@ -37,32 +37,32 @@ def small_problem(seed, most):
 def every_plan(problem, wanted):
     """Yield every plan whose stages have submeshes of their own, with its bound and setting."""
     devices = problem.cluster.num_devices
-    every = tuple(range(1, devices + 1))
+    wide = dataclasses.replace(problem, sizes=tuple(range(1, devices + 1)))
     for schedule in SCHEDULES:
         for setting in settings(problem, wanted, schedule):
-            priced = price(problem.table, problem.cluster, setting, every, beaten=True)
-            for stages in choices_of_stages(priced.candidates, devices):
+            priced = price(wide, setting, None, beaten=True)
+            for stages in choices_of_stages(priced.tables, devices):
                 at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
-                costs = priced.candidates.seconds, priced.candidates.rest
+                costs = priced.tables.seconds, priced.tables.rest
                 bound = objective(*([float(of[i]) for i in at] for of in costs))
                 one = candidate_of(BestStages(stages, bound), priced, setting, problem)
                 yield bound, one.assignment, setting
 
 
-def choices_of_stages(candidates: StageTables, devices):
+def choices_of_stages(tables: StageTables, devices):
     """Yield all stages that cover the layers and fit."""
-    if not candidates.sizes:
+    if not tables.sizes:
         return
-    depth, layers = candidates.seconds.shape[:2]
+    depth, layers = tables.seconds.shape[:2]
 
     def before(end, left, stages):
         if end == 0:
             yield stages
         elif len(stages) < depth:
-            fits = np.isfinite(candidates.seconds[len(stages), :end, end])
+            fits = np.isfinite(tables.seconds[len(stages), :end, end])
             for first, j in np.argwhere(fits).tolist():
-                if candidates.sizes[j] <= left:
-                    yield from before(first, left - candidates.sizes[j], ((first, end, j), *stages))
+                if tables.sizes[j] <= left:
+                    yield from before(first, left - tables.sizes[j], ((first, end, j), *stages))
 
     yield from before(layers, devices, ())
 
@@ -199,9 +199,9 @@ def test_no_plan_is_faster_than_its_bound_where_links_between_hosts_are_slow(see
         for setting in list(settings(problem, Constraints(), schedule))[::3]:
             if setting.replicas > 1 or setting.num_micro_batches > 32:
                 continue
-            priced = price(problem.table, slow, setting, problem.sizes, beaten=True)
+            priced = price(problem, setting, None, beaten=True)
             found = stages_by_objective(
-                priced.candidates,
+                priced.tables,
                 6,
                 lambda: np.inf,
                 300,
@@ -223,10 +223,10 @@ def test_a_bound_counts_the_round_trips_that_only_follow_one_another():
     slow = dataclasses.replace(problem.cluster, intra_host=20.0, latency=0.01)
     problem = dataclasses.replace(problem, cluster=slow, memory_bytes=np.inf)
     setting = next(settings(problem, Constraints(48), "1f1b"))
-    priced = price(problem.table, slow, setting, problem.sizes, beaten=True)
+    priced = price(problem, setting, None, beaten=True)
 
     def best(round_trips):
-        way = priced.candidates, 3, lambda: np.inf, 300, 3
+        way = priced.tables, 3, lambda: np.inf, 300, 3
         return next(stages_by_objective(*way, round_trips=round_trips))
 
     (without, _), (bound, one) = best([]), best(_round_trips(problem, setting))
@@ -275,18 +275,18 @@ def test_stages_come_by_their_objective_and_none_is_left_out(seed):
     seconds = rng.integers(1, 20, shape) / 4
     seconds[:, end <= first] = np.inf
     seconds[rng.random(shape) < 0.2] = np.inf
-    candidates = StageTables(sizes, seconds, np.where(np.isinf(seconds), np.inf, 3 * seconds))
+    tables = StageTables(sizes, seconds, np.where(np.isinf(seconds), np.inf, 3 * seconds))
     num_stages = int(rng.integers(1, 4)) if rng.random() < 0.3 else None
-    *found, last = stages_by_objective(candidates, devices, lambda: np.inf, 10**6, num_stages)
+    *found, last = stages_by_objective(tables, devices, lambda: np.inf, 10**6, num_stages)
     assert last == (np.inf, None)
     assert [value for value, _ in found] == sorted(one.objective for _, one in found)
-    want = list(choices_of_stages(candidates, devices))
+    want = list(choices_of_stages(tables, devices))
     assert sorted(one.stages for _, one in found) == sorted(
         stages for stages in want if num_stages in (None, len(stages))
     )
     for value, one in found:
         at = [(len(one.stages) - 1 - s, *stage) for s, stage in enumerate(one.stages)]
-        rest = candidates.rest
+        rest = tables.rest
         assert value == pytest.approx(objective([seconds[i] for i in at], [rest[i] for i in at]))
 
 
@@ -294,8 +294,26 @@ def test_an_enumeration_that_gives_up_says_what_is_left():
     seconds = np.full((3, 3, 4, 1), np.inf)
     for first, end in itertools.combinations(range(4), 2):
         seconds[:, first, end] = end - first
-    candidates = StageTables((1,), seconds, np.zeros_like(seconds))
-    *found, (left, none) = stages_by_objective(candidates, 3, lambda: np.inf, 3)
+    tables = StageTables((1,), seconds, np.zeros_like(seconds))
+    *found, (left, none) = stages_by_objective(tables, 3, lambda: np.inf, 3)
     assert none is None
     assert len(found) < 4
     assert left == 3.0
+
+
+def with_experts(cls, data, model, row):
+    return cls((("expert", 1), (DATA, data), (MODEL, model)), row)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_axis_of_one_device_changes_no_plan(seed, monkeypatch):
+    problem = random_layers(np.random.default_rng(seed), 5, hosts=1 + seed % 2, each=4, batch=8)
+    known = find_plans(problem, Constraints())
+    monkeypatch.setattr(Mesh, "of", classmethod(with_experts))
+    assert Mesh.of(2, 2, 0).devices == 4
+    found = find_plans(
+        random_layers(np.random.default_rng(seed), 5, hosts=1 + seed % 2, each=4, batch=8),
+        Constraints(),
+    )
+    assert found.estimates == known.estimates
+    assert found.least_seconds == known.least_seconds

@@ -4,17 +4,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+import random_problems
+from random_problems import equal_stages, in_order
 
 import launcher
-from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layer_construction import make_problem
+from launcher.plan.inter_op.layer_table import every_recompute, recompute_of
 from launcher.plan.inter_op.problem import Constraints
-from launcher.plan.inter_op.recompute import every_recompute, recompute_of
 from launcher.plan.inter_op.search import find_plans
 from launcher.trace import trace_step
 
@@ -51,38 +50,14 @@ def traced(layer):
 
 
 def cluster_of(memory, each=2):
-    return ClusterShape(
-        name="made up",
-        hosts=1,
-        devices_per_host=each,
-        device_kind="none",
-        peak_flops=None,
-        memory_bytes=memory,
-        flops=1e11,
-        flops_fp32=1e11,
-        memory_bandwidth=1e10,
-        intra_host=1e9,
-        inter_host=1e9,
-        latency=1e-6,
-    )
+    rates = {"flops": 1e11, "flops_fp32": 1e11, "memory_bandwidth": 1e10}
+    links = {"intra_host": 1e9, "inter_host": 1e9, "latency": 1e-6}
+    return random_problems.cluster_of(1, each, memory_bytes=memory, **rates, **links)
 
 
 def assignment_of(shapes, remat):
-    sizes, runs = [data * model for data, model in shapes], np.split(np.arange(LAYERS), len(shapes))
-    starts = np.cumsum([0, *sizes]).tolist()
-    return Assignment(
-        method="auto",
-        layers=tuple(tuple(run.tolist()) for run in runs),
-        submeshes=tuple(
-            Submesh(tuple(range(at, at + size)), shape)
-            for at, size, shape in zip(starts, sizes, shapes, strict=False)
-        ),
-        mesh_of=tuple(range(len(shapes))),
-        num_micro_batches=2,
-        schedule="1f1b",
-        remat=(remat,) * len(shapes),
-        zero=(0,) * len(shapes),
-    )
+    remats = (remat,) * len(shapes)
+    return equal_stages(in_order(shapes), LAYERS, num_micro_batches=2, remat=remats)
 
 
 @pytest.mark.parametrize("shapes", [[(1, 1)] * 2, [(1, 2)]], ids=["stages", "model"])

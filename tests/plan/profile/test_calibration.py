@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from launcher.base import measurements
 from launcher.plan import PlanError, local_shape
@@ -18,7 +20,8 @@ from launcher.plan.profile.calibration import (
     HostLinks,
     block_seconds,
     calibrated,
-    keep_host_links,
+    calibration_file,
+    keep_host_rates,
     measure,
 )
 from launcher.plan.profile.measure_devices import (
@@ -52,11 +55,6 @@ def kept(folder: Path, devices: int) -> Path:
     return path
 
 
-def test_without_a_calibration_rates_are_nominal(caplog: pytest.LogCaptureFixture) -> None:
-    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
-    assert caplog.messages == []
-
-
 def test_the_figures_stand_in_the_shape() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
     assert (shape.flops, shape.flops_fp32, shape.memory_bandwidth) == (4e9, 2e9, 3e9)
@@ -72,10 +70,12 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int) -> None:
+def test_sums_over_hosts_give_their_link_which_the_next_plans_have(
+    devices: int, caplog: pytest.LogCaptureFixture
+) -> None:
     nominal = local_shape(devices, 2, "cpu")
     measured = HostLinks({"4096": 1e-3, "16777216": 40e-3})
-    path = keep_host_links(nominal, measured)
+    path = keep_host_rates(nominal, measured)
     assert path is not None
     shape = calibrated(nominal)
     short, long = (
@@ -87,18 +87,11 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int)
     assert shape.intra_host == nominal.intra_host
     assert (shape.latency == nominal.latency) == (devices == 4)  # that inside a host
     assert calibrated(local_shape(devices, 1, "cpu")) == local_shape(devices, 1, "cpu")
+    assert caplog.messages == []
     for damaged in ({"4096": "fast"}, {"4096": 1e-3}, {"1": 1e-3, "2": 2e-3, "3": 3e-3}):
         tree = {"versions": VERSIONS, "all_reduce_seconds": damaged}
         path.write_text(json.dumps(tree))
         assert calibrated(nominal) == nominal
-
-
-def test_links_of_this_machine_are_not_taken_for_another_ones(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    keep_host_links(local_shape(8, 4, "cpu"), HostLinks({"4096": 1e-3, "16777216": 40e-3}))
-    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
-    assert caplog.messages == []
 
 
 def test_links_that_noise_hides_stay_nominal() -> None:
@@ -149,10 +142,14 @@ def test_what_cannot_be_used_is_ignored_and_said(
     assert words in line
 
 
-def test_other_devices_have_a_calibration_of_their_own(folder: Path) -> None:
+def test_other_devices_have_a_calibration_of_their_own(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
     measurements.write(kept(folder, 4), vars(FOUND))
     assert calibrated(local_shape(4, 1, "cpu")).flops == 4e9
     assert calibrated(local_shape(2, 1, "cpu")) == local_shape(2, 1, "cpu")
+    assert caplog.messages == []
 
 
 def test_the_calibration_of_another_machine_is_not_taken_for_this_ones(
@@ -260,3 +257,96 @@ def test_a_start_is_told_from_one_row() -> None:
     for disturbed in (1.0, 10.0):
         found = dispatch_overhead({1: 2.04e-3, 512: disturbed * 22.4e-3})
         assert found == pytest.approx(2e-3, rel=0.25)
+
+
+SHAPE = local_shape(4, 1, "cpu")
+
+
+@pytest.fixture
+def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that has a line a measurement, by a stand-in of the program that measures."""
+    told, script = tmp_path / "requests", tmp_path / "measure_devices.py"
+    told.touch()
+    script.write_text(
+        "import sys, pathlib\n"
+        f"open({str(told)!r}, 'a').write(pathlib.Path(sys.argv[1]).read_text() + '\\n')\n"
+        f"print({json.dumps(vars(FOUND))!r})\n"
+    )
+    monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    calibration._measured_now.cache_clear()
+    return told
+
+
+def times(requests: Path) -> int:
+    return len(requests.read_text().splitlines())
+
+
+@pytest.mark.devices
+def test_the_first_plan_measures_and_says_it_and_the_next_ones_use_it(
+    requests: Path, said: list[str]
+) -> None:
+    found = calibration.measure_first(SHAPE)
+    assert found is not None
+    assert json.loads(requests.read_text()) == {"platform": "cpu", "devices": 4, "quick": True}
+    [line] = said
+    assert line.startswith("measured the rates of 4 emulated CPU devices in ")
+    assert f" s, kept for later plans: {calibration_file(SHAPE)} (parallel.cost=model " in line
+    assert calibrated(SHAPE) == found.applied(SHAPE) != SHAPE
+    assert calibration.measure_first(SHAPE) is None
+    assert (times(requests), len(said)) == (1, 1)
+    other = local_shape(2, 1, "cpu")
+    assert calibration.measure_first(other) is not None
+    assert times(requests) == 2
+
+
+@pytest.mark.devices
+def test_what_is_of_other_versions_is_measured_again(requests: Path, said: list[str]) -> None:
+    path = calibration_file(SHAPE)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"versions": {"jax": "0.1"}, **vars(FOUND)}))
+    assert calibration.measure_first(SHAPE) is not None
+    assert times(requests) == 1
+    assert said[0] == f"{path} is of other versions (jax 0.1): ignored, measured again"
+    assert calibrated(SHAPE).flops == 4e9
+
+
+@pytest.mark.devices
+def test_of_two_at_once_one_measures_and_the_other_waits_for_it(requests: Path) -> None:
+    path, results = calibration_file(SHAPE), []
+    path.parent.mkdir(parents=True)
+    with FileLock(path.with_suffix(".lock")):  # the other process
+        waiting = threading.Thread(target=lambda: results.append(calibration.measure_first(SHAPE)))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        measurements.write(path, vars(FOUND))
+    waiting.join()
+    assert results == [None]
+    assert times(requests) == 0
+
+
+@pytest.mark.devices
+def test_what_cannot_be_kept_serves_this_process(
+    requests: Path, tmp_path: Path, said: list[str]
+) -> None:
+    (tmp_path / "home").touch()  # which is no folder
+    found = calibration.measure_first(SHAPE)
+    assert found is not None
+    assert "the measurement is not kept" in said[-2]
+    assert "for this plan alone" in said[-1]
+    assert calibrated(SHAPE, found).flops == 4e9
+    assert calibration.measure_first(SHAPE) == found
+    assert times(requests) == 1
+
+
+@pytest.mark.devices
+def test_devices_that_cannot_be_measured_are_planned_for_by_nominal_rates(
+    requests: Path, tmp_path: Path, said: list[str]
+) -> None:
+    (tmp_path / "measure_devices.py").write_text("raise SystemExit('no device answers')")
+    assert calibration.measure_first(SHAPE) is None
+    assert said == [
+        "the devices cannot be measured: no device answers; predictions rest on nominal rates"
+    ]
+    assert calibrated(SHAPE) == SHAPE

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import compile_programs
+from layered import layered_step
 
-import launcher
 from launcher.base import measurements
 from launcher.config.parallel import Data
 from launcher.driver.planning.plan_from_config import plan_of
@@ -24,19 +24,13 @@ from launcher.plan import PlanError, local_shape
 from launcher.plan.build import repriced
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
-from launcher.plan.methods import (
-    AutoStageOption,
-    DataParallel,
-    PipeshardParallel,
-    ThreeDParallel,
-)
+from launcher.plan.methods import AutoStageOption, DataParallel, PipeshardParallel, ThreeDParallel
 from launcher.plan.profile import measure_layers as profile
-from launcher.plan.profile.layer_programs import layer_program
-from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
+from launcher.plan.profile.measure_layers import MeasuredLayers, Timing, layer_program
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.schedule import Kind
-from launcher.trace import TracedStep, trace_step
+from launcher.trace import TracedStep
 
 pytestmark = pytest.mark.devices
 BATCH, LAYERS, WIDTH = 8, 4, 16
@@ -51,20 +45,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def traced(layers: int = LAYERS) -> TracedStep:
     """Layers of which those in the middle are one program."""
-    params = [jnp.ones((WIDTH, WIDTH)) for _ in range(layers)]
-
-    def loss(params: Any, x: Any) -> Any:
-        for i, weight in enumerate(params):
-            if i:
-                launcher.mark_pipeline_boundary()
-            x = jnp.tanh(x @ weight)
-        return jnp.mean(x)
-
-    def step(params: Any, x: Any) -> Any:
-        value, grads = launcher.value_and_grad(loss)(params, x)
-        return [p - g for p, g in zip(params, grads, strict=True)], value
-
-    return trace_step(step, (params, jnp.ones((BATCH, WIDTH))))
+    return layered_step([(WIDTH, WIDTH)] * layers, BATCH, updated=range(layers))
 
 
 def shape(devices: int = 2) -> Any:
@@ -91,12 +72,18 @@ def test_distinct_layers_are_measured_once_and_then_remembered(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: text[: len(text) // 2], "is damaged: ignored, measured again"),
-        (lambda text: "[]", "is damaged: ignored, measured again"),
-        (
-            lambda text: json.dumps(json.loads(text) | {"versions": {"jax": "0.1"}}),
-            "is of other versions (jax 0.1): ignored, measured again",
+        (None, "damaged"),
+        ({"versions": {"jax": "0.1"}}, "of other versions (jax 0.1)"),
+        *(({"points": p}, "damaged") for p in (None, 3, [], [[1, 2]], [[1, "x", 1.0]])),
+        *(
+            ({"points": [[1, bad, 1.0]]}, "damaged")
+            for bad in (0.0, -1.0, math.nan, math.inf, True)
         ),
+        ({"points": [[2, 1.0, 1.0], [2, 1.0, 1.0]]}, "damaged"),
+        ({"dispatch_overhead": "x"}, "damaged"),
+        ({"dispatch_overhead": None}, "damaged"),
+        ({"alone": math.nan}, "damaged"),
+        ({"versions": []}, "damaged"),
     ],
 )
 def test_a_cache_that_cannot_be_used_is_ignored_and_said(
@@ -113,47 +100,19 @@ def test_a_cache_that_cannot_be_used_is_ignored_and_said(
         profile.measure_layers(step, shape(1), (1,), 1)
     assert len(measured) == 1
     file = min((own_cache / "profile").iterdir())
-    file.write_text(change(file.read_text()))
-    profile.measure_layers(step, shape(1), (1,), 1)
-    assert len(measured) == 2
-    assert caplog.messages == [f"{file} {words}"]
-    assert json.loads(file.read_text())["versions"] == measurements.versions()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"points": p} for p in (None, 3, [], [[1, 2]], [[1, "x", 1.0]], [[1, -1.0, 0]])),
-        *({"points": [[1, bad, 1.0]]} for bad in (0.0, math.nan, math.inf, True)),
-        {"points": [[2, 1.0, 1.0], [2, 1.0, 1.0]]},
-        {"dispatch_overhead": "x"},
-        {"dispatch_overhead": None},
-        {"alone": math.nan},
-        {"versions": []},
-    ],
-)
-def test_what_cannot_have_been_measured_is_ignored_and_said(
-    own_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    step, once = traced(1), Timing(((BATCH, 0.01, 0.02),))
-    monkeypatch.setattr(profile, "_measured", lambda *given: once)  # it is the cache that counts
-    profile.measure_layers(step, shape(1), (1,), 1)
-    file = min((own_cache / "profile").iterdir())
     kept = file.read_text()
-    file.write_text(json.dumps(json.loads(kept) | change))
-    found = profile.measure_layers(step, shape(1), (1,), 1)
-    assert found.timings == {(0, 1): once}
-    assert caplog.messages == [f"{file} is damaged: ignored, measured again"]
+    file.write_text(json.dumps(json.loads(kept) | change) if change else kept[: len(kept) // 2])
+    assert profile.measure_layers(step, shape(1), (1,), 1).timings == {(0, 1): timing}
+    assert len(measured) == 2
+    assert caplog.messages == [f"{file} is {words}: ignored, measured again"]
     assert file.read_text() == kept
 
 
 def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(
-    own_cache: Path, caplog: pytest.LogCaptureFixture
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = profile.measure_layers(traced(1), shape(1), (1,), 1, time_out=0.01)
+    monkeypatch.setattr(profile, "_TIME_OUT", 0.01)
+    found = profile.measure_layers(traced(1), shape(1), (1,), 1)
     assert {t.failure for t in found.timings.values()} == {"it took more than 0.01 s"}
     told = "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
     assert caplog.messages[0] == told

@@ -12,7 +12,7 @@ import launcher
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
 from launcher.plan.cost.collectives import equation_load, flow, seconds
-from launcher.plan.intra_op.solver import along_data, model_classes
+from launcher.plan.intra_op import along_data, model_classes
 from launcher.plan.methods import ShardParallel
 from launcher.recipes import build_model
 from launcher.recipes.models.gpt.options import GPTOptions

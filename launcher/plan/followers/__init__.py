@@ -1,1 +1,0 @@
-"""Plans that follow another plan: evaluation, further losses, the update alone."""
