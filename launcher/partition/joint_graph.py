@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from launcher.partition.min_cut import is_cheap
+from launcher.partition.layout import Layout
+from launcher.partition.named_dims import Spec
 from launcher.partition.remat import Policy, segments
-from launcher.partition.sharding.layout import Layout
-from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
 from launcher.trace import (
+    CHEAP,
     Atom,
     Equation,
     Jaxpr,
@@ -207,7 +207,7 @@ def _fixed(equations: Sequence[Equation]) -> list[Equation]:
     found: list[Equation] = []
     made: set[Var] = set()
     for eqn in equations:
-        if is_cheap(eqn) and all(v in made for v in eqn.invars if is_var(v)):
+        if eqn.primitive.name in CHEAP and all(v in made for v in eqn.invars if is_var(v)):
             found.append(eqn)
             made.update(eqn.outvars)
     return found

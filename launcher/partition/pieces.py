@@ -5,7 +5,9 @@ them. As one program a stage would have as many copies of it as layers, and the 
 stage, which do more, would compile theirs again. So a stage is cut at the ends of the iterations
 into *pieces*, a program for each kind of task each: what comes before them, a few at a time, and
 what comes after. Equal pieces, in any stage, are traced, lowered and compiled once.
-Pure.
+
+A stage's update is cut likewise: equations that large values connect belong together; single
+numbers (a learning rate, the norm of all gradients) pass from one program to another. Pure.
 """
 
 from __future__ import annotations
@@ -13,17 +15,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from launcher.base import REMAT_NAMES
 from launcher.partition.assignment import Assignment
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.partition.update import place_update
+from launcher.partition.update_placement import Segment
 from launcher.schedule import Kind, Task
-from launcher.trace import ANY_LAYER, LayerEnds, Loss, Var, layer_ends_at, nbytes
+from launcher.trace import (
+    ANY_LAYER,
+    Equation,
+    LayerEnds,
+    Loss,
+    Var,
+    free_vars,
+    is_var,
+    layer_ends_at,
+    nbytes,
+)
 
 MOST_LAYERS = 4
 """Layers of a piece: each program's start takes some 0.1 ms, each layer in it time to compile."""
@@ -204,3 +217,83 @@ def _of_pieces(tasks: Sequence[Task], stage_of: Sequence[int]) -> list[Task]:
         of = pieces[task.stage]
         found += [task.on_stage(p) for p in (of if task.kind is Kind.FORWARD else of[::-1])]
     return found
+
+
+_Group: TypeAlias = int  # a piece, or -1: of none, or of several
+
+
+def split_segment(segment: Segment, piece_of: Mapping[Var, int]) -> list[Segment]:
+    """Return the programs of a segment, in an order that can be followed.
+
+    Args:
+        segment: the segment.
+        piece_of: the piece of each parameter and gradient; none: the segment stays as it is.
+    """
+    if not piece_of:
+        return [segment]
+    groups = _groups(segment.equations, piece_of)
+    levels = _levels(segment.equations, groups)
+    programs: dict[tuple[int, _Group], list[Equation]] = {}
+    for eqn, group, level in zip(segment.equations, groups, levels, strict=True):
+        programs.setdefault((level, group), []).append(eqn)
+    keys = sorted(programs)
+    reads = {key: free_vars(programs[key]) for key in keys}
+    read = {v for of in reads.values() for v in of} | set(segment.outputs)
+    found = []
+    for key in keys:
+        made = [v for e in programs[key] for v in e.outvars]
+        outputs = tuple(v for v in made if v in read)
+        sends = tuple(send for send in segment.sends if send[0] in set(made))
+        equations, inputs = tuple(programs[key]), tuple(reads[key])
+        found.append(Segment(segment.mesh, segment.level, equations, inputs, outputs, sends))
+    return found
+
+
+def _groups(equations: tuple[Equation, ...], piece_of: Mapping[Var, int]) -> list[_Group]:
+    """Return every equation's piece: that of the large values which it is connected with."""
+    root: dict[Var, Var] = {}
+
+    def find(v: Var) -> Var:
+        while root.setdefault(v, v) is not v:
+            root[v] = root[root[v]]
+            v = root[v]
+        return v
+
+    large = [
+        [v for v in (*e.invars, *e.outvars) if is_var(v) and v.aval.size != 1] for e in equations
+    ]
+    for first, *others in filter(None, large):
+        for v in others:
+            root[find(v)] = find(first)
+    pieces: dict[Var, set[int]] = {}
+    for v in list(root):
+        if v in piece_of:
+            pieces.setdefault(find(v), set()).add(piece_of[v])
+    found = []
+    for vars_ in large:
+        of = pieces.get(find(vars_[0]), set()) if vars_ else set[int]()
+        found.append(of.copy().pop() if len(of) == 1 else -1)
+    return found
+
+
+def _levels(equations: tuple[Equation, ...], groups: list[_Group]) -> list[int]:
+    """Return when each equation runs: after what it waits for, with the last that need it."""
+    maker = {v: i for i, e in enumerate(equations) for v in e.outvars}
+    makers = [[maker[v] for v in eqn.invars if is_var(v) and v in maker] for eqn in equations]
+    levels: list[int] = []
+    for i, of in enumerate(makers):
+        levels.append(max((levels[k] + (groups[k] != groups[i]) for k in of), default=0))
+    top: dict[_Group, int] = {}
+    for group, level in zip(groups, levels, strict=True):
+        top[group] = max(top.get(group, 0), level)
+    latest, awaited = list(levels), set[int]()
+    bound: dict[int, int] = {}
+    for i in reversed(range(len(equations))):
+        if i not in awaited:
+            latest[i] = bound.get(i, top[groups[i]])
+        for k in makers[i]:
+            if groups[k] == groups[i]:
+                bound[k] = min(bound.get(k, top[groups[k]]), latest[i])
+            else:
+                awaited.add(k)
+    return latest

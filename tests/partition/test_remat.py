@@ -10,7 +10,7 @@ import pytest
 
 import launcher
 from launcher.base.remat_name import REMAT_NAMES, RematName, parse_remat
-from launcher.partition.errors import PlanError
+from launcher.partition.assignment import PlanError
 from launcher.partition.joint_graph import trace_joint
 from launcher.partition.partitioned import partition
 from launcher.partition.remat import recomputed, segments

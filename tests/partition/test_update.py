@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import launcher
-from launcher.partition.slicing import Slicing
+from launcher.partition.assignment import Slicing
 from launcher.partition.stages import cut_stages
 from launcher.partition.update import place_update
 from launcher.plan import Plan, PlanError, local_shape

@@ -11,8 +11,7 @@ import pytest
 
 import launcher
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.reduction import DEFAULT_REDUCTION
+from launcher.partition.assignment import DEFAULT_REDUCTION, Assignment, Submesh
 from launcher.plan.build import build_plan
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.estimate import make_estimate

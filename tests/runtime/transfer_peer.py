@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from plans import uniform  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
-from launcher.partition.sharding.reshard import crossing, route  # noqa: E402
+from launcher.partition.reshard import crossing, route  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.runtime import (  # noqa: E402
     PermuteTransport,

@@ -7,7 +7,7 @@ import numpy as np
 import launcher
 from launcher.trace import trace_step
 from launcher.trace.ir.jaxpr import Jaxpr, jaxpr_as_fun
-from launcher.trace.slicing.random_keys import fold_slices
+from launcher.trace.slicing.outside_loss import fold_slices
 
 COMBINE = {
     "mean": lambda parts: sum(parts) / len(parts),

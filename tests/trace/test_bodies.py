@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.trace.ir.bodies import alternatives, bodies, replace_bodies, total
-from launcher.trace.ir.jaxpr import is_var, make_jaxpr
+from launcher.trace.ir.cost import total
+from launcher.trace.ir.jaxpr import alternatives, bodies, is_var, make_jaxpr, replace_bodies
 
 X = jnp.arange(12.0).reshape(3, 4)
 

@@ -7,7 +7,7 @@ import pytest
 
 import launcher
 from launcher.trace import BatchError, BoundaryError, GradientError, TraceError, trace_step
-from launcher.trace.layers import ANY_LAYER
+from launcher.trace.slicing.slices import ANY_LAYER
 
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)

@@ -8,7 +8,7 @@ import launcher
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel
 from launcher.trace import trace_step
-from launcher.trace.without_gradient import no_gradient_note
+from launcher.trace.step import no_gradient_note
 
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from random_problems import random_layers
 
-from launcher.partition.sharding.layout import DATA, MODEL
+from launcher.partition.layout import DATA, MODEL
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.search import find_plans
 from launcher.plan.inter_op.submeshes import Mesh

@@ -11,8 +11,8 @@ import pytest
 import launcher
 from launcher.hardware.cluster_shape import ClusterShape
 from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.sharding.layout import MODEL, outer_dims
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
+from launcher.partition.layout import MODEL, outer_dims
+from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.problem import Constraints

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from launcher.partition.sharding.reshard import crossing, route, volume
+from launcher.partition.reshard import crossing, route, volume
 
 SHAPE = (12, 8)
 
