@@ -262,14 +262,12 @@ def _check_remat(assignment: Assignment) -> None:
             raise PlanError(f"stage {stage}: remat {error}") from error
     for name in dict.fromkeys(assignment.remat):
         pairs = zip(assignment.remat, assignment.layers, strict=True)
-        most, wanted = max(len(of) for remat, of in pairs if remat == name), parse_remat(name)
-        if wanted.layers > max(most, 1):
-            sign, rest = "/" if wanted.first is None else ":", wanted.rest != "none"
-            less = wanted.policy if most == 1 else f"{wanted.policy}{sign}{most - rest}"
-            less += f"+{wanted.rest}" if rest and most > 1 else ""
+        most = max(len(layers) for remat, layers in pairs if remat == name)
+        wanted = parse_remat(name).layers
+        if wanted > max(most, 1):
             raise PlanError(
-                f"parallel.remat={name} asks for {wanted.layers} layers of a stage, and the "
-                f"largest has {most}; give at most {less}"
+                f"parallel.remat={name} asks for {wanted} layers of a stage, and the largest has "
+                f"{most}; ask for at most {most}"
             )
 
 

@@ -139,7 +139,8 @@ def layouts(
                 cut[atom] = cut[step.invars[argument]]
         own = assignment.own_submesh(mesh).logical_mesh
         sizes = mesh_sizes(own, assignment.slicing.own_replicas)
-        cut = {v: _fitting(spec, sizes) for v, spec in cut.items()}
+        single = [axis for axis, size in sizes.items() if size == 1]
+        cut = {v: without(spec, *single) for v, spec in cut.items()}
         found.append(Layout(step, loss, sizes, cut, outer, inner))
     return tuple(found)
 
@@ -147,11 +148,6 @@ def layouts(
 def _mesh_axes(axis: Any) -> Axis:
     named = [a for word in axes(axis) for a in ((DATA, ROWS) if word == DATA else (word,))]
     return tuple(named) or None
-
-
-def _fitting(spec: Spec, sizes: Mapping[str, int]) -> Spec:
-    """Without axes of a single device."""
-    return without(spec, *(axis for axis, size in sizes.items() if size == 1))
 
 
 def _cuts(spec: Spec, axis: str) -> bool:

@@ -19,12 +19,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from launcher.base import REMAT_NAMES
 from launcher.partition.assignment import Assignment
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.partition.update import place_update
-from launcher.partition.update_placement import Segment
+from launcher.partition.update_placement import Segment, latest_levels
 from launcher.schedule import Kind, Task
 from launcher.trace import (
     ANY_LAYER,
@@ -232,7 +236,9 @@ def split_segment(segment: Segment, piece_of: Mapping[Var, int]) -> list[Segment
     if not piece_of:
         return [segment]
     groups = _groups(segment.equations, piece_of)
-    levels = _levels(segment.equations, groups)
+    maker = {v: i for i, e in enumerate(segment.equations) for v in e.outvars}
+    makers = [[maker[v] for v in free_vars([e]) if v in maker] for e in segment.equations]
+    levels = latest_levels(makers, groups)
     programs: dict[tuple[int, _Group], list[Equation]] = {}
     for eqn, group, level in zip(segment.equations, groups, levels, strict=True):
         programs.setdefault((level, group), []).append(eqn)
@@ -251,49 +257,18 @@ def split_segment(segment: Segment, piece_of: Mapping[Var, int]) -> list[Segment
 
 def _groups(equations: tuple[Equation, ...], piece_of: Mapping[Var, int]) -> list[_Group]:
     """Return every equation's piece: that of the large values which it is connected with."""
-    root: dict[Var, Var] = {}
-
-    def find(v: Var) -> Var:
-        while root.setdefault(v, v) is not v:
-            root[v] = root[root[v]]
-            v = root[v]
-        return v
-
-    large = [
-        [v for v in (*e.invars, *e.outvars) if is_var(v) and v.aval.size != 1] for e in equations
-    ]
-    for first, *others in filter(None, large):
-        for v in others:
-            root[find(v)] = find(first)
-    pieces: dict[Var, set[int]] = {}
-    for v in list(root):
-        if v in piece_of:
-            pieces.setdefault(find(v), set()).add(piece_of[v])
+    atoms = [(*e.invars, *e.outvars) for e in equations]
+    large = [[v for v in own if is_var(v) and v.aval.size != 1] for own in atoms]
+    numbers = {v: k for k, v in enumerate(dict.fromkeys(itertools.chain(*large)))}
+    links = [(numbers[vars_[0]], numbers[v]) for vars_ in large for v in vars_]
+    places = np.array(links, int).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(links)), tuple(places)), shape=(len(numbers),) * 2)
+    _, component = connected_components(graph, directed=False)
+    pieces: dict[int, set[int]] = {}
+    for v in numbers.keys() & piece_of.keys():
+        pieces.setdefault(int(component[numbers[v]]), set()).add(piece_of[v])
     found = []
     for vars_ in large:
-        of = pieces.get(find(vars_[0]), set()) if vars_ else set[int]()
-        found.append(of.copy().pop() if len(of) == 1 else -1)
+        own = pieces.get(int(component[numbers[vars_[0]]]), set()) if vars_ else set[int]()
+        found.append(next(iter(own)) if len(own) == 1 else -1)
     return found
-
-
-def _levels(equations: tuple[Equation, ...], groups: list[_Group]) -> list[int]:
-    """Return when each equation runs: after what it waits for, with the last that need it."""
-    maker = {v: i for i, e in enumerate(equations) for v in e.outvars}
-    makers = [[maker[v] for v in eqn.invars if is_var(v) and v in maker] for eqn in equations]
-    levels: list[int] = []
-    for i, of in enumerate(makers):
-        levels.append(max((levels[k] + (groups[k] != groups[i]) for k in of), default=0))
-    top: dict[_Group, int] = {}
-    for group, level in zip(groups, levels, strict=True):
-        top[group] = max(top.get(group, 0), level)
-    latest, awaited = list(levels), set[int]()
-    bound: dict[int, int] = {}
-    for i in reversed(range(len(equations))):
-        if i not in awaited:
-            latest[i] = bound.get(i, top[groups[i]])
-        for k in makers[i]:
-            if groups[k] == groups[i]:
-                bound[k] = min(bound.get(k, top[groups[k]]), latest[i])
-            else:
-                awaited.add(k)
-    return latest

@@ -27,7 +27,6 @@ from launcher.trace.interface import Interface, OuterProgram
 from launcher.trace.ir.jaxpr import (
     Atom,
     Aval,
-    DropVar,
     Equation,
     Jaxpr,
     Var,
@@ -38,6 +37,7 @@ from launcher.trace.ir.jaxpr import (
     make_jaxpr,
     needed,
     read_jaxpr,
+    renamed,
     scan_counts,
     splice,
 )
@@ -56,14 +56,15 @@ class LayerRows:
 
     def __init__(self, aval: Aval, make: Callable[[int], Atom]) -> None:
         self.aval, self.count = aval, aval.shape[0]
-        self._make = make
-        self._made: dict[int, Atom] = {}
+        self._row = functools.cache(make)
         self.stacked: Atom | None = None  # the array itself, once it was needed
 
     def __getitem__(self, i: int) -> Atom:
-        if i not in self._made:
-            self._made[i] = self._make(i)
-        return self._made[i]
+        return self._row(i)
+
+    def all(self) -> list[Atom]:
+        """Return all rows, in order."""
+        return [self[i] for i in range(self.count)]
 
 
 Value: TypeAlias = "Atom | LayerRows"
@@ -130,8 +131,8 @@ class Opener:
         if not isinstance(value, LayerRows):
             return value
         if value.stacked is None:
-            rows = [value[i] for i in range(value.count)]
-            (value.stacked,) = self._spliced(lambda *xs: [jnp.stack(xs)], rows)
+            equations, (value.stacked,) = splice(lambda *xs: [jnp.stack(xs)], value.all())
+            self.equations += equations
         return value.stacked
 
     def rows(self, value: Value) -> LayerRows:
@@ -185,7 +186,7 @@ class Opener:
             return None
         inside = tuple(axis - 1 for axis in eqn.params["axes"] if axis)
         (out,), params = eqn.outvars, {**eqn.params, "axes": inside}
-        parts = [of[i] for i in range(of.count)]
+        parts = of.all()
         if inside:
             made = [Var(out.aval) for _ in parts]
             for row, part in zip(parts, made, strict=True):
@@ -227,23 +228,9 @@ class Opener:
     ) -> list[Atom]:
         """Add a copy of a body, its equations' parameters changed; return its results."""
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
-
-        def read(atom: Atom) -> Atom:
-            return env[atom] if is_var(atom) else atom
-
-        for eqn in jaxpr.eqns:
-            outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
-            reads = [read(v) for v in eqn.invars]
-            params = changed(eqn.params)
-            self.equations.append(eqn.replace(invars=reads, outvars=outs, params=params))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def _spliced(self, fun: Callable[..., list[Any]], operands: Sequence[Atom]) -> list[Atom]:
-        """Add the equations of a function of these operands; return its results."""
-        equations, outs = splice(fun, operands)
-        self.equations += equations
-        return outs
+        copies = renamed(jaxpr.eqns, env)
+        self.equations += [eqn.replace(params=changed(eqn.params)) for eqn in copies]
+        return [env[v] if is_var(v) else v for v in jaxpr.outvars]
 
 
 def may_open(eqn: Equation) -> bool:
@@ -358,8 +345,7 @@ def open_scans(step: OuterProgram, traces: Traces) -> dict[str, Any] | None:
         value, argument = opener.value(atom), step.aliases.get(i)
         apart = argument is not None and step.invars[argument] in values
         if isinstance(value, LayerRows) or apart:
-            rows = opener.rows(value)
-            outs.append([rows[k] for k in range(rows.count)])
+            outs.append(opener.rows(value).all())
         else:
             outs.append([value])
     after = needed(opener.take(), [x for each in outs for x in each])
@@ -374,37 +360,33 @@ def open_scans(step: OuterProgram, traces: Traces) -> dict[str, Any] | None:
     }
 
 
-def _open_equation(eqn: Equation, positions: Set[int]) -> Equation:
+def _open_equation(
+    eqn: Equation, positions: Set[int], operands: Sequence[Atom] | None = None
+) -> Equation:
     """Return the equation of a loss with its scans open.
 
     Args:
         eqn: the equation, on the whole batch or on a slice.
         positions: the operands that become one for each row.
+        operands: those of the opened equation; None: new names, which nothing else makes.
     """
     jaxpr: Jaxpr = eqn.params["jaxpr"]
     values: dict[Var, Value] = {}
-    starts: list[int] = []
-    invars: list[Var] = []
-    operands: list[Atom] = []
-    for i, (v, outer) in enumerate(zip(jaxpr.invars, eqn.invars, strict=True)):
-        starts.append(len(invars))
+    groups: list[tuple[Var, ...]] = []  # one input, or its rows
+    for i, v in enumerate(jaxpr.invars):
+        groups.append((v,))
         if i in positions:
-            values[v], rows = given_rows(v)
-            invars += rows
-            operands += [Var(row.aval) for row in rows]
-        else:
-            invars.append(v)
-            operands.append(outer)
+            values[v], groups[i] = given_rows(v)
+    invars = list(itertools.chain(*groups))
+    ends = list(itertools.accumulate(map(len, groups)))
+    wrt = [k for i in eqn.params["wrt"] for k in range(ends[i] - len(groups[i]), ends[i])]
     opener = Opener(values, marks=True)
     opener.run(jaxpr.eqns)
     outs = [opener.whole(opener.value(v)) for v in jaxpr.outvars]
-    ends = [*starts[1:], len(invars)]
-    wrt = [k for i in eqn.params["wrt"] for k in range(starts[i], ends[i])]
-    results = eqn.outvars[: len(jaxpr.outvars)]
     params = {"jaxpr": Jaxpr(invars, opener.equations, outs), "wrt": tuple(wrt)}
     return eqn.replace(
-        invars=operands,
-        outvars=[*results, *(Var(invars[k].aval) for k in wrt)],
+        invars=[Var(v.aval) for v in invars] if operands is None else list(operands),
+        outvars=[*eqn.outvars[: len(jaxpr.outvars)], *(Var(invars[k].aval) for k in wrt)],
         params={**eqn.params, **params},
     )
 
@@ -429,9 +411,7 @@ def with_rows_apart(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
     outs: list[Atom] = []
     for atom, count in zip(jaxpr.outvars, counts, strict=True):
         value = opener.value(atom)
-        outs += (
-            map(opener.rows(value).__getitem__, range(count)) if count else [opener.whole(value)]
-        )
+        outs += opener.rows(value).all() if count else [opener.whole(value)]
     return dataclasses.replace(jaxpr, eqns=needed(opener.take(), outs), outvars=outs)
 
 
@@ -443,18 +423,17 @@ def _opened_loss(
     for i, v in enumerate(eqn.invars):
         value = opener.value(v)
         if i in positions:
-            rows = opener.rows(value)
-            operands += [rows[k] for k in range(rows.count)]
+            operands += opener.rows(value).all()
         else:
             operands.append(opener.whole(value))
-    opened = _open_equation(eqn, positions)
+    opened = _open_equation(eqn, positions, operands)
     gradients: dict[Var, Value] = {}
     made = opened.outvars[len(eqn.params["reduce"]) :]
     for i, v in zip(eqn.params["wrt"], eqn.outvars[len(eqn.params["reduce"]) :], strict=True):
         count = v.aval.shape[0] if i in positions else 1
         mine, made = made[:count], made[count:]
         gradients[v] = LayerRows(v.aval, mine.__getitem__) if i in positions else mine[0]
-    return opened.replace(invars=operands), gradients
+    return opened, gradients
 
 
 def _interface(

@@ -6,8 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.trace.ir.cost import total
-from launcher.trace.ir.jaxpr import alternatives, bodies, is_var, make_jaxpr, replace_bodies
+from launcher.trace.ir.jaxpr import (
+    alternatives,
+    bodies,
+    is_var,
+    make_jaxpr,
+    replace_bodies,
+    total,
+)
 
 X = jnp.arange(12.0).reshape(3, 4)
 

@@ -7,10 +7,10 @@ convolutions are counted from their shapes, everything else one operation an out
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 
 from launcher.trace.ir.cudnn import attended_pairs, attention_sizes
-from launcher.trace.ir.jaxpr import DropVar, Equation, Jaxpr, is_var, nbytes, sub_jaxprs
+from launcher.trace.ir.jaxpr import DropVar, Equation, is_var, nbytes, total
 from launcher.trace.ir.primitive_kinds import ATTENTION_PRODUCTS, PRODUCTS
 
 
@@ -74,16 +74,3 @@ def moved_bytes(eqn: Equation) -> float:
         sum(nbytes(v.aval) for v in operands)
         + sum(nbytes(v.aval) for v in eqn.outvars if not isinstance(v, DropVar))
     )
-
-
-def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:
-    """Add up a measure over the programs inside an equation; None if there are none.
-
-    A conditional counts its largest branch, a scan every iteration.
-    """
-    found = [measure(jaxpr) for jaxpr in sub_jaxprs(eqn)]
-    if not found:
-        return None
-    if eqn.primitive.name == "cond":
-        return max(found)
-    return sum(found) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)

@@ -134,6 +134,13 @@ def rewritten_as(old: Any, new: Jaxpr) -> Any:
     return old.replace(jaxpr=old.jaxpr.replace(**parts))
 
 
+def _rewritten(value: Any, rewrite: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """Return a parameter of an equation with the programs in it rewritten."""
+    if isinstance(value, tuple):
+        return tuple(_rewritten(each, rewrite) for each in value)
+    return rewritten_as(value, rewrite(read_jaxpr(value))) if is_jaxpr(value) else value
+
+
 def make_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
     """Trace `fun(*args)`; `args` may be shapes."""
     return make_jaxpr_and_shape(fun, *args)[0]
@@ -167,16 +174,12 @@ def _hides(jaxpr: Jaxpr) -> bool:
 def _shown(jaxpr: Jaxpr) -> Jaxpr:
     """Replace what hides its program by a call of it, which has the same derivative rule."""
 
-    def shown(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(shown, value))
-        return rewritten_as(value, _shown(read_jaxpr(value))) if is_jaxpr(value) else value
-
     def instead(eqn: Equation) -> Equation:
         if not _hides(Jaxpr((), [eqn], ())):
             return eqn
         if eqn.primitive.name != _HIDING:
-            return eqn.replace(params={key: shown(value) for key, value in eqn.params.items()})
+            params = {key: _rewritten(value, _shown) for key, value in eqn.params.items()}
+            return eqn.replace(params=params)
         hidden = eqn.params["_prim"]
 
         def fun(*flat: Any) -> list[Any]:
@@ -327,15 +330,6 @@ def while_counts(eqn: Equation) -> tuple[int, int]:
     return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
 
-def called(eqn: Equation) -> Jaxpr | None:
-    """Return the function that a call calls; None for any other equation."""
-    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            if is_jaxpr(found := eqn.params.get(key)):
-                return read_jaxpr(found)
-    return None
-
-
 def is_checkpoint(eqn: Equation) -> bool:
     """Return whether an equation is a `jax.checkpoint` of the user's, or its backward pass."""
     return "prevent_cse" in eqn.params
@@ -381,17 +375,26 @@ def nbytes(aval: Aval) -> int:
     return int(aval.size) * int(aval.dtype.itemsize)
 
 
+def renamed(equations: Iterable[Equation], env: dict[Var, Atom]) -> list[Equation]:
+    """Return a copy of equations by the names of `env`, to which fresh ones are added."""
+    copies = []
+    for eqn in equations:
+        env.update(
+            (v, v if isinstance(v, DropVar) else Var(v.aval)) for v in eqn.outvars if v not in env
+        )
+        invars = [env[v] if is_var(v) else v for v in eqn.invars]
+        copies.append(eqn.replace(invars=invars, outvars=[env[v] for v in eqn.outvars]))
+    return copies
+
+
 def splice(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
     """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
     made = inline_calls(make_jaxpr(fun, *avals))
-    rename: dict[Any, Any] = dict(zip(made.invars, operands, strict=True))
-
-    def read(atom: Atom) -> Atom:
-        return rename.get(atom, atom) if is_var(atom) else atom
-
-    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in made.eqns]
-    return equations, [read(v) for v in made.outvars]
+    env: dict[Var, Atom] = dict(zip(made.invars, operands, strict=True))
+    env |= {v: v for v in made.constvars}
+    equations = renamed(made.eqns, env)
+    return equations, [env[v] if is_var(v) else v for v in made.outvars]
 
 
 _REWRITTEN = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")  # parameters that hold bodies
@@ -461,8 +464,24 @@ def alternatives(eqn: Equation) -> list[Jaxpr]:
     """
     if eqn.primitive.name == "cond":
         return [read_jaxpr(branch) for branch in eqn.params["branches"]]
-    function = called(eqn)
-    return [] if function is None else [function]
+    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if is_jaxpr(function := eqn.params.get(key)):
+                return [read_jaxpr(function)]
+    return []
+
+
+def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:
+    """Add up a measure over the programs inside an equation; None if there are none.
+
+    A conditional counts its largest branch, a scan every iteration.
+    """
+    found = [measure(jaxpr) for jaxpr in sub_jaxprs(eqn)]
+    if not found:
+        return None
+    if eqn.primitive.name == "cond":
+        return max(found)
+    return sum(found) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
 
 def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation:
@@ -470,13 +489,7 @@ def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation
 
     Functions with custom derivatives are left alone: their rules are for the function as it is.
     """
-
-    def rewritten(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(rewritten, value))
-        return rewritten_as(value, rewrite(read_jaxpr(value)))
-
-    params = {key: rewritten(eqn.params[key]) for key in _REWRITTEN if key in eqn.params}
+    params = {key: _rewritten(eqn.params[key], rewrite) for key in _REWRITTEN if key in eqn.params}
     return eqn.replace(params={**eqn.params, **params})
 
 

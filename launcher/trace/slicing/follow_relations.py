@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -273,25 +273,21 @@ def _rewritten(
     return Sliced(outs, [replace_bodies(pair.part, lambda _: next(following))], changed=True)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Function:
     """A function with a rule of its own: equal for calls of the same one with alike arrays.
 
     Equal layers of a model call the same one.
     """
 
-    eqn: Equation
+    eqn: Equation = field(compare=False)
+    key: tuple[Any, ...]
 
-    @functools.cached_property
-    def key(self) -> tuple[Any, ...]:
-        params = tuple((key, id(self.eqn.params[key])) for key in sorted(self.eqn.params))
-        return params, *(v.aval for v in (*self.eqn.invars, *self.eqn.outvars))
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self.key == other.key
+    @classmethod
+    def of(cls, eqn: Equation) -> _Function:
+        """Return the function that an equation calls."""
+        params = tuple((key, id(eqn.params[key])) for key in sorted(eqn.params))
+        return cls(eqn, (params, *(v.aval for v in (*eqn.invars, *eqn.outvars))))
 
 
 @functools.lru_cache(maxsize=16)
@@ -359,7 +355,7 @@ def _follow_rule(
     if derive is _tangents:
         incoming = [_without_zero(given[i]) for i in moving]
     whole, part = (
-        _derivative(_Function(eqn), derive, moving, results) for eqn in (pair.whole, pair.part)
+        _derivative(_Function.of(eqn), derive, moving, results) for eqn in (pair.whole, pair.part)
     )
     if same_structure(whole, part):
         found = follow_relations(whole, part, [*given, *incoming], pair.num_slices, in_rule=True)

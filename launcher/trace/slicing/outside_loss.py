@@ -34,6 +34,7 @@ from launcher.trace.ir.jaxpr import (
     dependents,
     is_var,
     needed,
+    renamed,
     source_line,
     splice,
     sub_jaxprs,
@@ -165,18 +166,6 @@ def unlike_program(eqn: Equation) -> BatchError:
 
 def _places(jaxpr: Jaxpr) -> dict[Var, ResultIndex]:
     return {v: (i, j) for i, eqn in enumerate(jaxpr.eqns) for j, v in enumerate(eqn.outvars)}
-
-
-def _renamed(equations: Sequence[Equation], env: dict[Var, Any]) -> list[Equation]:
-    """Return a copy of equations by the names of `env`, which is given fresh ones for the rest."""
-    env.update((v, Var(v.aval)) for e in equations for v in e.outvars if v not in env)
-    return [
-        e.replace(
-            invars=[env[v] if is_var(v) else v for v in e.invars],
-            outvars=[env[v] for v in e.outvars],
-        )
-        for e in equations
-    ]
 
 
 def operand_axes(whole: Equation, part: Equation, num_slices: int) -> list[int | None]:
@@ -365,7 +354,7 @@ def whole_batch_equations(eqn: Equation, found: Outside) -> tuple[list[Equation]
     """Return the equations that compute `found` outside the loss, and the variables it is in."""
     jaxpr, inner = eqn.params["jaxpr"], found.values(eqn)
     env: dict[Var, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
-    equations = _renamed(needed(jaxpr.eqns, inner), env)
+    equations = renamed(needed(jaxpr.eqns, inner), env)
     return equations, [env[v] for v in inner]
 
 
@@ -516,5 +505,5 @@ def finishing_equations(eqn: Equation, found: Outside) -> tuple[list[Equation], 
             continue
         made = needed(jaxpr.eqns, [result], env)
         env[result] = eqn.outvars[i]
-        equations += _renamed(made, env)
+        equations += renamed(made, env)
     return equations, names
