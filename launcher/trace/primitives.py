@@ -321,7 +321,7 @@ ad.primitive_jvps[loss_p] = _loss_jvp
 batching.primitive_batchers[loss_p] = _loss_batching
 
 
-# Called with the operands' types and the parameters of each loss that a trace reaches.
+# Called at each loss of a trace with the types of its operands and its equation's parameters.
 _on_loss: ContextVar[Callable[[Sequence[Any], dict[str, Any]], None] | None]
 _on_loss = ContextVar("on_loss", default=None)
 

@@ -1,4 +1,4 @@
-"""What of a loss is computed outside of it: before it on the whole batch, or after it.
+"""Values of a loss that are computed outside of it: before it on the whole batch, or after it.
 
 - The denominator of a masked mean is a sum over all examples' masks, which no slice can compute.
   Where a value depends on the batch alone, not on the parameters, it is computed once, on the whole
