@@ -143,10 +143,11 @@ def cut_at_losses(
     places = [i for i in sorted(losses) if id(whole[i]) in live] or [min(losses)]
     rank = _ranks(program, [whole[i] for i in places], free)
     done = set(map(id, whole.values()))
+    place = {id(e): i for i, e in enumerate(program)}
     cuts = []
     for k, loss in enumerate((whole[i] for i in places), 1):
         rest = [e for e in program if id(e) not in done]
-        before = needed(rest[: _count_before(rest, program, loss)], loss.invars)
+        before = needed([e for e in rest if place[id(e)] < place[id(loss)]], loss.invars)
         done |= {id(e) for e in before if rank[id(e)] >= 0}
         taken = {id(e) for e in before} | done
         rest = [e for e in rest if id(e) not in taken and (k == len(places) or rank[id(e)] <= k)]
@@ -178,12 +179,6 @@ def _only_part(equations: Sequence[Equation], losses: SplitLosses, outvars: Sequ
     rest = [e for i, e in enumerate(equations) if i != place and id(e) not in done]
     after = needed(split_conditionals([*split.after, *rest]), outvars)
     return Part(tuple(before), loss, tuple(after), split.traces)
-
-
-def _count_before(some: Sequence[Equation], program: Sequence[Equation], loss: Equation) -> int:
-    """Return how many of some equations of a program stand before a loss."""
-    place = {id(e): i for i, e in enumerate(program)}
-    return sum(place[id(e)] < place[id(loss)] for e in some)
 
 
 def _ranks(
@@ -322,9 +317,8 @@ def _split(eqn: Equation) -> list[Equation]:
 def _operands_read(branches: Sequence[Jaxpr], result: int) -> set[int]:
     found: set[int] = set()
     for branch in branches:
-        out = branch.outvars[result]
-        used = {v for e in needed(branch.eqns, [out]) for v in e.invars if is_var(v)}
-        used |= {out} if is_var(out) else set()
+        out = [branch.outvars[result]]
+        used = set(free_vars(needed(branch.eqns, out), out))
         found |= {i for i, v in enumerate(branch.invars) if v in used}
     return found
 

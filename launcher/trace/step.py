@@ -215,7 +215,11 @@ def trace_step(
             (eqn,) = make_jaxpr(functools.partial(loss_p.bind, **params), *avals).eqns
             return [eqn.replace(source_info=equations[places[0]].source_info)]
         found = [again.eqns[place] for place in find_losses(fun, again.eqns)]
-        _check_count(len(places), size, len(found), rows)
+        if len(found) != len(places):
+            raise BatchError(
+                f"the step has {len(places)} losses on the whole batch of {size} and {len(found)} "
+                f"on {rows} rows; their number must not depend on the batch's"
+            )
         return found
 
     def split(number: int, place: int) -> SplitLoss:
@@ -234,14 +238,6 @@ class _LossReachedError(BaseException):
 
 def _stop(avals: Sequence[Any], params: dict[str, Any]) -> None:
     raise _LossReachedError(avals, params)
-
-
-def _check_count(whole: int, size: int, part: int, rows: int) -> None:
-    if part != whole:
-        raise BatchError(
-            f"the step has {whole} losses on the whole batch of {size} and {part} on {rows} rows; "
-            "their number must not depend on the batch's"
-        )
 
 
 @contextlib.contextmanager
