@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from launcher.partition.reduction import Reduction
-from launcher.partition.sharding.layout import DATA, ROWS, Layout
-from launcher.partition.sharding.named_dims import axes, parts
-from launcher.partition.slicing import Slicing, accumulator_dtype
+from launcher.partition.assignment import Reduction, Slicing, accumulator_dtype
+from launcher.partition.layout import DATA, ROWS, Layout
+from launcher.partition.named_dims import axes, parts
 from launcher.partition.task_programs import TaskProgram
 from launcher.trace import GRADIENT_SUMS, Equation, Loss, Var, is_var
 

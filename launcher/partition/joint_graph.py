@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from launcher.partition.min_cut import is_cheap
+from launcher.partition.layout import Layout
+from launcher.partition.named_dims import Spec
 from launcher.partition.remat import Policy, segments
-from launcher.partition.sharding.layout import Layout
-from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
 from launcher.trace import (
+    CHEAP,
     Atom,
     Equation,
     Jaxpr,
@@ -171,12 +171,7 @@ def _in_segments(
         equations = [*needed(fixed, free_vars(segment.equations)), *segment.equations]
         given = free_vars(equations)
         wanted.update(given)
-        closed = Jaxpr(given, equations, made)
-        run = (
-            _run_of(closed, segment.policy)
-            if known is None
-            else _known_run(closed, segment.policy, known)
-        )
+        run = _run(Jaxpr(given, equations, made), segment.policy, known)
         parts.insert(0, (given, made, run))
 
     def forward(*values: Any) -> list[Any]:
@@ -188,18 +183,15 @@ def _in_segments(
     return forward
 
 
-def _run_of(closed: Jaxpr, policy: Policy | None) -> Callable[..., Any]:
-    """Return the function of a segment."""
+def _run(closed: Jaxpr, policy: Policy | None, known: Known | None) -> Callable[..., Any]:
+    """Return the function of a segment; by `known` one for equal segments, derived once by JAX."""
+    if known is not None:
+        key = structure_text(closed), policy, tuple(map(id, captured(closed.eqns)))
+        if key not in known:
+            known[key] = jax.jit(_run(closed, policy, None))
+        return known[key]
     run = jaxpr_as_fun(closed)
     return run if policy is None else jax.checkpoint(run, policy=policy)
-
-
-def _known_run(closed: Jaxpr, policy: Policy | None, known: Known) -> Callable[..., Any]:
-    """Return one function for equal segments, whose derivative JAX keeps."""
-    key = structure_text(closed), policy, tuple(map(id, captured(closed.eqns)))
-    if key not in known:
-        known[key] = jax.jit(_run_of(closed, policy))
-    return known[key]
 
 
 def _fixed(equations: Sequence[Equation]) -> list[Equation]:
@@ -207,7 +199,7 @@ def _fixed(equations: Sequence[Equation]) -> list[Equation]:
     found: list[Equation] = []
     made: set[Var] = set()
     for eqn in equations:
-        if is_cheap(eqn) and all(v in made for v in eqn.invars if is_var(v)):
+        if eqn.primitive.name in CHEAP and all(v in made for v in eqn.invars if is_var(v)):
             found.append(eqn)
             made.update(eqn.outvars)
     return found

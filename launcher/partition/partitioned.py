@@ -10,18 +10,20 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
+from launcher.partition.assignment import Assignment, PlanError, Slicing, validate
 from launcher.partition.gradient_sync import Bucket, GradientSync, in_buckets, is_summed_in_every
 from launcher.partition.joint_graph import Known, Name, input_spec
-from launcher.partition.sharding.layout import Layout, layouts, outer_dims
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
-from launcher.partition.slicing import Slicing
-from launcher.partition.stage_programs import StagePrograms, StageUse, as_one, trace_stage
+from launcher.partition.layout import Layout, layouts, outer_dims
+from launcher.partition.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph, cut_stages, lost_gradients
-from launcher.partition.task_programs import runs_as_one
+from launcher.partition.task_programs import (
+    StagePrograms,
+    StageUse,
+    as_one,
+    runs_as_one,
+    trace_stage,
+)
 from launcher.partition.update import UpdateProgram, place_update
-from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
 from launcher.trace import Loss, TracedStep, Var, is_var, nbytes
 

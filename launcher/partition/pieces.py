@@ -5,7 +5,9 @@ them. As one program a stage would have as many copies of it as layers, and the 
 stage, which do more, would compile theirs again. So a stage is cut at the ends of the iterations
 into *pieces*, a program for each kind of task each: what comes before them, a few at a time, and
 what comes after. Equal pieces, in any stage, are traced, lowered and compiled once.
-Pure.
+
+A stage's update is cut likewise: equations that large values connect belong together; single
+numbers (a learning rate, the norm of all gradients) pass from one program to another. Pure.
 """
 
 from __future__ import annotations
@@ -13,17 +15,32 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from launcher.base import REMAT_NAMES
 from launcher.partition.assignment import Assignment
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.partition.update import place_update
+from launcher.partition.update_placement import Segment, latest_levels
 from launcher.schedule import Kind, Task
-from launcher.trace import ANY_LAYER, LayerEnds, Loss, Var, layer_ends_at, nbytes
+from launcher.trace import (
+    ANY_LAYER,
+    Equation,
+    LayerEnds,
+    Loss,
+    Var,
+    free_vars,
+    is_var,
+    layer_ends_at,
+    nbytes,
+)
 
 MOST_LAYERS = 4
 """Layers of a piece: each program's start takes some 0.1 ms, each layer in it time to compile."""
@@ -203,4 +220,55 @@ def _of_pieces(tasks: Sequence[Task], stage_of: Sequence[int]) -> list[Task]:
     for task in tasks:
         of = pieces[task.stage]
         found += [task.on_stage(p) for p in (of if task.kind is Kind.FORWARD else of[::-1])]
+    return found
+
+
+_Group: TypeAlias = int  # a piece, or -1: of none, or of several
+
+
+def split_segment(segment: Segment, piece_of: Mapping[Var, int]) -> list[Segment]:
+    """Return the programs of a segment, in an order that can be followed.
+
+    Args:
+        segment: the segment.
+        piece_of: the piece of each parameter and gradient; none: the segment stays as it is.
+    """
+    if not piece_of:
+        return [segment]
+    groups = _groups(segment.equations, piece_of)
+    maker = {v: i for i, e in enumerate(segment.equations) for v in e.outvars}
+    makers = [[maker[v] for v in free_vars([e]) if v in maker] for e in segment.equations]
+    levels = latest_levels(makers, groups)
+    programs: dict[tuple[int, _Group], list[Equation]] = {}
+    for eqn, group, level in zip(segment.equations, groups, levels, strict=True):
+        programs.setdefault((level, group), []).append(eqn)
+    keys = sorted(programs)
+    reads = {key: free_vars(programs[key]) for key in keys}
+    read = {v for of in reads.values() for v in of} | set(segment.outputs)
+    found = []
+    for key in keys:
+        made = [v for e in programs[key] for v in e.outvars]
+        outputs = tuple(v for v in made if v in read)
+        sends = tuple(send for send in segment.sends if send[0] in set(made))
+        equations, inputs = tuple(programs[key]), tuple(reads[key])
+        found.append(Segment(segment.mesh, segment.level, equations, inputs, outputs, sends))
+    return found
+
+
+def _groups(equations: tuple[Equation, ...], piece_of: Mapping[Var, int]) -> list[_Group]:
+    """Return every equation's piece: that of the large values which it is connected with."""
+    atoms = [(*e.invars, *e.outvars) for e in equations]
+    large = [[v for v in own if is_var(v) and v.aval.size != 1] for own in atoms]
+    numbers = {v: k for k, v in enumerate(dict.fromkeys(itertools.chain(*large)))}
+    links = [(numbers[vars_[0]], numbers[v]) for vars_ in large for v in vars_]
+    places = np.array(links, int).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(links)), tuple(places)), shape=(len(numbers),) * 2)
+    _, component = connected_components(graph, directed=False)
+    pieces: dict[int, set[int]] = {}
+    for v in numbers.keys() & piece_of.keys():
+        pieces.setdefault(int(component[numbers[v]]), set()).add(piece_of[v])
+    found = []
+    for vars_ in large:
+        own = pieces.get(int(component[numbers[vars_[0]]]), set()) if vars_ else set[int]()
+        found.append(next(iter(own)) if len(own) == 1 else -1)
     return found

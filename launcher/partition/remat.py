@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from launcher.base import REMAT_NAMES, parse_remat
-from launcher.partition.errors import PlanError
+from launcher.partition.assignment import PlanError
 from launcher.trace import (
     CALLS_WITH_RULES,
     Equation,
@@ -23,6 +23,7 @@ from launcher.trace import (
     is_checkpoint,
     matmul_flops,
     sub_jaxprs,
+    walk,
 )
 
 Policy = Callable[..., Any]  # (primitive, *operand avals, **parameters) -> whether to keep
@@ -148,9 +149,8 @@ def _is_own_checkpoint(eqn: Equation) -> bool:
 
     Functions with derivatives of their own recompute what these say.
     """
-    if is_checkpoint(eqn):
-        return True
-    return eqn.primitive.name not in CALLS_WITH_RULES and any(map(_is_own_checkpoint, _inside(eqn)))
+    inside = walk([eqn], lambda e: e.primitive.name not in CALLS_WITH_RULES)
+    return any(map(is_checkpoint, inside))
 
 
 def _inside(eqn: Equation) -> Iterator[Equation]:
@@ -160,7 +160,7 @@ def _inside(eqn: Equation) -> Iterator[Equation]:
 def _kept_inside(eqn: Equation, policy: Policy) -> Iterator[Equation]:
     """Yield what a policy keeps of the bodies of an equation that runs again."""
     for inner in _inside(eqn):
-        yield from _with_bodies(inner) if keeps(policy, inner) else _kept_inside(inner, policy)
+        yield from walk([inner]) if keeps(policy, inner) else _kept_inside(inner, policy)
 
 
 def _kept_by_own(eqn: Equation) -> Iterator[Equation]:
@@ -169,10 +169,4 @@ def _kept_by_own(eqn: Equation) -> Iterator[Equation]:
         yield from _kept_inside(eqn, checkpoint_policy(eqn))
         return
     for inner in _inside(eqn):
-        yield from _kept_by_own(inner) if _is_own_checkpoint(inner) else _with_bodies(inner)
-
-
-def _with_bodies(eqn: Equation) -> Iterator[Equation]:
-    yield eqn
-    for inner in _inside(eqn):
-        yield from _with_bodies(inner)
+        yield from _kept_by_own(inner) if _is_own_checkpoint(inner) else walk([inner])

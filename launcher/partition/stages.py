@@ -149,7 +149,8 @@ def cut_stages(
     read_by = [free_vars(eqns, [loss.outvars[i] for i in results]) for _, eqns, results in programs]
     reads = [set(read) for read in read_by]
     operand_index = {v: i for i, v in enumerate(loss.invars)}
-    active = _active(loss)
+    reached = dependents(loss.equations, [loss.invars[i] for i in loss.wrt])
+    active = {v for v in reached if has_tangent(v.aval)}  # gradients flow through them
     graphs = []
     for s, (layers, equations, results) in enumerate(programs):
         out = [v for eqn in equations for v in eqn.outvars if made_in.get(v) == s]
@@ -175,12 +176,6 @@ def cut_stages(
             )
         )
     return tuple(graphs)
-
-
-def _active(loss: Loss) -> set[Var]:
-    """Return the values that have derivatives and depend on a differentiated operand."""
-    reached = dependents(loss.equations, [loss.invars[i] for i in loss.wrt])
-    return {v for v in reached if has_tangent(v.aval)}
 
 
 def lost_gradients(loss: Loss, graphs: Sequence[StageGraph]) -> list[int]:

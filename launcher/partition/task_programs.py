@@ -1,28 +1,43 @@
-"""Cut a stage's joint program into the passes that its schedule runs one by one.
+"""Trace a stage, and cut its joint program into the passes that its schedule runs one by one.
 
 Each equation belongs to the first pass that needs it. A value that a later pass reads travels there
 as a *residual*; an input is read again instead, and what follows from the parameters alone, or
-cheaply from what the forward pass leaves (`min_cut`), is recomputed. So a backward pass
-in two parts does no costly work twice: the part that makes the gradients of activations runs first
-and leaves to the other what both need.
+cheaply from what the forward pass leaves, is recomputed. So a backward pass in two parts does no
+costly work twice: the part that makes the gradients of activations runs first and leaves to the
+other what both need.
+
+What is cheap to compute (element by element, or the same elements in another order) need not be
+kept where its operands are: the backward pass computes it again, fused into what reads it. Which
+values to keep is then a minimum cut of the forward pass, between what cannot be recomputed and
+what is read later, each value weighing its bytes (the rule of PyTorch's min-cut partitioner,
+https://dev-discuss.pytorch.org/t/467). Of equal cuts it is the latest, which computes least. Pure.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.partition.joint_graph import JointGraph, Name
-from launcher.partition.min_cut import is_cheap, is_fused, kept_values
-from launcher.partition.sharding.named_dims import Sharding
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from launcher.partition.joint_graph import JointGraph, Known, Name, trace_joint
+from launcher.partition.named_dims import NamedDims, Sharding
+from launcher.partition.stages import StageGraph
 from launcher.schedule import Kind
 from launcher.trace import (
     BARRIERS,
+    CHEAP,
+    FUSED,
+    REDUCTIONS,
     Atom,
     Equation,
     Jaxpr,
+    Loss,
     Var,
     dependents,
     free_vars,
@@ -131,7 +146,7 @@ def cut(joint: JointGraph, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, 
     }
     kept = _kept(joint, equations, early, wanted, behind)
     ready = {v for e in early for v in e.outvars}  # for the first pass to compute
-    again = {id(e) for e in early if is_cheap(e) and e.outvars[0] not in kept}
+    again = {id(e) for e in early if e.primitive.name in CHEAP and e.outvars[0] not in kept}
     aside = [e for e in equations if id(e) in again or varying.isdisjoint(e.outvars)]
     made: dict[Var, int] = {}  # the pass that makes a value
     bodies = []
@@ -179,7 +194,7 @@ def _kept(
     outs = [atom for outs in wanted[1:] for atom in outs]
     rest = [e for e in equations if id(e) not in first]
     later = free_vars(rest, outs)
-    placed = free_vars([e for e in rest if not is_fused(e)])
+    placed = free_vars([e for e in rest if e.primitive.name not in FUSED | REDUCTIONS])
     given = {v for name, v in joint.inputs.items() if name.kind == "activation"}
     return kept_values(early, given, map(read, later), map(read, placed), read) - given
 
@@ -214,3 +229,135 @@ def _passes(
             )
         )
     return passes
+
+
+_UNITS = 1 << 29  # what all values together weigh: flows are 32-bit integers
+_ENDLESS = 1 << 30
+
+
+def kept_values(
+    equations: Sequence[Equation],
+    given: Set[Var],
+    wanted: Iterable[Atom],
+    firm: Iterable[Atom] = (),
+    read: Callable[[Atom], Atom] = lambda atom: atom,
+) -> set[Var]:
+    """Choose the values to keep, so that `wanted` can be computed from them by cheap equations.
+
+    They are values that `equations` make or are given; any other value is at hand anyway.
+
+    Args:
+        equations: the forward pass.
+        given: what the equations read and would have to be kept, too.
+        wanted: what is read later.
+        firm: what cannot be recomputed.
+        read: returns what to read instead of an operand.
+    """
+    numbers = {v: k for k, v in enumerate([*given, *(v for e in equations for v in e.outvars)])}
+    ends = {numbers[v] for v in wanted if is_var(v) and v in numbers}
+    if not ends:
+        return set()
+    # A value is an edge from node 2k to 2k + 1, which weighs its bytes.
+    source, sink = 2 * len(numbers), 2 * len(numbers) + 1
+    starts = {numbers[v] for v in (*given, *firm) if is_var(v) and v in numbers}
+    endless = [(2 * k + 1, sink) for k in ends]
+    for eqn in equations:
+        if eqn.primitive.name not in CHEAP:
+            starts.update(numbers[v] for v in eqn.outvars)
+            continue
+        operands = {read(v) for v in eqn.invars if is_var(v)}
+        at = numbers[eqn.outvars[0]]
+        endless += [(2 * numbers[v] + 1, 2 * at) for v in operands if is_var(v) and v in numbers]
+    endless += [(source, 2 * k) for k in starts]
+    sizes = np.array([nbytes(v.aval) for v in numbers], dtype=float)
+    weights = np.maximum(1, sizes * (_UNITS / max(sizes.sum(), 1.0))).astype(np.int32)
+    pairs = [*((2 * k, 2 * k + 1) for k in range(len(numbers))), *endless]
+    values = np.concatenate([weights, np.full(len(endless), _ENDLESS, np.int32)])
+    after = _before_sink(np.array(pairs).T, values, source, sink)
+    return {v for v, k in numbers.items() if 2 * k not in after and 2 * k + 1 in after}
+
+
+def _before_sink(pairs: np.ndarray, values: np.ndarray, source: int, sink: int) -> set[int]:
+    """Return the nodes behind the latest minimum cut, from which more could flow to the sink."""
+    graph = coo_array((values, tuple(pairs)), shape=(sink + 1, sink + 1), dtype=np.int32).tocsr()
+    spare = graph - maximum_flow(graph, source, sink).flow
+    spare.eliminate_zeros()
+    return set(breadth_first_order(spare.T.tocsr(), sink, return_predecessors=False).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class StagePrograms:
+    """A stage's joint graph, and the task programs that it is cut into.
+
+    Attributes:
+        results: those of the loss that are wanted.
+        sliced: the operands of which each slice reads its rows.
+    """
+
+    joint: JointGraph
+    programs: Mapping[Kind, TaskProgram]
+    results: Sequence[int]
+    sliced: Set[int]
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """What of a stage a step uses.
+
+    Attributes:
+        grads: the operands whose gradients are wanted.
+        varying: the operands that differ from slice to slice.
+        results: the results of the loss that are wanted.
+    """
+
+    grads: Sequence[int]
+    varying: Sequence[int]
+    results: Sequence[int]
+
+
+def trace_stage(
+    graph: StageGraph,
+    loss: Loss,
+    remat: str,
+    kinds: Set[Kind],
+    wanted: StageUse | None = None,
+    known: Known | None = None,
+) -> StagePrograms:
+    """Trace a stage, and cut it into a program for each kind of task.
+
+    Args:
+        graph: the stage.
+        loss: the loss that it is a part of.
+        remat: what the backward pass recomputes, a word of `remat_name`.
+        kinds: those that the schedule has.
+        wanted: what the step uses; by default all, and all but the parameters differ from slice
+            to slice.
+        known: see `trace_joint`.
+    """
+    sliced = {i for i in graph.operands if loss.slice_axes[i] is not None}
+    if wanted is None:
+        varying = [i for i in graph.operands if i in sliced or i not in loss.wrt]
+        wanted = StageUse(graph.wrt, varying, graph.results)
+    parts = Kind.BACKWARD_WEIGHT in kinds
+    joint = trace_joint(graph, loss, wanted.grads, wanted.varying, remat, parts, known)
+    programs = cut(joint, outputs_by_kind(joint, wanted.results, kinds, together=False))
+    return StagePrograms(joint, programs, wanted.results, sliced)
+
+
+def as_one(of: StagePrograms, kinds: Set[Kind]) -> StagePrograms:
+    """Return the same with the forward pass in one program with what follows it."""
+    groups = outputs_by_kind(of.joint, of.results, kinds, together=True)
+    return dataclasses.replace(of, programs=cut(of.joint, groups))
+
+
+def inside_of(
+    of: StagePrograms, loss: Loss, sharding: Sharding, dims: NamedDims | None = None
+) -> Sharding:
+    """Return the specs of a joint program's values, by its forward pass's; `dims`: its own."""
+    found = Sharding(dims or NamedDims(of.joint.equations), sharding.sizes)
+    for name, var in of.joint.inputs.items():
+        if name.kind != "seed":
+            first = name.of[0] if name.kind == "cotangent" else name.of
+            outside = loss.invars[first] if name.kind == "operand" else first
+            found.seed(var, sharding.spec(outside))
+    return found

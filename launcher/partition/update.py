@@ -11,14 +11,14 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from launcher.partition.slicing import Slicing, accumulator_dtype
+from launcher.partition.assignment import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
 from launcher.trace import Atom, Aval, Equation, Loss, TracedStep, Var, fold_slices, is_var, splice
@@ -87,7 +87,7 @@ def place_update(
     for mesh, i in dict.fromkeys((s.mesh, i) for s in stages for i in s.operands):
         uses[i].append(mesh)
     home = stages[-1].mesh
-    batch = frozenset(v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch)
+    batch = step.batch_vars
     arguments = frozenset(step.invars) - batch
     everywhere = batch | frozenset(step.constants)
     operands, stacking = _operands(step, loss, slicing, batch)
@@ -102,10 +102,12 @@ def place_update(
         everywhere,
     )
     combined = _combine(step, loss, stages, slicing)
+    left = [*combined.result_parts.items(), *combined.grad_parts.items()]
+    sources = {v: stages[s].mesh for (_, s), parts in left for v in parts}
     after = Placer(
-        combined.equations,
+        (*combined.equations, *step.after),
         home,
-        {**before.placed, **homes, **combined.sources},
+        {**before.placed, **homes, **sources},
         homes,
         arguments,
         everywhere,
@@ -116,7 +118,7 @@ def place_update(
             for mesh in uses[i]:
                 before.export(operand.value, mesh)
     after.export_placed()
-    out_homes = _export_results(step, step.outvars, after)
+    out_homes = _export_results(step, after)
     return UpdateProgram(
         homes={v: homes.get(v, 0) for v in step.invars if v in arguments},
         given=tuple(dict.fromkeys((*before.given, *after.given))),
@@ -159,61 +161,86 @@ def _operands(
     return tuple(operands), equations
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Combined:
-    equations: tuple[Equation, ...]
-    sources: dict[Var, int]
-    result_parts: dict[tuple[int, int], tuple[Var, ...]]
-    grad_parts: dict[tuple[int, int], tuple[Var, ...]]
-    like: dict[Var, Var]
+    """The equations that make the loss's results and gradients of the parts that stages leave.
+
+    Attributes:
+        equations: the equations.
+        result_parts, grad_parts, like: see `UpdateProgram`.
+    """
+
+    equations: list[Equation] = field(default_factory=list)
+    result_parts: dict[tuple[int, int], tuple[Var, ...]] = field(default_factory=dict)
+    grad_parts: dict[tuple[int, int], tuple[Var, ...]] = field(default_factory=dict)
+    like: dict[Var, Var] = field(default_factory=dict)
+
+    def join(self, whole: Var, fun: Callable[..., Any], parts: Sequence[Var]) -> tuple[Var, ...]:
+        """Make `whole` as `fun(*parts)`, in its dtype, and return the parts.
+
+        Where there is nothing to do, the part is `whole` itself.
+        """
+        equations, (out,) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
+        if not is_var(out):  # a literal; an equation has to name it
+            value = out.val
+            equations, (out,) = splice(lambda: jax.lax.optimization_barrier(value), ())
+        if out in parts:
+            self.equations += equations
+            return tuple(whole if part is out else part for part in parts)
+        self.equations += [
+            e.replace(outvars=[whole if v is out else v for v in e.outvars]) for e in equations
+        ]
+        return tuple(parts)
+
+    def gradient(self, whole: Var, by_mesh: Sequence[Sequence[Var]]) -> tuple[Var, ...]:
+        """Sum a gradient's parts over each mesh's stages, then the meshes; return the parts.
+
+        So one array, its share, leaves a mesh. Each part is summed over the replicas already. The
+        sum is zeros where the loss does not depend on it.
+        """
+        if not by_mesh:
+            return self.join(whole, lambda: jnp.zeros(whole.aval.shape, whole.aval.dtype), ())
+        if len(by_mesh) == 1 and [v.aval.dtype for v in by_mesh[0]] == [whole.aval.dtype]:
+            return (whole,)  # in most models all are so: nothing to trace
+        if len(by_mesh) == 1:
+            return self.join(whole, _sum, by_mesh[0])
+        dtype = by_mesh[0][0].aval.dtype
+        shares = [Var(jax.core.ShapedArray(whole.aval.shape, dtype)) for _ in by_mesh]
+        pairs = zip(shares, by_mesh, strict=True)
+        made = [self.join(share, _sum, parts) for share, parts in pairs]
+        self.join(whole, _sum, shares)
+        self.like.update(dict.fromkeys(shares, whole))
+        return tuple(itertools.chain(*made))
 
 
 def _combine(
-    step: TracedStep,
-    loss: Loss,
-    stages: Sequence[StageGraph],
-    slicing: Slicing,
+    step: TracedStep, loss: Loss, stages: Sequence[StageGraph], slicing: Slicing
 ) -> _Combined:
-    """Return the update program, with the equations that combine the parts left by the stages.
-
-    They make the loss's results and gradients.
-    """
+    """Combine the parts that the stages leave of the results and gradients that the step uses."""
     outs = step.loss_equation.outvars
-    used = {v for e in step.after for v in e.invars if is_var(v)} | {
-        v for v in step.outvars if is_var(v)
+    used = {
+        v for atoms in (step.outvars, *(e.invars for e in step.after)) for v in atoms if is_var(v)
     }
-    equations: list[Equation] = []
-    result_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
-    grad_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
-    like: dict[Var, Var] = {}
+    combined = _Combined()
     for i, word in enumerate(loss.reduce):
         if outs[i] in used:
             stage = next(s.index for s in stages if i in s.results)
             count = slicing.micro_batches if word in ("concat", "max", "min") else 1
-            parts = tuple(_part(loss.outvars[i].aval, slicing, True) for _ in range(count))
+            parts = [_part(loss.outvars[i].aval, slicing, True) for _ in range(count)]
             combine = _result_combiner(word, outs[i].aval, slicing)
-            result_parts[i, stage], extra = _join(outs[i], combine, parts)
-            equations += extra
-    for k, i in enumerate(loss.wrt):
-        whole = outs[len(loss.reduce) + k]
-        if whole in used:
+            combined.result_parts[i, stage] = combined.join(outs[i], combine, parts)
+    for k, i in enumerate(loss.wrt, len(loss.reduce)):
+        if outs[k] in used:
             here = sorted((s for s in stages if i in s.wrt), key=lambda s: s.mesh)
             by_mesh = [
                 [_part(loss.invars[i].aval, slicing, False) for _ in group]
                 for _, group in itertools.groupby(here, key=lambda s: s.mesh)
             ]
-            parts, sums, extra = _gradient(whole, by_mesh)
-            like.update((share, whole) for share in sums)
-            equations += extra
-            grad_parts.update(((i, s.index), (v,)) for s, v in zip(here, parts, strict=True))
-    named = {**result_parts, **{(-1 - i, s): vs for (i, s), vs in grad_parts.items()}}
-    return _Combined(
-        equations=(*equations, *step.after),
-        sources={v: stages[s].mesh for (_, s), vs in named.items() for v in vs},
-        result_parts=result_parts,
-        grad_parts=grad_parts,
-        like=like,
-    )
+            made = combined.gradient(outs[k], by_mesh)
+            combined.grad_parts.update(
+                ((i, s.index), (v,)) for s, v in zip(here, made, strict=True)
+            )
+    return combined
 
 
 def _part(aval: Aval, slicing: Slicing, per_replica: bool) -> Var:
@@ -223,57 +250,8 @@ def _part(aval: Aval, slicing: Slicing, per_replica: bool) -> Var:
     return Var(jax.core.ShapedArray((*lead, *aval.shape), dtype))
 
 
-def _join(
-    whole: Var, fun: Callable[..., Any], parts: Sequence[Var]
-) -> tuple[tuple[Var, ...], list[Equation]]:
-    """Return the equations that make `whole` as `fun(*parts)`, in its dtype.
-
-    Where there is nothing to do, the part is `whole` itself.
-    """
-    equations, (out,) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
-    if not is_var(out):  # a literal; an equation has to name it
-        value = out.val
-        equations, (out,) = splice(lambda: jax.lax.optimization_barrier(value), ())
-    if out in parts:
-        return tuple(whole if part is out else part for part in parts), equations
-    return tuple(parts), [
-        e.replace(outvars=[whole if v is out else v for v in e.outvars]) for e in equations
-    ]
-
-
-def _gradient(
-    whole: Var, by_mesh: Sequence[Sequence[Var]]
-) -> tuple[tuple[Var, ...], list[Var], list[Equation]]:
-    """Sum a gradient's parts over each mesh's stages, then the meshes.
-
-    So one array, its share, leaves a mesh. Each part is summed over the replicas already. The sum
-    is zeros where the loss does not depend on it.
-
-    Returns:
-        The parts, the shares if there are several, and the equations.
-    """
-
-    def of_mesh(*parts: Any) -> Any:
-        return functools.reduce(operator.add, parts)
-
-    if not by_mesh:
-        _, equations = _join(whole, lambda: jnp.zeros(whole.aval.shape, whole.aval.dtype), ())
-        return (), [], equations
-    if len(by_mesh) == 1 and [v.aval.dtype for v in by_mesh[0]] == [whole.aval.dtype]:
-        return (whole,), [], []  # in most models all are so: nothing to trace
-    if len(by_mesh) == 1:
-        made, equations = _join(whole, of_mesh, by_mesh[0])
-        return made, [], equations
-    found: list[Var] = []
-    equations = []
-    sums: list[Var] = []
-    for parts in by_mesh:
-        sums.append(Var(jax.core.ShapedArray(whole.aval.shape, parts[0].aval.dtype)))
-        made, extra = _join(sums[-1], of_mesh, parts)
-        found += made
-        equations += extra
-    _, extra = _join(whole, lambda *xs: functools.reduce(operator.add, xs), sums)
-    return tuple(found), sums, equations + extra
+def _sum(*parts: Any) -> Any:
+    return functools.reduce(operator.add, parts)
 
 
 def _result_combiner(word: str, whole: Any, slicing: Slicing) -> Callable[..., Any]:
@@ -286,19 +264,19 @@ def _result_combiner(word: str, whole: Any, slicing: Slicing) -> Callable[..., A
         return lambda *xs: getattr(jnp.stack(xs), word)(axis=(0, 1) if replicated else 0)
     if word == "last":
         return lambda x: x[-1] if replicated else x
-    scale = 1.0 / slicing.num_slices if word == "mean" else None
-    return lambda x: _scaled(x.sum(0) if replicated else x, scale)
+
+    def total(x: Any) -> Any:
+        x = x.sum(0) if replicated else x
+        return x * (1.0 / slicing.num_slices) if word == "mean" else x
+
+    return total
 
 
-def _scaled(x: Any, scale: float | None) -> Any:
-    return x if scale is None else x * scale
-
-
-def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) -> tuple[int, ...]:
+def _export_results(step: TracedStep, after: Placer) -> tuple[int, ...]:
     """Bring each result of the step to its place; where that is."""
     places: dict[int, int] = {}
     waiting = []
-    for i, atom in enumerate(outvars):
+    for i, atom in enumerate(step.outvars):
         argument = step.invars[step.aliases[i]] if i in step.aliases else None
         at = after.placed.get(atom) if is_var(atom) else None
         if argument is None:
@@ -308,10 +286,10 @@ def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) ->
         else:
             waiting.append((i, argument))
     for i, mesh in places.items():
-        if is_var(atom := outvars[i]):
+        if is_var(atom := step.outvars[i]):
             after.export(atom, mesh)
     for i, argument in waiting:
         places[i] = after.homes.setdefault(argument, 0)
-        if is_var(atom := outvars[i]):
+        if is_var(atom := step.outvars[i]):
             after.export(atom, places[i])
-    return tuple(places[i] for i in range(len(outvars)))
+    return tuple(places[i] for i in range(len(step.outvars)))

@@ -17,7 +17,7 @@ and an equation waits for the latest segment that needs it, so that XLA can fuse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from launcher.trace import Equation, Var, free_vars, is_var, nbytes
@@ -145,10 +145,21 @@ class Placer:
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the programs to run, in an order that can be followed."""
-        levels = self._latest(self._earliest())
+        instances = sorted(self._instances)
+        number = {instance: k for k, instance in enumerate(instances)}
+        makers = [
+            [
+                number[self.defined[v], self.placed.get(v, mesh)]
+                for v in self.equations[index].invars
+                if is_var(v) and v in self.defined
+            ]
+            for index, mesh in instances
+        ]
+        sent_early = {number[self.defined[v], at] for v, at, _ in self._sends}
+        levels = latest_levels(makers, [mesh for _, mesh in instances], sent_early)
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, mesh in sorted(self._instances):
-            groups.setdefault((levels[index, mesh], mesh), []).append(index)
+        for (index, mesh), level in zip(instances, levels, strict=True):
+            groups.setdefault((level, mesh), []).append(index)
         keys = sorted(groups)
         sent: dict[tuple[Var, int], list[int]] = {}
         for v, at, to in self._sends:
@@ -168,33 +179,30 @@ class Placer:
             )
         return tuple(found)
 
-    def _earliest(self) -> dict[tuple[int, int], int]:
-        level: dict[tuple[int, int], int] = {}
-        for index, mesh in sorted(self._instances):
-            needs = [0]
-            for v in self.equations[index].invars:
-                if not is_var(v) or v not in self.defined:
-                    continue
-                definer = self.defined[v]
-                if (definer, mesh) in level and self.placed.get(v, mesh) == mesh:
-                    needs.append(level[definer, mesh])
-                else:
-                    needs.append(level[definer, self.placed[v]] + 1)
-            level[index, mesh] = max(needs)
-        return level
 
-    def _latest(self, level: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
-        top: dict[int, int] = {}
-        for (_, mesh), value in level.items():
-            top[mesh] = max(top.get(mesh, 0), value)
-        sent = {(self.defined[v], at) for v, at, _ in self._sends if v in self.defined}
-        latest = dict(level)
-        bound: dict[tuple[int, int], int] = {}
-        for index, mesh in sorted(self._instances, reverse=True):
-            if (index, mesh) not in sent:
-                latest[index, mesh] = bound.get((index, mesh), top[mesh])
-            for v in self.equations[index].invars:
-                if is_var(v) and v in self.defined:
-                    key = (self.defined[v], mesh)
-                    bound[key] = min(bound.get(key, top[mesh]), latest[index, mesh])
-        return latest
+def latest_levels(
+    makers: Sequence[Sequence[int]], groups: Sequence[int], awaited: Set[int] = frozenset()
+) -> list[int]:
+    """Return when each equation runs: after what it waits for, with the last that need it.
+
+    One that another group waits for runs as early as it can.
+
+    Args:
+        makers: for each equation, those that make its operands, which come before it.
+        groups: the mesh or piece of each equation.
+        awaited: those whose results are sent elsewhere, if no equation reads them there.
+    """
+    levels: list[int] = []
+    for own, needs in zip(groups, makers, strict=True):
+        levels.append(max((levels[k] + (groups[k] != own) for k in needs), default=0))
+    top: dict[int, int] = {}
+    for group, level in zip(groups, levels, strict=True):
+        top[group] = max(top.get(group, 0), level)
+    pairs = zip(groups, makers, strict=True)
+    early = awaited | {k for own, needs in pairs for k in needs if groups[k] != own}
+    latest = [n if i in early else top[groups[i]] for i, n in enumerate(levels)]
+    for i in reversed(range(len(makers))):
+        for k in makers[i]:
+            if k not in early:
+                latest[k] = min(latest[k], latest[i])
+    return latest

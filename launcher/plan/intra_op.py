@@ -295,7 +295,7 @@ def _fits(dims: NamedDims, of: int, devices: int) -> bool:
 
 def _leaves(step: TracedStep, loss: Loss) -> list[tuple[Var, int]]:
     """Return the operands that are leaves of the batch, with the axis of their rows."""
-    batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
+    batch = step.batch_vars
     operands = zip(step.operands, loss.invars, batch_axes(step, loss), strict=True)
     return [(inner, axis) for outer, inner, axis in operands if outer in batch and axis is not None]
 

@@ -7,9 +7,6 @@ from launcher.trace.errors import BatchError, BoundaryError, GradientError, Join
 from launcher.trace.errors import LayerCountError as LayerCountError
 from launcher.trace.interface import Interface as Interface
 from launcher.trace.interface import leaf_names as leaf_names
-from launcher.trace.ir.bodies import Body as Body
-from launcher.trace.ir.bodies import bodies as bodies
-from launcher.trace.ir.bodies import replace_bodies as replace_bodies
 from launcher.trace.ir.cost import backward_share as backward_share
 from launcher.trace.ir.cost import flops as flops
 from launcher.trace.ir.cost import matmul_flops as matmul_flops
@@ -21,9 +18,11 @@ from launcher.trace.ir.factors import Place as Place
 from launcher.trace.ir.factors import factors as factors
 from launcher.trace.ir.jaxpr import Atom as Atom
 from launcher.trace.ir.jaxpr import Aval as Aval
+from launcher.trace.ir.jaxpr import Body as Body
 from launcher.trace.ir.jaxpr import Equation as Equation
 from launcher.trace.ir.jaxpr import Jaxpr as Jaxpr
 from launcher.trace.ir.jaxpr import Var as Var
+from launcher.trace.ir.jaxpr import bodies as bodies
 from launcher.trace.ir.jaxpr import called_instead as called_instead
 from launcher.trace.ir.jaxpr import captured as captured
 from launcher.trace.ir.jaxpr import checkpoint_policy as checkpoint_policy
@@ -40,10 +39,13 @@ from launcher.trace.ir.jaxpr import make_jaxpr_and_shape as make_jaxpr_and_shape
 from launcher.trace.ir.jaxpr import nbytes as nbytes
 from launcher.trace.ir.jaxpr import needed as needed
 from launcher.trace.ir.jaxpr import read_jaxpr as read_jaxpr
+from launcher.trace.ir.jaxpr import replace_bodies as replace_bodies
 from launcher.trace.ir.jaxpr import runs_again as runs_again
 from launcher.trace.ir.jaxpr import source_line as source_line
 from launcher.trace.ir.jaxpr import splice as splice
+from launcher.trace.ir.jaxpr import structure_text as structure_text
 from launcher.trace.ir.jaxpr import sub_jaxprs as sub_jaxprs
+from launcher.trace.ir.jaxpr import walk as walk
 from launcher.trace.ir.primitive_kinds import BARRIERS as BARRIERS
 from launcher.trace.ir.primitive_kinds import BROADCASTS as BROADCASTS
 from launcher.trace.ir.primitive_kinds import CALLS_WITH_RULES as CALLS_WITH_RULES
@@ -59,20 +61,19 @@ from launcher.trace.ir.primitive_kinds import PRODUCTS as PRODUCTS
 from launcher.trace.ir.primitive_kinds import REDUCTIONS as REDUCTIONS
 from launcher.trace.ir.primitive_kinds import SEARCHES as SEARCHES
 from launcher.trace.ir.primitive_kinds import SPREADING as SPREADING
-from launcher.trace.ir.structure_text import structure_text as structure_text
-from launcher.trace.layers import ANY_LAYER as ANY_LAYER
+from launcher.trace.open_scans import Stacks as Stacks
+from launcher.trace.open_scans import with_rows_apart as with_rows_apart
 from launcher.trace.primitives import grad as grad
 from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
 from launcher.trace.primitives import microbatched as microbatched
 from launcher.trace.primitives import per_slice as per_slice
 from launcher.trace.primitives import value_and_grad as value_and_grad
-from launcher.trace.scans.open_scans import Stacks as Stacks
-from launcher.trace.scans.open_scans import with_rows_apart as with_rows_apart
-from launcher.trace.slicing.random_keys import fold_slices as fold_slices
+from launcher.trace.slicing.outside_loss import fold_slices as fold_slices
+from launcher.trace.slicing.slices import ANY_LAYER as ANY_LAYER
 from launcher.trace.slicing.slices import Loss
 from launcher.trace.step import TracedStep, trace_step
-from launcher.trace.without_gradient import no_gradient_note as no_gradient_note
-from launcher.trace.without_gradient import reached_by_gradients as reached_by_gradients
+from launcher.trace.step import no_gradient_note as no_gradient_note
+from launcher.trace.step import reached_by_gradients as reached_by_gradients
 
 __all__ = [
     "BatchError",

@@ -20,8 +20,7 @@ import numpy as np
 from launcher.trace.errors import LayerCountError, TraceError
 from launcher.trace.ir.cost import matmul_flops, program_flops
 from launcher.trace.ir.jaxpr import Equation, Var, has_tangent, is_var, nbytes
-from launcher.trace.layers import ANY_LAYER
-from launcher.trace.slicing.slices import Loss
+from launcher.trace.slicing.slices import ANY_LAYER, Loss
 
 LayerEnds: TypeAlias = tuple[tuple[int, int], ...]
 """Where layers end, but for the last: after so many anchors, and then so many other equations."""

@@ -1,13 +1,16 @@
-"""The arguments and results of a step, or of a part of one, and its program around the loss."""
+"""A step's arguments and results: the batch and donated leaves, and the program around the loss."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from launcher.trace.errors import BatchError, TraceError
 from launcher.trace.ir.jaxpr import Atom, Aval, Equation, Var, is_var
 
 
@@ -16,7 +19,7 @@ class Interface:
     """The arguments and results of a program.
 
     Attributes:
-        in_tree, out_tree, in_avals: the arguments and results, whole batch shapes.
+        in_tree, out_tree: the structure of the arguments and results.
         invars: one variable an argument leaf. outvars: one atom a result leaf.
         donated, batch: per argument leaf.
         aliases: result leaf -> the donated argument leaf whose place it takes.
@@ -24,12 +27,21 @@ class Interface:
 
     in_tree: Any
     out_tree: Any
-    in_avals: tuple[Aval, ...]
     invars: tuple[Var, ...]
     outvars: tuple[Atom, ...]
     donated: tuple[bool, ...]
     batch: tuple[bool, ...]
     aliases: dict[int, int]
+
+    @functools.cached_property
+    def in_avals(self) -> tuple[Aval, ...]:
+        """The type of every argument leaf, of the whole batch."""
+        return tuple(v.aval for v in self.invars)
+
+    @property
+    def batch_vars(self) -> frozenset[Var]:
+        """The arguments that are the batch."""
+        return frozenset(itertools.compress(self.invars, self.batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,3 +72,144 @@ def _names(tree: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     leaves, _ = jax.tree_util.tree_flatten_with_path(numbered)
     return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
+
+
+_PACKED = ("int2", "int4", "uint2", "uint4")  # several elements to a byte
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A step's arguments.
+
+    Attributes:
+        shapes: the arguments with a shape for every array.
+        batch, donated: per leaf of `shapes`. donate_argnums: the donated arguments by position.
+    """
+
+    shapes: tuple[Any, ...]
+    batch: tuple[bool, ...]
+    donated: tuple[bool, ...]
+    donate_argnums: tuple[int, ...]
+
+    def with_rows(self, rows: int) -> tuple[Any, ...]:
+        """Return the shapes for a batch of this many rows."""
+
+        def resized(leaf: Any) -> Any:
+            shape = (rows, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+
+        leaves, tree = jax.tree.flatten(self.shapes)
+        pairs = zip(leaves, self.batch, strict=True)
+        cut = [resized(leaf) if is_batch and leaf.shape else leaf for leaf, is_batch in pairs]
+        return tuple(jax.tree.unflatten(tree, cut))
+
+
+def read_arguments(
+    args: Sequence[Any], batch_argnums: Sequence[int], donate_argnums: Sequence[int]
+) -> Arguments:
+    """See `Arguments`.
+
+    Raises:
+        TraceError: a leaf is no array, or a position does not exist.
+    """
+    batch = _positions("batch_argnums", batch_argnums, len(args))
+    donate = _positions("donate_argnums", donate_argnums, len(args))
+    shapes = tuple(
+        jax.tree_util.tree_map_with_path(lambda path, x, i=i: _abstract(i, path, x), arg)
+        for i, arg in enumerate(args)
+    )
+
+    def flags(wanted: Sequence[int]) -> tuple[bool, ...]:
+        return tuple(i in wanted for i, arg in enumerate(shapes) for _ in jax.tree.leaves(arg))
+
+    return Arguments(shapes, flags(batch), flags(donate), donate)
+
+
+def _positions(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    for n in numbers:
+        if not -count <= n < count:
+            raise TraceError(
+                f"{name} names argument {n}, but the step was given {count} arguments; list the "
+                "positions of arguments that exist, or ()"
+            )
+    return tuple(dict.fromkeys(n % count for n in numbers))
+
+
+def _abstract(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    shape = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _shape_of(argument, path, leaf)
+    if shape.dtype.name in _PACKED:
+        raise TraceError(
+            f"leaf {_text(path)} of argument {argument} is {shape.dtype}, which JAX's compiled "
+            "programs do not take; keep it in int8, and convert it in the step"
+        )
+    return shape
+
+
+def _shape_of(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        raise TraceError(
+            f"leaf {_text(path)} of argument {argument} is a {type(leaf).__name__}, which is not "
+            "an array of numbers; name the argument in static_argnums, or close over the value "
+            "(functools.partial)"
+        ) from None
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def _text(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "(all of it)"
+
+
+def batch_size(arguments: Arguments) -> int:
+    """Return the rows along axis 0 of the batch's leaves; 1 where there are none.
+
+    Raises:
+        BatchError: they differ, or are none.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(arguments.shapes)
+    sizes = {
+        jax.tree_util.keystr(path): leaf.shape[0]
+        for (path, leaf), wanted in zip(leaves, arguments.batch, strict=True)
+        if wanted and leaf.shape
+    }
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise BatchError(f"the batch's leaves differ along axis 0 ({listed}); they must agree")
+    if 0 in sizes.values():
+        raise BatchError(f"the batch has no rows ({', '.join(sizes)} along axis 0)")
+    return next(iter(sizes.values()), 1)
+
+
+def aliases(arguments: Arguments, out: Any) -> dict[int, int]:
+    """Return the result leaves that take a donated argument's place.
+
+    These are the whole result, or the first of its parts (whatever holds them: a tuple, a dict, a
+    dataclass) that is like the argument.
+    """
+    parts = jax.tree.leaves(out, is_leaf=lambda x: x is not out)
+    candidates = [(0, out), *zip(_starts(parts), parts, strict=True)]
+    in_starts = _starts(arguments.shapes)
+    found: dict[int, int] = {}
+    for n in arguments.donate_argnums:
+        for start, result in candidates:
+            count = len(jax.tree.leaves(result))
+            free = not any(start + i in found for i in range(count))
+            if free and _alike(arguments.shapes[n], result):
+                found.update((start + i, in_starts[n] + i) for i in range(count))
+                break
+    return found
+
+
+def _starts(trees: Sequence[Any]) -> list[int]:
+    counts = [len(jax.tree.leaves(tree)) for tree in trees]
+    return list(itertools.accumulate(counts, initial=0))[:-1]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(a), jax.tree.structure(b)]
+    if structures[0] != structures[1]:
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)

@@ -1,4 +1,4 @@
-"""A step with several losses as a chain of parts, one for each loss, that run one after the other.
+"""The losses of a train step, and a step with several losses as a chain of parts.
 
 A part computes its loss, and from it all that needs no later loss: an update is done before the
 next loss begins. What a later part needs of it is among its results, and among the arguments of
@@ -8,16 +8,91 @@ needs it. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
+from launcher.trace.errors import GradientError, TraceError
 from launcher.trace.interface import Interface
-from launcher.trace.ir.bodies import split_conditionals
-from launcher.trace.ir.jaxpr import Atom, Equation, Var, free_vars, is_var, needed
-from launcher.trace.slicing.slices import SplitLoss
+from launcher.trace.ir.jaxpr import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    free_vars,
+    inline_calls,
+    is_var,
+    make_jaxpr,
+    needed,
+    read_jaxpr,
+    rewritten_as,
+    source_line,
+    walk,
+)
+from launcher.trace.primitives import loss_p
+from launcher.trace.slicing.slices import Loss, SplitLoss, Traces
+
+
+def find_losses(
+    fun: Callable[..., Any], equations: Sequence[Equation], needs_loss: bool = True
+) -> list[int]:
+    """Return the places of the losses among the equations of a step.
+
+    Raises:
+        GradientError: there is none and there has to be one, or one is inside a loop or a branch.
+    """
+    name = getattr(fun, "__name__", repr(fun))
+    for eqn in equations:
+        if eqn.primitive is loss_p:
+            continue
+        for inner in (e for e in walk([eqn]) if e.primitive is loss_p):
+            raise GradientError(
+                f"{name} calls launcher.grad, value_and_grad or microbatched at "
+                f"{source_line(inner)} inside {eqn.primitive.name} at {source_line(eqn)}; a "
+                "parallelized step calls it outside of loops, branches and checkpoints. To "
+                "accumulate gradients say num_micro_batches instead of looping; to skip an update "
+                "take the gradients first and choose afterwards"
+            )
+    places = [i for i, eqn in enumerate(equations) if eqn.primitive is loss_p]
+    if not places and needs_loss:
+        raise GradientError(
+            f"{name} takes no gradient through launcher.grad or launcher.value_and_grad. Use one "
+            "of them instead of jax.grad (or launcher.microbatched in an evaluation step), and do "
+            "not differentiate or vmap it. A function that only uses gradients follows the step "
+            "that takes them: launcher.parallelize(apply, method=step)"
+        )
+    return places
+
+
+def with_named_operands(eqn: Equation, constants: dict[Var, Any]) -> Equation:
+    """Return the loss equation with a constant of its own for every operand that is a literal."""
+    operands = []
+    for atom in eqn.invars:
+        if not is_var(atom):
+            constants[name := Var(atom.aval)] = np.asarray(atom.val, atom.aval.dtype)
+            atom = name
+        operands.append(atom)
+    return eqn.replace(invars=operands)
+
+
+def refuse_side_effects(equations: Sequence[Equation]) -> None:
+    """Raise TraceError if an equation outside of the losses has a side effect."""
+    for eqn in equations:
+        if eqn.effects:
+            raise TraceError(
+                f"{eqn.primitive.name} at {source_line(eqn)} has a side effect; the parts of a "
+                "parallelized step run in several places, which must not see each other. Remove "
+                "the print or callback, or return the value as a result of the step"
+            )
+
+
+def no_loss(num_slices: int) -> Loss:
+    """Return a loss that reads, makes and differentiates nothing, and has no layers."""
+    return Loss(num_slices, (), (), (), (), 0, (), (), (), (), ())
+
 
 SplitLosses = Mapping[int, SplitLoss]
 
@@ -27,14 +102,14 @@ class Part:
     """The equations of one loss and those around it.
 
     Attributes:
-        place: where the loss stands among the equations of the step.
         before, loss, after: the equations.
+        traces: those of the loss; None if it is none.
     """
 
-    place: int
     before: tuple[Equation, ...]
     loss: Equation
     after: tuple[Equation, ...]
+    traces: Traces | None
 
     @property
     def equations(self) -> tuple[Equation, ...]:
@@ -55,6 +130,8 @@ def cut_at_losses(
         outvars: the results of the program.
         free: the batch and the constants.
     """
+    if not losses:
+        return [_without_loss(equations, outvars)]
     if len(losses) == 1:
         return [_only_part(equations, losses, outvars)]
     program: list[Equation] = []
@@ -66,25 +143,32 @@ def cut_at_losses(
     places = [i for i in sorted(losses) if id(whole[i]) in live] or [min(losses)]
     rank = _ranks(program, [whole[i] for i in places], free)
     done = set(map(id, whole.values()))
+    place = {id(e): i for i, e in enumerate(program)}
     cuts = []
-    for k, place in enumerate(places, 1):
-        loss = whole[place]
+    for k, loss in enumerate((whole[i] for i in places), 1):
         rest = [e for e in program if id(e) not in done]
-        before = needed(rest[: _count_before(rest, program, loss)], loss.invars)
+        before = needed([e for e in rest if place[id(e)] < place[id(loss)]], loss.invars)
         done |= {id(e) for e in before if rank[id(e)] >= 0}
         taken = {id(e) for e in before} | done
         rest = [e for e in rest if id(e) not in taken and (k == len(places) or rank[id(e)] <= k)]
         now = [v for e in rest if rank[id(e)] == k and id(e) in live for v in e.outvars]
         after = needed(rest, outvars if k == len(places) else now)
         done |= {id(e) for e in after if rank[id(e)] >= 0}
-        cuts.append((place, before, loss, after))
+        cuts.append((before, loss, after))
     parts: list[Part] = []
     wanted: set[Atom] = set(filter(is_var, outvars))
-    for place, before, loss, after in reversed(cuts):
+    for i, (before, loss, after) in reversed([*zip(places, cuts, strict=True)]):
         after = needed(split_conditionals(after), wanted)
-        parts.insert(0, Part(place, tuple(before), loss, tuple(after)))
+        parts.insert(0, Part(tuple(before), loss, tuple(after), losses[i].traces))
         wanted.update(free_vars(parts[0].equations))
     return parts
+
+
+def _without_loss(equations: Sequence[Equation], outvars: Sequence[Atom]) -> Part:
+    """Return a part that takes no gradient: all of it comes after a loss that is none."""
+    nothing = make_jaxpr(lambda: ())
+    (loss,) = make_jaxpr(lambda: loss_p.bind(jaxpr=nothing, wrt=(), reduce=())).eqns
+    return Part((), loss, tuple(needed(split_conditionals(equations), outvars)), None)
 
 
 def _only_part(equations: Sequence[Equation], losses: SplitLosses, outvars: Sequence[Atom]) -> Part:
@@ -94,13 +178,7 @@ def _only_part(equations: Sequence[Equation], losses: SplitLosses, outvars: Sequ
     done = {id(e) for e in before}
     rest = [e for i, e in enumerate(equations) if i != place and id(e) not in done]
     after = needed(split_conditionals([*split.after, *rest]), outvars)
-    return Part(place, tuple(before), loss, tuple(after))
-
-
-def _count_before(some: Sequence[Equation], program: Sequence[Equation], loss: Equation) -> int:
-    """Return how many of some equations of a program stand before a loss."""
-    place = {id(e): i for i, e in enumerate(program)}
-    return sum(place[id(e)] < place[id(loss)] for e in some)
+    return Part(tuple(before), loss, tuple(after), split.traces)
 
 
 def _ranks(
@@ -136,7 +214,7 @@ def interfaces(
         names: the names of its arguments.
     """
     final = [v for v in whole.outvars if is_var(v)]
-    batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
+    batch = whole.batch_vars
     reads = [batch.union(free_vars(part.equations)) for part in parts]
     reads[-1] |= {v for v in final if v in batch or v in constants}
     reads[-1] |= set(whole.invars) - batch - set().union(*reads)
@@ -196,10 +274,70 @@ def _interface(
     return Interface(
         in_tree=in_tree,
         out_tree=jax.tree.structure((0,) * len(outs)),
-        in_avals=tuple(v.aval for v in invars),
         invars=tuple(invars),
         outvars=tuple(outs),
         donated=donated,
         batch=tuple(flags.get(v, (True, False))[1] for v in invars),
         aliases=aliases,
     )
+
+
+def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
+    """Return the same program with every `cond` split by the arrays that its results depend on."""
+    return [part for eqn in equations for part in _split(eqn)]
+
+
+def _split(eqn: Equation) -> list[Equation]:
+    if eqn.primitive.name != "cond" or len(eqn.outvars) == 1 or eqn.effects:
+        return [eqn]
+    old = eqn.params["branches"]
+    branches = [inline_calls(read_jaxpr(branch)) for branch in old]
+    if any(branch.consts for branch in branches):
+        return [eqn]
+    reads = [_operands_read(branches, k) for k in range(len(eqn.outvars))]
+    operands = eqn.invars[1:]
+    arrays = [{i for i in used if operands[i].aval.size != 1} for used in reads]
+    parts = []
+    for group in _connected(arrays):
+        used = sorted(set().union(*(reads[k] for k in group)))
+        narrow = tuple(
+            rewritten_as(before, _narrow(branch, group, used))
+            for before, branch in zip(old, branches, strict=True)
+        )
+        parts.append(
+            eqn.replace(
+                invars=[eqn.invars[0], *(operands[i] for i in used)],
+                outvars=[eqn.outvars[k] for k in group],
+                params={**eqn.params, "branches": narrow},
+            )
+        )
+    return parts
+
+
+def _operands_read(branches: Sequence[Jaxpr], result: int) -> set[int]:
+    found: set[int] = set()
+    for branch in branches:
+        out = [branch.outvars[result]]
+        used = set(free_vars(needed(branch.eqns, out), out))
+        found |= {i for i, v in enumerate(branch.invars) if v in used}
+    return found
+
+
+def _connected(sets: Sequence[set[int]]) -> list[list[int]]:
+    """Indices grouped so that sets of different groups are disjoint; the empty ones are one."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for k, members in enumerate(sets):
+        joined, indices = set(members), [k]
+        rest = []
+        for other, others in groups:
+            if other & joined or (not other and not joined):
+                joined, indices = joined | other, others + indices
+            else:
+                rest.append((other, others))
+        groups = [*rest, (joined, indices)]
+    return [sorted(indices) for _, indices in groups]
+
+
+def _narrow(branch: Jaxpr, results: list[int], operands: list[int]) -> Jaxpr:
+    outs = [branch.outvars[k] for k in results]
+    return Jaxpr([branch.invars[i] for i in operands], needed(branch.eqns, outs), outs)

@@ -223,7 +223,8 @@ def _bind(
     operands = [*closed.consts, *leaves]
     wrt = tuple(len(closed.consts) + k for k, i in enumerate(traced) if is_diff[i])
     params = {"jaxpr": lift_constants(closed), "wrt": wrt, "reduce": words}
-    end_here([jax.typeof(x) for x in operands], params)
+    if (reached := _on_loss.get()) is not None:
+        reached([jax.typeof(x) for x in operands], params)
     outs = loss_p.bind(*operands, **params)
     values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
     grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
@@ -320,50 +321,22 @@ ad.primitive_jvps[loss_p] = _loss_jvp
 batching.primitive_batchers[loss_p] = _loss_batching
 
 
-_stops = ContextVar("stops_at_loss", default=False)
-_reached: ContextVar[list[Any] | None] = ContextVar("losses_reached", default=None)
-
-
-class LossReachedError(BaseException):
-    """Ends the trace of a step at its loss.
-
-    Attributes:
-        avals: the operands of the loss.
-        params: the parameters of its equation.
-    """
-
-    def __init__(self, avals: Sequence[Any], params: dict[str, Any]) -> None:
-        super().__init__()
-        self.avals, self.params = avals, params
+# Called at each loss of a trace with the types of its operands and its equation's parameters.
+_on_loss: ContextVar[Callable[[Sequence[Any], dict[str, Any]], None] | None]
+_on_loss = ContextVar("on_loss", default=None)
 
 
 @contextlib.contextmanager
-def stopping_at_loss() -> Iterator[None]:
-    """End the traces inside with `LossReachedError` at the first loss."""
-    token = _stops.set(True)
+def calling_at_losses(
+    reached: Callable[[Sequence[Any], dict[str, Any]], None],
+) -> Iterator[None]:
+    """Call a function at each loss that the traces inside reach; it may raise to end the trace.
+
+    Such a loss may be one that the step does not hold, as under `jax.eval_shape`, or stand inside
+    another loss.
+    """
+    token = _on_loss.set(reached)
     try:
         yield
     finally:
-        _stops.reset(token)
-
-
-@contextlib.contextmanager
-def listing_losses() -> Iterator[list[Any]]:
-    """Yield a list, to which the traces inside add the program of each loss that they reach.
-
-    That may be one that the step does not hold, as under `jax.eval_shape`, or inside another loss.
-    """
-    found: list[Any] = []
-    token = _reached.set(found)
-    try:
-        yield found
-    finally:
-        _reached.reset(token)
-
-
-def end_here(avals: Sequence[Any], params: dict[str, Any]) -> None:
-    """Raise LossReachedError if the trace is to end at this loss."""
-    if _stops.get():
-        raise LossReachedError(avals, params)
-    if (found := _reached.get()) is not None:
-        found.append(params["jaxpr"])
+        _on_loss.reset(token)

@@ -11,38 +11,49 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.errors import BatchError, TraceError
-from launcher.trace.interface import Interface, OuterProgram, leaf_names
-from launcher.trace.ir.bodies import split_conditionals
+from launcher.trace.interface import (
+    Arguments,
+    Interface,
+    OuterProgram,
+    aliases,
+    batch_size,
+    leaf_names,
+    read_arguments,
+)
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import (
+    Atom,
     Equation,
     Jaxpr,
     Var,
+    has_tangent,
     inline_calls,
+    is_var,
     make_jaxpr,
     make_jaxpr_and_shape,
-    needed,
+    structure_text,
+    sub_jaxprs,
 )
-from launcher.trace.ir.structure_text import structure_text
-from launcher.trace.losses import (
+from launcher.trace.ir.primitive_kinds import RECOMPUTED, WITHOUT_GRADIENT
+from launcher.trace.open_scans import OPEN, Stacks, open_scans
+from launcher.trace.parts import (
+    Part,
+    cut_at_losses,
     find_losses,
+    interfaces,
     no_loss,
-    no_loss_equation,
     refuse_side_effects,
     with_named_operands,
 )
-from launcher.trace.parts import Part, SplitLosses, cut_at_losses, interfaces
-from launcher.trace.primitives import LossReachedError, listing_losses, loss_p, stopping_at_loss
-from launcher.trace.scans.open_scans import OPEN, Stacks, open_scans
+from launcher.trace.primitives import calling_at_losses, loss_p
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, slice_loss, split_loss
 
 
@@ -172,29 +183,43 @@ def trace_step(
             closed, out = make_jaxpr_and_shape(uncached, *shapes)
         return inline_calls(closed), out
 
-    with listing_losses() as reached:
+    reached: list[Any] = []
+    with calling_at_losses(lambda _, params: reached.append(params["jaxpr"])):
         closed, out_shape = make(arguments.shapes)
     equations = closed.eqns
     places = find_losses(fun, equations, needs_loss)
     constants = dict(zip(closed.constvars, closed.consts, strict=True))
     if not places:
-        return _without_loss(closed, arguments.without_batch(), out_shape, constants)
+        arguments = dataclasses.replace(arguments, batch=(False,) * len(arguments.batch))
     size = batch_size(arguments)
+    whole = Interface(
+        in_tree=jax.tree.structure(arguments.shapes),
+        out_tree=jax.tree.structure(out_shape),
+        invars=tuple(closed.invars),
+        outvars=tuple(closed.outvars),
+        donated=arguments.donated,
+        batch=arguments.batch,
+        aliases=aliases(arguments, out_shape),
+    )
     # A trace may end at the loss that it comes to first, if that is the only one.
     may_stop = len(reached) == 1 and [equations[i].params["jaxpr"] for i in places] == reached
 
     @functools.cache
     def retrace(rows: int) -> list[Equation]:
         try:
-            stopping = stopping_at_loss() if may_stop else contextlib.nullcontext()
+            stopping = calling_at_losses(_stop) if may_stop else contextlib.nullcontext()
             with _of_slice(rows, size), stopping:
                 again, _ = make(arguments.with_rows(rows))
-        except LossReachedError as end:
-            bind = functools.partial(loss_p.bind, **end.params)
-            (eqn,) = make_jaxpr(bind, *end.avals).eqns
+        except _LossReachedError as end:
+            avals, params = end.args
+            (eqn,) = make_jaxpr(functools.partial(loss_p.bind, **params), *avals).eqns
             return [eqn.replace(source_info=equations[places[0]].source_info)]
         found = [again.eqns[place] for place in find_losses(fun, again.eqns)]
-        _check_count(len(places), size, len(found), rows)
+        if len(found) != len(places):
+            raise BatchError(
+                f"the step has {len(places)} losses on the whole batch of {size} and {len(found)} "
+                f"on {rows} rows; their number must not depend on the batch's"
+            )
         return found
 
     def split(number: int, place: int) -> SplitLoss:
@@ -203,15 +228,16 @@ def trace_step(
 
     losses = {place: split(number, place) for number, place in enumerate(places)}
     refuse_side_effects([e for i, e in enumerate(equations) if i not in losses])
-    return _chained(closed, arguments, out_shape, losses, constants)
+    parts = cut_at_losses(equations, losses, whole.outvars, whole.batch_vars | set(constants))
+    return _chained(whole, parts, constants, size, _fingerprint(closed, arguments))
 
 
-def _check_count(whole: int, size: int, part: int, rows: int) -> None:
-    if part != whole:
-        raise BatchError(
-            f"the step has {whole} losses on the whole batch of {size} and {part} on {rows} rows; "
-            "their number must not depend on the batch's"
-        )
+class _LossReachedError(BaseException):
+    """Ends the trace of a step at its loss: the operands' types and the equation's parameters."""
+
+
+def _stop(avals: Sequence[Any], params: dict[str, Any]) -> None:
+    raise _LossReachedError(avals, params)
 
 
 @contextlib.contextmanager
@@ -229,73 +255,74 @@ def _of_slice(rows: int, size: int) -> Iterator[None]:
         ) from error
 
 
-def _interface(closed: Jaxpr, arguments: Arguments, out_shape: Any) -> Interface:
-    """Return the arguments and results of the whole step."""
-    return Interface(
-        in_tree=jax.tree.structure(arguments.shapes),
-        out_tree=jax.tree.structure(out_shape),
-        in_avals=tuple(v.aval for v in closed.invars),
-        invars=tuple(closed.invars),
-        outvars=tuple(closed.outvars),
-        donated=arguments.donated,
-        batch=arguments.batch,
-        aliases=aliases(arguments, out_shape),
-    )
-
-
 def _chained(
-    closed: Jaxpr,
-    arguments: Arguments,
-    out_shape: Any,
-    losses: SplitLosses,
+    whole: Interface,
+    parts: Sequence[Part],
     constants: dict[Var, Any],
+    size: int,
+    fingerprint: str,
 ) -> TracedStep:
     """Return a step with one loss, or the chain of parts of one with several."""
-    whole = _interface(closed, arguments, out_shape)
-    fingerprint = _fingerprint(closed, arguments)
-    batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
-    parts = cut_at_losses(closed.eqns, losses, whole.outvars, batch | set(constants))
-
-    def step_of(part: Part, at: Interface, fingerprint: str) -> TracedStep:
-        return TracedStep(
-            **vars(at),
+    ends = [whole]
+    if len(parts) > 1:
+        ends = interfaces(whole, parts, set(constants), leaf_names(whole))
+    first, *others = (
+        TracedStep(
+            **vars(end),
             constants=constants,
             before=part.before,
             loss_equation=part.loss,
             after=part.after,
-            batch_size=batch_size(arguments),
-            fingerprint=fingerprint,
-            traces=losses[part.place].traces,
+            batch_size=size,
+            fingerprint=f"{fingerprint}.{number}" if number else fingerprint,
+            traces=part.traces,
         )
-
-    if len(parts) == 1:
-        return step_of(parts[0], whole, fingerprint)
-    ends = interfaces(whole, parts, set(constants), leaf_names(whole))
-    first, *others = (
-        step_of(part, at, f"{fingerprint}.{number}" if number else fingerprint)
-        for number, (part, at) in enumerate(zip(parts, ends, strict=True))
+        for number, (part, end) in enumerate(zip(parts, ends, strict=True))
     )
-    return dataclasses.replace(first, other_losses=tuple(others), of=whole)
-
-
-def _without_loss(
-    closed: Jaxpr, arguments: Arguments, out_shape: Any, constants: dict[Var, Any]
-) -> TracedStep:
-    """Return a step that takes no gradient: all of it comes after a loss that is none."""
-    whole = _interface(closed, arguments, out_shape)
-    refuse_side_effects(closed.eqns)
-    return TracedStep(
-        **vars(whole),
-        constants=constants,
-        before=(),
-        loss_equation=no_loss_equation(),
-        after=tuple(needed(split_conditionals(closed.eqns), whole.outvars)),
-        batch_size=batch_size(arguments),
-        fingerprint=_fingerprint(closed, arguments),
-        traces=None,
-    )
+    return dataclasses.replace(first, other_losses=tuple(others), of=whole) if others else first
 
 
 def _fingerprint(jaxpr: Jaxpr, arguments: Arguments) -> str:
     flags = arguments.batch, arguments.donated
     return hashlib.sha256(structure_text(jaxpr, {"flags": flags}).encode()).hexdigest()[:16]
+
+
+_MOST_NAMES = 4
+
+
+def no_gradient_note(step: TracedStep) -> str | None:
+    """Return a line that names the parameters that no gradient reaches; None if there are none.
+
+    A parameter is an argument of the step that the loss is differentiated with respect to.
+    """
+    jaxpr: Jaxpr = step.loss_equation.params["jaxpr"]
+    wrt = step.loss_equation.params["wrt"]
+    reached = reached_by_gradients(jaxpr.eqns, jaxpr.outvars[:1]) if wrt else set()
+    operands = {i: step.loss_equation.invars[i] for i in wrt}
+    with_gradient = {operands[i] for i in wrt if jaxpr.invars[i] in reached}
+    without = {v for v in operands.values() if v not in with_gradient}
+    names = [n for v, n in zip(step.invars, leaf_names(step), strict=True) if v in without]
+    if not names:
+        return None
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    them = "it" if len(names) == 1 else "them"
+    return (
+        f"no gradient reaches {', '.join(names[:_MOST_NAMES])}{more}: the loss does not depend on "
+        f"{them}, or only through stop_gradient or whole numbers"
+    )
+
+
+def reached_by_gradients(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
+    """Return the values through which gradients flow back from `outs`."""
+    reached = {v for v in outs if is_var(v)}
+    for eqn in reversed(equations):
+        found = [i for i, v in enumerate(eqn.outvars) if v in reached]
+        if not found or eqn.primitive.name in WITHOUT_GRADIENT:
+            continue
+        operands = eqn.invars
+        if eqn.primitive.name in RECOMPUTED:
+            (body,) = sub_jaxprs(eqn)
+            inside = reached_by_gradients(body.eqns, [body.outvars[i] for i in found])
+            operands = [v for v, w in zip(operands, body.invars, strict=True) if w in inside]
+        reached |= {v for v in operands if is_var(v) and has_tangent(v.aval)}
+    return reached

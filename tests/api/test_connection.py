@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.api.messages import Connection
-from launcher.partition.reduction import Reduction
+from launcher.partition.assignment import Reduction
 from launcher.plan import PlanError
 
 

@@ -29,8 +29,8 @@ def test_a_newer_one_that_cannot_trace_is_refused(monkeypatch):
     def changed(eqn):
         raise KeyError("num_consts")
 
-    monkeypatch.setattr("launcher.trace.scans.stacked.scan_counts", changed)
-    monkeypatch.setattr("launcher.trace.ir.bodies.scan_counts", changed)
+    monkeypatch.setattr("launcher.trace.open_scans.scan_counts", changed)
+    monkeypatch.setattr("launcher.trace.ir.jaxpr.scan_counts", changed)
     with pytest.raises(ConfigError) as caught:
         versions.check_jax("0.13.0")
     assert str(caught.value) == (

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
-from launcher.partition.errors import PlanError
+from launcher.partition.assignment import PlanError, Slicing
 from launcher.partition.gradient_sync import Bucket, GradientSync
-from launcher.partition.slicing import Slicing
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, Zero2Parallel
 from launcher.trace import trace_step

@@ -6,8 +6,9 @@ import random
 import jax.numpy as jnp
 import pytest
 
-from launcher.partition.min_cut import is_cheap, kept_values
+from launcher.partition.task_programs import kept_values
 from launcher.trace.ir.jaxpr import is_var, make_jaxpr, nbytes
+from launcher.trace.ir.primitive_kinds import CHEAP
 
 
 def random_program(seed):
@@ -44,7 +45,7 @@ def best_by_trying(jaxpr, wanted, firm):
     def is_ready(v, kept):
         if v in kept:
             return True
-        if v in jaxpr.invars or v in firm or not is_cheap(made[v]):
+        if v in jaxpr.invars or v in firm or made[v].primitive.name not in CHEAP:
             return False
         return all(is_ready(u, kept) for u in made[v].invars if is_var(u))
 

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 from layered import layered_step
 
-from launcher.partition.assignment import Assignment, Submesh
-from launcher.partition.errors import PlanError
+from launcher.partition.assignment import Assignment, PlanError, Submesh
 from launcher.partition.partitioned import partition
 from launcher.plan import local_shape
 from launcher.plan.build import build_plan

@@ -7,11 +7,10 @@ import pytest
 
 import launcher
 from launcher.partition.joint_graph import trace_joint
+from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.remat import POLICIES
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
-from launcher.partition.stage_programs import trace_stage
 from launcher.partition.stages import cut_stages
-from launcher.partition.task_programs import cut, outputs_by_kind
+from launcher.partition.task_programs import cut, outputs_by_kind, trace_stage
 from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind
 from launcher.trace import trace_step

@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import launcher
-from launcher.partition.slicing import Slicing
+from launcher.partition.assignment import Slicing
 from launcher.partition.stages import cut_stages
 from launcher.partition.update import place_update
-from launcher.plan import Plan, PlanError, local_shape
+from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.trace import trace_step
 from launcher.trace.ir.jaxpr import Jaxpr, jaxpr_as_fun
@@ -174,34 +174,3 @@ def test_activations_cross_every_microbatch():
     assert {link: bytes_ for link, bytes_ in every.items() if bytes_} == dict.fromkeys(
         neighbours, size
     )
-
-
-def test_a_plan_is_data():
-    plan, _, _ = placed(optax.sgd(0.1))
-    assert Plan.from_dict(plan.to_dict()) == plan
-    with pytest.raises(PlanError, match="not a plan of this version"):
-        Plan.from_dict({"stages": []})
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [(5, "5 is more than the model's 4 layers"), (3, "do not divide .*possible here: 1, 2, 4")],
-)
-def test_impossible_stage_counts(asked, words):
-    traced = trace_step(
-        lambda w, x: (w, launcher.microbatched(_four_layers)(w, x)),
-        (
-            jax.ShapeDtypeStruct((4, 4), jnp.float32),
-            jax.ShapeDtypeStruct((8, 4), jnp.float32),
-        ),
-    )
-    method = PipeshardParallel(stage_option=UniformStageOption(asked))
-    with pytest.raises(PlanError, match=words):
-        method.plan(traced, local_shape(4, 1, "cpu"))
-
-
-def _four_layers(w, x):
-    for _ in range(3):
-        x = x @ w
-        launcher.mark_pipeline_boundary()
-    return (x @ w).sum()

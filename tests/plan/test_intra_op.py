@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
+from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
 from launcher.plan.cost.collectives import equation_load, flow, seconds
 from launcher.plan.intra_op import along_data, model_classes

@@ -11,8 +11,7 @@ from layered import layered_step
 from random_problems import equal_stages
 
 from launcher.hardware.cluster_shape import ClusterShape
-from launcher.partition.assignment import Submesh
-from launcher.partition.reduction import DEFAULT_REDUCTION
+from launcher.partition.assignment import DEFAULT_REDUCTION, Submesh
 from launcher.plan.build import build_plan
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.estimate import make_estimate

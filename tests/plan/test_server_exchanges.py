@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from layered import layered_step
 
+from launcher.partition.assignment import Reduction
 from launcher.partition.partitioned import shared_out
-from launcher.partition.reduction import Reduction
 from launcher.plan import Plan, ServerExchange, local_shape
 from launcher.plan.build import exchange_seconds
 from launcher.plan.methods import DataParallel, ParameterServer

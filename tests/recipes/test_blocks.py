@@ -11,8 +11,7 @@ from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.recipes.models.llama.options import LlamaOptions
 from launcher.recipes.models.vit.options import ViTOptions
 from launcher.trace.ir.cudnn import described_cudnn
-from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
-from launcher.trace.ir.structure_text import structure_text
+from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr, structure_text
 
 LAYERS, ROWS, LENGTH = 3, 2, 8
 SHAPE = {"num_layers": LAYERS, "num_heads": 2, "hidden_size": 16}

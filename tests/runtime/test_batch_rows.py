@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from launcher.partition.slicing import Slicing
+from launcher.partition.assignment import Slicing
 from launcher.runtime.execute.dispatch_table import rows_here
 
 

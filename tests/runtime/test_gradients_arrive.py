@@ -10,7 +10,7 @@ import pytest
 
 import launcher
 from launcher.partition import stages
-from launcher.partition.errors import PlanError
+from launcher.partition.assignment import PlanError
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 TWO_STAGES = launcher.UniformStageOption(num_stages=2)

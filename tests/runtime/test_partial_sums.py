@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
+from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.runtime.programs.partial_sums import emitted_locally
 from launcher.trace.ir.jaxpr import jaxpr_as_fun, make_jaxpr
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from plans import uniform  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
-from launcher.partition.sharding.reshard import crossing, route  # noqa: E402
+from launcher.partition.reshard import route, volume  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.runtime import (  # noqa: E402
     PermuteTransport,
@@ -81,8 +81,9 @@ def random_moves(transport):
         )
         for shard in moved.addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index])
-        links = crossing(route(boxes(whole.shape, src), boxes(whole.shape, dst), process_of))
-        expected = sum(n for (a, _), n in links.items() if a == INDEX) * whole.itemsize
+        pieces = route(boxes(whole.shape, src), boxes(whole.shape, dst), process_of)
+        sent = [p for p in pieces if p.src_process == INDEX != p.dst_process]
+        expected = sum(volume(p.box) for p in sent) * whole.itemsize
         found.append([transport.bytes - before, expected])
     return found
 

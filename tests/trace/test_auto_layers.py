@@ -19,7 +19,7 @@ from launcher.runtime import compile_step
 from launcher.trace import TraceError, trace_step
 from launcher.trace.auto_layers import _crossing, _own, apply_layer_ends, cluster_layers
 from launcher.trace.ir.cost import matmul_flops, program_flops
-from launcher.trace.layers import ANY_LAYER
+from launcher.trace.slicing.slices import ANY_LAYER
 from launcher.trace.step import TracedStep
 
 BATCH = 8

@@ -13,7 +13,7 @@ from jax import lax
 
 from launcher.trace.ir.factors import _RULES, _nothing, factors
 from launcher.trace.ir.jaxpr import inline_calls, is_var, make_jaxpr
-from launcher.trace.slicing.relation_rules import row_factors
+from launcher.trace.slicing.relations import row_factors
 
 PARTS = 2
 GATHERS = ("gather",)

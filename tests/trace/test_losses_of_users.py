@@ -1,44 +1,26 @@
 """Losses as people write them: by slices they equal the whole batch, or are refused."""
 
-import sys
-from pathlib import Path
-
+import by_slices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from by_slices import ROWS, check, losses, net, normal
 from jax import lax
 
 import launcher
 from launcher.trace import BatchError
 
-sys.path.insert(0, str(Path(__file__).parent))
-from by_slices import by_slices, check
-
-ROWS, LENGTH, VOCAB = 8, 7, 5
-RNG = np.random.default_rng(0)
-
-
-def normal(*shape):
-    return RNG.normal(size=shape).astype(np.float32)
-
-
-PARAMS = {
-    "a": normal(4, 6) / 2,
-    "b": normal(6, 3) / 2,
+LENGTH, VOCAB = 7, 5
+PARAMS = by_slices.PARAMS | {
     "table": normal(VOCAB, 6),
     "up": normal(6, 4) / 2,
     "log": np.float32(0.3),
 }
-BATCH = {
-    "x": normal(ROWS, 4),
-    "t": normal(ROWS, 3),
-    "label": RNG.integers(0, 3, ROWS),
-    "mask": np.array([0, 0, 1, 1, 1, 0, 1, 1], np.float32),
-    "weight": RNG.uniform(size=ROWS).astype(np.float32),
+BATCH = by_slices.BATCH | {
     "advantage": normal(ROWS),
-    "tokens": RNG.integers(0, VOCAB, (ROWS, LENGTH)),
+    "tokens": np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH)),
     "sequence": normal(ROWS, LENGTH, 4),
     "graph": np.repeat(np.arange(4), 2),
     "seed": np.arange(ROWS),
@@ -48,14 +30,6 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 def rows(b):
     return len(b["x"])
-
-
-def net(p, b):
-    return jnp.tanh(b["x"] @ p["a"]) @ p["b"]
-
-
-def losses(p, b):
-    return cross_entropy(net(p, b), b["label"])
 
 
 def language_model(p, tokens):
@@ -237,7 +211,6 @@ REFUSED = {
     ).mean(),
 }
 METRICS = {
-    "deviation": lambda p, b: losses(p, b).std(),
     "any bit": lambda p, b: lax.reduce_or(net(p, b).argmax(1).astype(jnp.int32), (0,)),
     "over the mean": lambda p, b: (losses(p, b) / losses(p, b).mean()).max(),
 }
@@ -246,13 +219,13 @@ METRICS = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     with pytest.raises(BatchError, match="joins examples"):
-        by_slices(REFUSED[name], PARAMS, BATCH, 2)
+        by_slices.by_slices(REFUSED[name], PARAMS, BATCH, 2)
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_refused(name):
     with pytest.raises(BatchError, match=r"result 1 of the loss .* joins examples"):
-        by_slices(
+        by_slices.by_slices(
             lambda p, b: (losses(p, b).mean(), METRICS[name](p, b)),
             PARAMS,
             BATCH,
@@ -272,12 +245,12 @@ def test_metrics_refused(name):
 def test_another_program_on_one_row_is_refused(fun):
     check(fun, PARAMS, BATCH, 4)
     with pytest.raises(BatchError, match="another program on a slice"):
-        by_slices(fun, PARAMS, BATCH, ROWS)
+        by_slices.by_slices(fun, PARAMS, BATCH, ROWS)
 
 
 def test_rows_one_by_one_are_another_program():
     with pytest.raises(BatchError, match="another program on a slice"):
-        by_slices(
+        by_slices.by_slices(
             lambda p, b: sum(jnp.sum(row) for row in jnp.unstack(net(p, b))), PARAMS, BATCH, 2
         )
 

@@ -14,7 +14,7 @@ from launcher.testing import assert_allclose
 from launcher.trace import trace_step
 from launcher.trace.interface import leaf_names
 from launcher.trace.ir.jaxpr import jaxpr_as_fun, make_jaxpr
-from launcher.trace.scans.open_scans import with_rows_apart
+from launcher.trace.open_scans import with_rows_apart
 
 WIDTH, LAYERS, ROWS = 4, 5, 12
 

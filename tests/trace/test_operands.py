@@ -1,8 +1,6 @@
 """What is made of the batch before the loss, and how it is cut into slices."""
 
-import sys
-from pathlib import Path
-
+import by_slices
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,9 +9,6 @@ import pytest
 
 import launcher
 from launcher.trace import BatchError, trace_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-import by_slices
 
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)

@@ -18,9 +18,8 @@ from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr, sub_jaxprs
 
 ROOT = Path(launcher.__file__).parent
 TABLES = {
-    *(f"trace/ir/{name}.py" for name in ("primitive_kinds", "bodies", "factors")),
-    *(f"trace/slicing/{name}.py" for name in ("derivative_rules", "relation_rules")),
-    "trace/slicing/follow_relations.py",
+    *(f"trace/ir/{name}.py" for name in ("primitive_kinds", "jaxpr", "factors")),
+    *(f"trace/slicing/{name}.py" for name in ("follow_relations", "relations")),
 }
 KINDS = {k: v for k, v in vars(primitive_kinds).items() if isinstance(v, frozenset)}
 # "name" is a primitive's too, and everybody's word.

@@ -1,28 +1,17 @@
 """Random losses of per-example parts, masks, reductions, ratios and pieces that join examples."""
 
 import random
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_slices import BATCH, ROWS, check, normal
 
 from launcher.trace import BatchError
 
-sys.path.insert(0, str(Path(__file__).parent))
-from by_slices import check
-
-ROWS, SEEDS, GROUP = 8, 300, 20
-RNG = np.random.default_rng(1)
-PARAMS = {"w": RNG.normal(size=(4, 3)).astype(np.float32), "s": np.float32(0.5)}
-BATCH = {
-    "x": RNG.normal(size=(ROWS, 4)).astype(np.float32),
-    "mask": np.array([0, 0, 1, 1, 0, 1, 1, 1], np.float32),
-    "weight": RNG.uniform(0.5, 1, size=ROWS).astype(np.float32),
-    "label": RNG.integers(0, 3, ROWS),
-}
+SEEDS, GROUP = 300, 20
+PARAMS = {"w": normal(4, 3), "s": np.float32(0.5)}
 
 
 def with_backward(backward):

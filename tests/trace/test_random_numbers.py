@@ -1,29 +1,15 @@
 """Random numbers of a loss: those of no example are drawn once, the others by each slice."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_slices import BATCH, by_slices, check, normal, run
 
 import launcher
 from launcher.trace import trace_step
 
-sys.path.insert(0, str(Path(__file__).parent))
-from by_slices import by_slices, check, run
-
-rng = np.random.default_rng(0)
-ROWS = 8
-PARAMS = {
-    "a": rng.normal(size=(4, 8)).astype(np.float32) / 2,
-    "b": rng.normal(size=(8, 3)).astype(np.float32) / 2,
-}
-BATCH = {
-    "x": rng.normal(size=(ROWS, 4)).astype(np.float32),
-    "y": rng.normal(size=(ROWS, 3)).astype(np.float32),
-}
+PARAMS = {"a": normal(4, 8) / 2, "b": normal(8, 3) / 2}
 KEY, RAW = jax.random.key(4), jax.random.PRNGKey(5)
 KEYS = {
     "made in the loss": lambda: jax.random.key(3),
@@ -40,29 +26,29 @@ def error(p, x, y):
 
 def mixed(p, b, key):
     share = jax.random.beta(key, 0.4, 0.4)
-    return error(p, share * b["x"] + (1 - share) * b["x"][::-1], b["y"])
+    return error(p, share * b["x"] + (1 - share) * b["x"][::-1], b["t"])
 
 
 def one_time(p, b, key):
     time = jax.random.uniform(key)
-    return error(p, jnp.cos(time) * b["x"], b["y"])
+    return error(p, jnp.cos(time) * b["x"], b["t"])
 
 
 def noisy_weights(p, b, key):
     noise = jax.random.normal(key, p["a"].shape)  # as many rows as the batch, by chance, or not
-    return error({**p, "a": p["a"] + 0.1 * noise}, b["x"], b["y"])
+    return error({**p, "a": p["a"] + 0.1 * noise}, b["x"], b["t"])
 
 
 def shared_mask(p, b, key):
     kept = jax.random.bernoulli(key, 0.5, (1, 8))
     h = jnp.where(kept, jnp.tanh(b["x"] @ p["a"]), 0)
-    return jnp.mean((h @ p["b"] - b["y"]) ** 2)
+    return jnp.mean((h @ p["b"] - b["t"]) ** 2)
 
 
 def skipped_layer(p, b, key):
     h = jnp.tanh(b["x"] @ p["a"])
     h = jax.lax.cond(jax.random.bernoulli(key), lambda h: h, lambda h: 0.5 * h, h)
-    return jnp.mean((h @ p["b"] - b["y"]) ** 2)
+    return jnp.mean((h @ p["b"] - b["t"]) ** 2)
 
 
 @pytest.mark.sampled(5, rest="stress")
@@ -103,16 +89,16 @@ def test_they_are_drawn_before_the_pipeline():
 
 def split_on(p, b, key):
     key, sub = jax.random.split(key)
-    return error(p, b["x"] + jax.random.normal(sub, (len(b["x"]), 1)), b["y"]), key
+    return error(p, b["x"] + jax.random.normal(sub, (len(b["x"]), 1)), b["t"]), key
 
 
 def passed_on(p, b, key):
-    return error(p, b["x"] + jax.random.normal(key, (len(b["x"]), 1)), b["y"]), {"key": key}
+    return error(p, b["x"] + jax.random.normal(key, (len(b["x"]), 1)), b["t"]), {"key": key}
 
 
 def looped_on(p, b, key):
     key, _ = jax.lax.scan(lambda key, _: (jax.random.split(key)[0], None), key, None, length=3)
-    return error(p, b["x"], b["y"]), key
+    return error(p, b["x"], b["t"]), key
 
 
 @pytest.mark.sampled(5)

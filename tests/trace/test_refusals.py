@@ -1,25 +1,15 @@
 """What several slices cannot mean is refused: the whole text, with the user's line."""
 
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from by_slices import BATCH, by_slices, normal
 
 from launcher.trace.errors import BatchError, JoinedError, ReduceError
 
-sys.path.insert(0, str(Path(__file__).parent))
-from by_slices import by_slices
-
-rng = np.random.default_rng(0)
-PARAMS = rng.normal(size=(4, 3)).astype(np.float32)
-BATCH = {
-    "x": rng.normal(size=(8, 4)).astype(np.float32),
-    "y": rng.normal(size=(8, 3)).astype(np.float32),
-}
+WEIGHTS = normal(4, 3)
 SLICES = "2 slices of the batch (microbatches × data-parallel replicas)"
 JOINED = (
     "the loss is not a mean, a sum or a row of each example: {what} at HERE joins examples, of "
@@ -41,28 +31,28 @@ def net(p, b):
 
 
 def root(p, b):
-    return jnp.sqrt(jnp.mean((net(p, b) - b["y"]) ** 2))
+    return jnp.sqrt(jnp.mean((net(p, b) - b["t"]) ** 2))
 
 
 def contrastive(p, b):
-    scores = net(p, b) @ b["y"].T
+    scores = net(p, b) @ b["t"].T
     return -jnp.diag(jax.nn.log_softmax(scores)).mean()
 
 
 def worst(p, b):
-    return jnp.max((net(p, b) - b["y"]) ** 2)
+    return jnp.max((net(p, b) - b["t"]) ** 2)
 
 
 def by_rule(p, b):
-    return jnp.mean(centred(net(p, b)) * b["y"])
+    return jnp.mean(centred(net(p, b)) * b["t"])
 
 
 def mean(p, b):
-    return jnp.mean(net(p, b) * b["y"])
+    return jnp.mean(net(p, b) * b["t"])
 
 
 def total(p, b):
-    return jnp.sum(net(p, b) * b["y"])
+    return jnp.sum(net(p, b) * b["t"])
 
 
 def with_deviation(p, b):
@@ -79,7 +69,7 @@ def with_rows(p, b):
 
 
 def fixed_size(p, b):
-    return jnp.mean(net(p, b) * b["y"] * jnp.ones((8, 3)))
+    return jnp.mean(net(p, b) * b["t"] * jnp.ones((8, 3)))
 
 
 CASES = [
@@ -158,7 +148,7 @@ CASES = [
 )
 def test_the_whole_text(fun, options, error, text, below):
     with pytest.raises(error) as refused:
-        by_slices(fun, PARAMS, BATCH, 2, **options)
+        by_slices(fun, WEIGHTS, BATCH, 2, **options)
     assert type(refused.value) is error
     place = re.compile(r"\S*test_refusals\.py:(\d+):\d+ \([\w.<>]+\)")
     found = str(refused.value)

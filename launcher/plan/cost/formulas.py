@@ -149,7 +149,7 @@ def transfer_seconds(
     """Return the seconds to send a microbatch from one stage to another.
 
     Inside a host every part has a link of its own. Between hosts the parts share the links of the
-    hosts, over which no byte goes twice (`partition.sharding.reshard`).
+    hosts, over which no byte goes twice (`partition.reshard`).
 
     Args:
         size: bytes of the whole microbatch.

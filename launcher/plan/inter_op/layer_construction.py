@@ -126,7 +126,7 @@ def cost_table(
 
 def _of_batch(step: TracedStep, graph: StageGraph) -> list[int]:
     """Return the operands of a layer that are leaves of the batch."""
-    batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
+    batch = step.batch_vars
     holders = step.loss_equation.invars
     return [i for i in graph.operands if is_var(holders[i]) and holders[i] in batch]
 

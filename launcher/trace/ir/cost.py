@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Set
 
-from launcher.trace.ir.bodies import total
 from launcher.trace.ir.cudnn import attended_pairs, attention_sizes
-from launcher.trace.ir.jaxpr import DropVar, Equation, is_var, nbytes
+from launcher.trace.ir.jaxpr import DropVar, Equation, is_var, nbytes, total
 from launcher.trace.ir.primitive_kinds import ATTENTION_PRODUCTS, PRODUCTS
 
 

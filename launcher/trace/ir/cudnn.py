@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -62,59 +62,53 @@ def _lower_for_cpus() -> None:
 
 def _forward(*operands: jax.Array, is_training: bool, **params: Any) -> list[jax.Array]:
     """Return the result and, in training, the logarithms of the softmax's sums, [B, N, T]."""
-    attend, read = _attention(params)
-    out, sums = attend(*read(operands[:4]), *operands[4:6])
-    out = jnp.swapaxes(out, 1, 2) if _heads_first(params) else out
+    out, sums = _attend(params, *operands[:6])
     return [out, jnp.swapaxes(sums, 1, 2).astype(jnp.float32)] if is_training else [out]
 
 
 def _backward(*operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Return the gradients of queries, keys, values and, if there is one, the bias."""
-    attend, read = _attention(params)
-    seed = operands[-1]
+    count = 4 if params["variadic_args"][1] else 3
 
     def out(*moving: jax.Array) -> jax.Array:
-        found, _ = attend(*read(moving), *operands[4:6])
-        return jnp.swapaxes(found, 1, 2) if _heads_first(params) else found
+        return _attend(params, *moving, *operands[count:6])[0]
 
-    count = 4 if params["variadic_args"][1] else 3
-    rest = operands[count:4]
-    _, vjp = jax.vjp(lambda *moving: out(*moving, *rest), *operands[:count])
-    return list(vjp(seed))
+    _, vjp = jax.vjp(out, *operands[:count])
+    return list(vjp(operands[-1]))
 
 
 def _heads_first(params: dict[str, Any]) -> bool:
     return bool(params["layout"])
 
 
-def _attention(
+def _attend(
     params: dict[str, Any],
-) -> tuple[Callable[..., Any], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
-    """Return XLA's attention of these parameters, and what brings operands into its layout."""
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array,
+    *lengths: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return XLA's attention, in the layout of its operands, and the softmax's sums."""
     mask, window = _mask_number(params), params["sliding_window_length"]
+    padded = dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths, strict=True))
 
-    def read(operands: Sequence[jax.Array]) -> list[jax.Array]:
-        *qkv, bias = operands
-        return [*(jnp.swapaxes(x, 1, 2) if _heads_first(params) else x for x in qkv), bias]
+    def turned(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x, 1, 2) if _heads_first(params) else x
 
-    def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, *lengths: jax.Array
-    ) -> Any:
-        padded = dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths, strict=True))
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            bias if params["variadic_args"][0] else None,
-            scale=params["scale"],
-            is_causal=mask in _CAUSAL,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation="xla",
-            return_residual=True,
-            **(padded if mask in _PADDED else {}),
-        )
-
-    return attend, read
+    out, sums = jax.nn.dot_product_attention(
+        turned(query),
+        turned(key),
+        turned(value),
+        bias if params["variadic_args"][0] else None,
+        scale=params["scale"],
+        is_causal=mask in _CAUSAL,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="xla",
+        return_residual=True,
+        **(padded if mask in _PADDED else {}),
+    )
+    return turned(out), sums
 
 
 def _mask_number(params: dict[str, Any]) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -133,6 +134,13 @@ def rewritten_as(old: Any, new: Jaxpr) -> Any:
     return old.replace(jaxpr=old.jaxpr.replace(**parts))
 
 
+def _rewritten(value: Any, rewrite: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """Return a parameter of an equation with the programs in it rewritten."""
+    if isinstance(value, tuple):
+        return tuple(_rewritten(each, rewrite) for each in value)
+    return rewritten_as(value, rewrite(read_jaxpr(value))) if is_jaxpr(value) else value
+
+
 def make_jaxpr(fun: Callable[..., Any], *args: Any) -> Jaxpr:
     """Trace `fun(*args)`; `args` may be shapes."""
     return make_jaxpr_and_shape(fun, *args)[0]
@@ -166,16 +174,12 @@ def _hides(jaxpr: Jaxpr) -> bool:
 def _shown(jaxpr: Jaxpr) -> Jaxpr:
     """Replace what hides its program by a call of it, which has the same derivative rule."""
 
-    def shown(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(shown, value))
-        return rewritten_as(value, _shown(read_jaxpr(value))) if is_jaxpr(value) else value
-
     def instead(eqn: Equation) -> Equation:
         if not _hides(Jaxpr((), [eqn], ())):
             return eqn
         if eqn.primitive.name != _HIDING:
-            return eqn.replace(params={key: shown(value) for key, value in eqn.params.items()})
+            params = {key: _rewritten(value, _shown) for key, value in eqn.params.items()}
+            return eqn.replace(params=params)
         hidden = eqn.params["_prim"]
 
         def fun(*flat: Any) -> list[Any]:
@@ -261,12 +265,14 @@ def lift_constants(jaxpr: Jaxpr) -> Jaxpr:
     return Jaxpr([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
-def needed(equations: Sequence[Equation], outs: Iterable[Atom]) -> list[Equation]:
-    """Return the equations that `outs` depend on, in their order."""
+def needed(
+    equations: Sequence[Equation], outs: Iterable[Atom], given: Container[Var] = ()
+) -> list[Equation]:
+    """Return the equations that `outs` depend on, in their order, but for those of `given`."""
     wanted = {v for v in outs if is_var(v)}
     kept: list[Equation] = []
     for eqn in reversed(equations):
-        if any(v in wanted for v in eqn.outvars):
+        if any(v in wanted and v not in given for v in eqn.outvars):
             wanted.update(v for v in eqn.invars if is_var(v))
             kept.append(eqn)
     return kept[::-1]
@@ -300,6 +306,17 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
                 yield read_jaxpr(item)
 
 
+def walk(
+    equations: Iterable[Equation], into: Callable[[Equation], bool] = lambda _: True
+) -> Iterator[Equation]:
+    """Yield equations, each behind those of the programs inside it; `into`: whether to enter it."""
+    for eqn in equations:
+        if into(eqn):
+            for jaxpr in sub_jaxprs(eqn):
+                yield from walk(jaxpr.eqns, into)
+        yield eqn
+
+
 def scan_counts(eqn: Equation) -> tuple[int, int]:
     """Return how many constants and how many carried values a scan has; what it scans follows."""
     if "ft_in" in eqn.params:  # since JAX 0.11
@@ -311,15 +328,6 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
 def while_counts(eqn: Equation) -> tuple[int, int]:
     """Return how many constants a loop's test has, and how many its body; the state follows."""
     return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-
-
-def called(eqn: Equation) -> Jaxpr | None:
-    """Return the function that a call calls; None for any other equation."""
-    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            if is_jaxpr(found := eqn.params.get(key)):
-                return read_jaxpr(found)
-    return None
 
 
 def is_checkpoint(eqn: Equation) -> bool:
@@ -344,11 +352,10 @@ def captured(equations: Iterable[Equation]) -> Iterator[Any]:
     Two equations with the same rule hold the same object; one that is called for each of two
     equations may do another thing for each, such as scale gradients by a number of its own.
     """
-    for eqn in equations:
+    for eqn in walk(equations):
         yield from (eqn.params[name] for name in _RULES if name in eqn.params)
         for jaxpr in sub_jaxprs(eqn):
             yield from jaxpr.consts
-            yield from captured(jaxpr.eqns)
 
 
 def has_tangent(aval: Aval) -> bool:
@@ -368,14 +375,178 @@ def nbytes(aval: Aval) -> int:
     return int(aval.size) * int(aval.dtype.itemsize)
 
 
+def renamed(equations: Iterable[Equation], env: dict[Var, Atom]) -> list[Equation]:
+    """Return a copy of equations by the names of `env`, to which fresh ones are added."""
+    copies = []
+    for eqn in equations:
+        env.update(
+            (v, v if isinstance(v, DropVar) else Var(v.aval)) for v in eqn.outvars if v not in env
+        )
+        invars = [env[v] if is_var(v) else v for v in eqn.invars]
+        copies.append(eqn.replace(invars=invars, outvars=[env[v] for v in eqn.outvars]))
+    return copies
+
+
 def splice(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
     """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
     made = inline_calls(make_jaxpr(fun, *avals))
-    rename: dict[Any, Any] = dict(zip(made.invars, operands, strict=True))
+    env: dict[Var, Atom] = dict(zip(made.invars, operands, strict=True))
+    env |= {v: v for v in made.constvars}
+    equations = renamed(made.eqns, env)
+    return equations, [env[v] if is_var(v) else v for v in made.outvars]
 
-    def read(atom: Atom) -> Atom:
-        return rename.get(atom, atom) if is_var(atom) else atom
 
-    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in made.eqns]
-    return equations, [read(v) for v in made.outvars]
+_REWRITTEN = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")  # parameters that hold bodies
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A program inside an equation.
+
+    Attributes:
+        jaxpr: the program.
+        inputs: pairs (index of the program's input, the equation's operand).
+        outputs: pairs (index of the program's output, the equation's result); a loop's carry also
+            with the operand that it starts from.
+        times: how often it runs.
+        stacked_inputs, stacked_outputs: indices of the inputs and outputs that are slices of the
+            equation's along the leading dimension, one an iteration.
+    """
+
+    jaxpr: Jaxpr
+    inputs: Sequence[tuple[int, Atom]]
+    outputs: Sequence[tuple[int, Atom]]
+    times: int = 1
+    stacked_inputs: range = range(0)
+    stacked_outputs: range = range(0)
+
+
+def bodies(eqn: Equation) -> list[Body]:
+    """Return the bodies of a loop, a conditional or a call; of any other equation, none."""
+    params, ins, outs = eqn.params, eqn.invars, eqn.outvars
+    name = eqn.primitive.name
+    if name == "scan":
+        consts, carry = scan_counts(eqn)
+        turn = [*enumerate(outs[:carry]), *enumerate(ins[consts : consts + carry])]
+        return [
+            Body(
+                read_jaxpr(params["jaxpr"]),
+                list(enumerate(ins)),
+                [*turn, *enumerate(outs[carry:], carry)],
+                params["length"],
+                range(consts + carry, len(ins)),
+                range(carry, len(outs)),
+            )
+        ]
+    if name == "while":
+        a, b = while_counts(eqn)
+        state = ins[a + b :]
+        return [
+            Body(read_jaxpr(params["cond_jaxpr"]), list(enumerate([*ins[:a], *state])), []),
+            Body(
+                read_jaxpr(params["body_jaxpr"]),
+                list(enumerate(ins[a:])),
+                [*enumerate(outs), *enumerate(state)],
+            ),
+        ]
+    found = []
+    for jaxpr in alternatives(eqn):
+        given = ins[len(ins) - len(jaxpr.invars) :]  # a branch has no index
+        found.append(Body(jaxpr, list(enumerate(given)), list(enumerate(outs))))
+    return found
+
+
+def alternatives(eqn: Equation) -> list[Jaxpr]:
+    """Return the programs of which an equation runs exactly one: a called function, or branches.
+
+    Their inputs are the last operands of the equation.
+    """
+    if eqn.primitive.name == "cond":
+        return [read_jaxpr(branch) for branch in eqn.params["branches"]]
+    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if is_jaxpr(function := eqn.params.get(key)):
+                return [read_jaxpr(function)]
+    return []
+
+
+def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:
+    """Add up a measure over the programs inside an equation; None if there are none.
+
+    A conditional counts its largest branch, a scan every iteration.
+    """
+    found = [measure(jaxpr) for jaxpr in sub_jaxprs(eqn)]
+    if not found:
+        return None
+    if eqn.primitive.name == "cond":
+        return max(found)
+    return sum(found) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+
+
+def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation:
+    """Return an equation with its bodies rewritten, in the order of `bodies`.
+
+    Functions with custom derivatives are left alone: their rules are for the function as it is.
+    """
+    params = {key: _rewritten(eqn.params[key], rewrite) for key in _REWRITTEN if key in eqn.params}
+    return eqn.replace(params={**eqn.params, **params})
+
+
+_NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")
+
+
+def structure_text(jaxpr: Jaxpr, extra: Mapping[str, Any] | None = None) -> str:
+    """Return the program as text, the same in every process: no addresses, no source lines.
+
+    JAX's own text takes many times as long.
+    """
+    text = "\n".join(_lines(jaxpr, {}))
+    return _NOISE.sub("", f"{text}{sorted((extra or {}).items())}")
+
+
+def _lines(jaxpr: Jaxpr, known: dict[object, str]) -> Iterator[str]:
+    """Yield the lines of a program; `known` holds the texts of types and numbers so far."""
+    names: dict[Var, str] = {}
+
+    def defined(v: Var) -> str:
+        names[v] = f"v{len(names)}"
+        return f"{names[v]}:{_type(v.aval, known)}"
+
+    def read(atom: Atom) -> str:
+        return names[atom] if is_var(atom) else _number(atom, known)
+
+    yield " ".join(map(defined, (*jaxpr.constvars, *jaxpr.invars)))
+    for eqn in jaxpr.eqns:
+        params = ",".join(f"{key}={_value(eqn.params[key], known)}" for key in sorted(eqn.params))
+        operands, results = " ".join(map(read, eqn.invars)), " ".join(map(defined, eqn.outvars))
+        yield f"{results}={eqn.primitive.name}[{params}] {operands}"
+    yield " ".join(map(read, jaxpr.outvars))
+
+
+def _type(aval: Aval, known: dict[object, str]) -> str:
+    text = known.get(aval)
+    if text is None:
+        text = known[aval] = str(aval)
+    return text
+
+
+def _number(atom: Literal, known: dict[object, str]) -> str:
+    """Return a literal as text."""
+    try:
+        key = type(atom.val), atom.aval, np.asarray(atom.val).tobytes()
+    except TypeError:  # no number, such as a random key
+        return f"{atom.val!r}:{atom.aval}"
+    if key not in known:
+        known[key] = f"{atom.val!r}:{_type(atom.aval, known)}"
+    return known[key]
+
+
+def _value(value: Any, known: dict[object, str]) -> str:
+    if is_jaxpr(value):
+        jaxpr = read_jaxpr(value)
+        consts = [getattr(x, "aval", x) for x in jaxpr.consts]
+        return "{" + ";".join(_lines(jaxpr, known)) + f"}}{consts}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(_value(each, known) for each in value) + ")"
+    return str(value)

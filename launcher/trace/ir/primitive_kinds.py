@@ -1,8 +1,9 @@
 """The one table of primitives: which kinds each belongs to, by JAX's name for it.
 
-`factors` says which dimensions of a primitive's operands and results run together, and `bodies`
-which programs it holds; every other question about a primitive is answered by a set in this table,
-and no other module lists names. To add an element-wise primitive, add one word to `ELEMENTWISE`.
+`factors` says which dimensions of a primitive's operands and results run together, and
+`jaxpr.bodies` which programs it holds; every other question about a primitive is answered by a set
+in this table, and no other module lists names. To add an element-wise primitive, add one
+word to `ELEMENTWISE`.
 """
 
 from __future__ import annotations

@@ -38,38 +38,34 @@ def reductions(
     """
     words = []
     for i, (said, relation) in enumerate(zip(part.params["reduce"], found, strict=True)):
-        name = _name(i, whole)
+        is_loss = i == 0 and bool(part.params["wrt"])
+        name = "the loss" if is_loss else f"result {i} of the loss"
+        a, b = whole.outvars[i].aval, part.outvars[i].aval
+        if said == "last" and a.shape != b.shape:
+            raise BatchError(
+                f'{name} grows with the batch, and reduce="last" would keep one slice\'s rows; say '
+                '"concat", or leave reduce out'
+            )
         if said == "last":
-            _check_last(name, whole.outvars[i].aval.shape, part.outvars[i].aval.shape)
             words.append(said)
             continue
-        a, b = whole.outvars[i].aval, part.outvars[i].aval
         is_averaged = jnp.issubdtype(a.dtype, jnp.inexact) and a.shape == b.shape
         word = _word(name, relation, num_slices, is_averaged)
-        if part.params["wrt"] and i == 0:
-            word = _of_loss(word, relation, num_slices)
+        word = _of_loss(word, relation, num_slices) if is_loss else word
         _check_said(name, said, word, relation)
-        if said == "sum" and isinstance(relation, PerSlice):
-            word = said
-        words.append(word)
+        words.append(said if said == "sum" and isinstance(relation, PerSlice) else word)
     return tuple(words)
-
-
-def _name(result: int, whole: Equation) -> str:
-    if result == 0 and whole.params["wrt"]:
-        return "the loss"
-    return f"result {result} of the loss"
 
 
 def _of_loss(word: str, relation: SliceRelation, num_slices: int) -> str:
     """Return how the loss is combined, and with it the gradients."""
     if isinstance(relation, Partial) and not relation.linear:
-        eqn = relation.equation
+        cause = f"the loss takes the {word} over the examples at {source_line(relation.equation)}"
         raise JoinedError(
-            f"the loss takes the {word} over the examples at {source_line(eqn)}, so that its "
-            f"gradient belongs to one of {num_slices} slices of the batch (microbatches × "
-            "data-parallel replicas). Ask for one microbatch, or for a mean or a sum",
-            f"the loss takes the {word} over the examples at {source_line(eqn)}",
+            f"{cause}, so that its gradient belongs to one of {num_slices} slices of the batch "
+            "(microbatches × data-parallel replicas). Ask for one microbatch, or for a mean or a "
+            "sum",
+            cause,
         )
     return "mean" if word == "last" else word  # one of the parameters alone is its own mean
 
@@ -100,37 +96,31 @@ def _word(name: str, relation: SliceRelation, num_slices: int, is_averaged: bool
     raise BatchError(f"{name} cannot be combined from {num_slices} slices of the batch; {remedy}")
 
 
+_MEANINGS = {
+    "mean": "a mean over the examples",
+    "sum": "a sum over the examples",
+    "max": "the largest of the examples",
+    "min": "the smallest of the examples",
+    "concat": "a row of each example",
+    "last": "the same for all slices",
+}
+
+
 def _check_said(name: str, said: str, word: str, relation: SliceRelation) -> None:
-    if said in ("infer", word):
-        return
-    if said == "sum" and isinstance(relation, PerSlice):
+    """Refuse a `reduce` that contradicts the relation."""
+    if said in ("infer", word) or (said == "sum" and isinstance(relation, PerSlice)):
         return
     if said != "concat" and isinstance(relation, Replicated):
         return  # computed on the whole batch, or the same in every slice
+    where = ""
     if isinstance(relation, Partial):
-        where = source_line(relation.equation)
         if said == "mean" and word == "sum" and relation.scaled:
             return  # divided by a number of its own: a mean in the user's words
-        what = {
-            "mean": "a mean over the examples",
-            "sum": "a sum over the examples",
-            "max": "the largest of the examples",
-            "min": "the smallest of the examples",
-        }[word]
-    else:
-        where, what = "", {"concat": "a row of each example"}.get(word, "the same for all slices")
-    at = f", reduced at {where}" if where else ""
+        where = f", reduced at {source_line(relation.equation)}"
     raise ReduceError(
-        f'{name} is {what}{at}, but reduce="{said}" was given; say "{word}", or leave reduce out'
+        f'{name} is {_MEANINGS[word]}{where}, but reduce="{said}" was given; say "{word}", or '
+        "leave reduce out"
     )
-
-
-def _check_last(name: str, whole: Sequence[int], part: Sequence[int]) -> None:
-    if tuple(whole) != tuple(part):
-        raise BatchError(
-            f'{name} grows with the batch, and reduce="last" would keep one slice\'s rows; say '
-            '"concat", or leave reduce out'
-        )
 
 
 def check_same_results(whole: Equation, part: Equation) -> None:

@@ -1,9 +1,13 @@
-"""The loss on one slice of the batch, and its parts that are computed once on the whole batch.
+"""The loss on one slice of the batch, cut into layers at the user's marks.
 
 The step is traced again on a slice. Comparing that trace with the one on the whole batch shows
-which inputs of the loss are cut and where (`whole_batch.operand_axes`), and what its results are
-(`follow_relations`). Before the loss runs what the batch alone decides (`whole_batch`), after it
-functions of sums over the examples (`finish`).
+which inputs of the loss are cut and where (`operand_axes`), and what its results are
+(`follow_relations`). Before the loss runs what the batch alone decides, after it functions of sums
+over the examples (`outside_loss`).
+
+A *layer* is the run of equations between two `mark_pipeline_boundary()` calls. Equations that
+depend on no operand at all (an iota, a mask made of literals) belong to no layer: whoever needs
+one computes it, so that a constant never crosses a stage boundary.
 """
 
 from __future__ import annotations
@@ -17,11 +21,20 @@ from typing import TypeAlias
 
 import jax
 
-from launcher.trace.errors import BatchError, TraceError
-from launcher.trace.ir.jaxpr import Atom, Equation, Jaxpr, Var, make_jaxpr, needed
-from launcher.trace.ir.primitive_kinds import SAME_ELEMENTS
-from launcher.trace.layers import ANY_LAYER, cut_layers
-from launcher.trace.slicing.finish import find_finish, finishing_equations, may_finish, with_results
+from launcher.trace.errors import BatchError, BoundaryError, TraceError
+from launcher.trace.ir.jaxpr import (
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    dependents,
+    make_jaxpr,
+    needed,
+    source_line,
+    walk,
+)
+from launcher.trace.ir.primitive_kinds import CONSTRAINTS, KERNELS, SAME_ELEMENTS
+from launcher.trace.primitives import boundary_p
 from launcher.trace.slicing.follow_relations import (
     Followed,
     follow_relations,
@@ -29,19 +42,74 @@ from launcher.trace.slicing.follow_relations import (
     relate_equation,
     same_structure,
 )
-from launcher.trace.slicing.random_keys import is_typed, raw_generator
-from launcher.trace.slicing.reductions import check_same_results, reductions
-from launcher.trace.slicing.relations import Pair, Sliced, SliceRelation, differ, joined_among
-from launcher.trace.slicing.whole_batch import (
+from launcher.trace.slicing.outside_loss import (
+    Outside,
+    find_finish,
     find_whole_batch,
+    finishing_equations,
     in_words,
+    is_typed,
+    may_finish,
     may_need_whole_batch,
     operand_axes,
     operand_relations,
+    raw_generator,
     unlike_program,
     whole_batch_equations,
     with_operands,
+    with_results,
 )
+from launcher.trace.slicing.reductions import check_same_results, reductions
+from launcher.trace.slicing.relations import Pair, Sliced, SliceRelation, differ, joined_among
+
+ANY_LAYER = -1
+
+
+def cut_layers(jaxpr: Jaxpr) -> tuple[list[Equation], list[int], int]:
+    """Return the needed equations of a flattened forward pass, the layer of each, and their number.
+
+    Returns:
+        `(equations, layers, num_layers)`; `layers[i]` is `ANY_LAYER` for an equation that depends
+        on no input. Layers that hold no equation are kept, so that marks and layers agree.
+
+    Raises:
+        BoundaryError: a mark stands inside a loop, a branch or a checkpointed function.
+        TraceError: an equation has a side effect, or says how a value is sharded.
+    """
+    layer, layer_of = 0, {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is boundary_p:
+            layer += 1
+            continue
+        _refuse_uncuttable(eqn)
+        layer_of[id(eqn)] = layer
+    equations = needed([e for e in jaxpr.eqns if e.primitive is not boundary_p], jaxpr.outvars)
+    from_inputs = dependents(equations, jaxpr.invars)
+    layers = [
+        layer_of[id(eqn)] if any(v in from_inputs for v in eqn.outvars) else ANY_LAYER
+        for eqn in equations
+    ]
+    return equations, layers, layer + 1
+
+
+def _refuse_uncuttable(eqn: Equation) -> None:
+    for inner in walk([eqn], lambda e: e.primitive.name not in KERNELS):
+        name = inner.primitive.name
+        if name not in KERNELS and (name.endswith("_callback") or inner.effects):
+            raise TraceError(
+                f"{name} at {source_line(inner)} has a side effect; a loss that runs in pipeline "
+                "stages must be pure. Remove the callback or print, or return the value as aux"
+            )
+        if name in CONSTRAINTS:
+            raise TraceError(
+                f"{name.replace('sharding', 'with_sharding')} at {source_line(inner)}: the plan "
+                "decides how a parallelized step is sharded, on meshes of its own. Remove it"
+            )
+        if inner.primitive is boundary_p:
+            raise BoundaryError(
+                f"mark_pipeline_boundary() inside {eqn.primitive.name} at {source_line(eqn)}: a "
+                "layer cannot end inside a loop, a branch or a checkpointed function. Mark outside"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +122,7 @@ class Loss:
         equations, layers: the program and the layer of each equation (`ANY_LAYER`: of none).
         slice_axes: an operand's axis that is cut into slices, or None: every slice gets it whole.
         keys: whether an operand is a random key, or an array of them: each slice gets it folded
-            with the slice's number (`random_keys.fold_slices`), as one row of a sliced operand.
+            with the slice's number (`outside_loss.fold_slices`), as one row of a sliced operand.
             raw_keys: the generator of those that are raw (`jax.random.PRNGKey`).
         wrt: the operands that are differentiated. reduce: how each result is combined.
         from_whole_batch: the equations of the loss whose results are computed on the whole batch,
@@ -309,37 +377,32 @@ def split_loss(
         return None
 
     traces = Traces(eqn, batch_size, part, reference)
-    traces, before = _with_operands(traces, {i for i, v in enumerate(eqn.invars) if v in constants})
-    traces, after = _with_results(traces)
+    before: list[Equation] = []
+    after: list[Equation] = []
+    captured = {i for i, v in enumerate(eqn.invars) if v in constants}
+    if may_need_whole_batch(eqn, batch_size, captured):
+        found = _search(traces, functools.partial(find_whole_batch, constants=captured))
+        if found is not None and found.places:
+            before, operands = whole_batch_equations(eqn, found)
+            rewrite = functools.partial(with_operands, found=found)
+            whole = rewrite(eqn, operands=operands)
+            traces = traces.rewritten(whole, rewrite, in_words(eqn, found))
+    eqn = traces.whole
+    if may_finish(eqn, batch_size):
+        found = _search(traces, find_finish)
+        if found is not None:
+            after, ends = finishing_equations(eqn, found)
+            rewrite = functools.partial(with_results, found=found)
+            traces = traces.rewritten(rewrite(eqn, outvars=ends), rewrite)
     return SplitLoss(traces, before, after)
 
 
-def _with_operands(traces: Traces, captured: Set[int]) -> tuple[Traces, Sequence[Equation]]:
-    """Take out what is computed before the loss."""
-    eqn, found = traces.whole, None
-    if may_need_whole_batch(eqn, traces.batch_size, captured) and (pair := traces.reference()):
-        with contextlib.suppress(BatchError):
-            found = find_whole_batch(*pair, captured)
-    if found is None or not found.places:
-        return traces, ()
-    equations, operands = whole_batch_equations(eqn, found)
-    whole = with_operands(eqn, found, operands)
-    return traces.rewritten(
-        whole, lambda each: with_operands(each, found), in_words(eqn, found)
-    ), equations
-
-
-def _with_results(traces: Traces) -> tuple[Traces, Sequence[Equation]]:
-    """Take out what is computed after the loss."""
-    eqn, found = traces.whole, None
-    if may_finish(eqn, traces.batch_size) and (pair := traces.reference()):
-        with contextlib.suppress(BatchError):
-            found = find_finish(*pair)
-    if found is None:
-        return traces, ()
-    equations, ends = finishing_equations(eqn, found)
-    whole = with_results(eqn, found, ends)
-    return traces.rewritten(whole, lambda each: with_results(each, found)), equations
+def _search(traces: Traces, find: Callable[..., Outside | None]) -> Outside | None:
+    """Return what is found in the traces on many rows and on fewer; None where there are none."""
+    pair = traces.reference()
+    with contextlib.suppress(BatchError):
+        return find(*pair) if pair else None
+    return None
 
 
 def _two_traces(

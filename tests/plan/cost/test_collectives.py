@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
+from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
 from launcher.plan.cost.collectives import (
     Collective,

@@ -3,9 +3,9 @@
 import pytest
 from layered import layered_step
 
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
-from launcher.partition.stage_programs import trace_stage
+from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
+from launcher.partition.task_programs import trace_stage
 from launcher.plan.cost.mesh_memory import mesh_activation_bytes
 from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind, make_tasks, max_in_flight

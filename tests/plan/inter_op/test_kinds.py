@@ -10,8 +10,8 @@ import pytest
 from random_problems import cluster_of, equal_stages, in_order
 
 import launcher
-from launcher.partition.sharding.layout import MODEL, outer_dims
-from launcher.partition.sharding.named_dims import NamedDims, Sharding
+from launcher.partition.layout import MODEL, outer_dims
+from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.problem import Constraints

@@ -9,7 +9,7 @@ import pytest
 from exhaustive import least_seconds, seconds_of
 from random_problems import middle_problem, random_layers, random_problem
 
-from launcher.partition.sharding.layout import DATA, MODEL
+from launcher.partition.layout import DATA, MODEL
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import Constraints, candidate_of, price, settings

@@ -1,13 +1,43 @@
-"""A loss computed slice by slice, as plans do, without devices, against the whole batch."""
+"""A loss computed slice by slice, as plans do, without devices, against the whole batch.
+
+Also a small model and its batch, for losses to be made of.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import launcher
 from launcher.trace import trace_step
 from launcher.trace.ir.jaxpr import Jaxpr, jaxpr_as_fun
-from launcher.trace.slicing.random_keys import fold_slices
+from launcher.trace.slicing.outside_loss import fold_slices
+
+ROWS = 8
+
+
+def normal(*shape):
+    """Random numbers, the same for the same shape."""
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+PARAMS = {"a": normal(4, 6) / 2, "b": normal(6, 3) / 2}
+BATCH = {
+    "x": normal(ROWS, 4),
+    "t": normal(ROWS, 3),
+    "label": np.random.default_rng(1).integers(0, 3, ROWS),
+    "mask": np.array([0, 0, 1, 1, 1, 0, 1, 1], np.float32),  # slice 0 of 4 has no weight
+    "weight": np.random.default_rng(2).uniform(size=ROWS).astype(np.float32),
+}
+
+
+def net(p, b):
+    return jnp.tanh(b["x"] @ p["a"]) @ p["b"]
+
+
+def losses(p, b):
+    return optax.softmax_cross_entropy_with_integer_labels(net(p, b), b["label"])
+
 
 COMBINE = {
     "mean": lambda parts: sum(parts) / len(parts),

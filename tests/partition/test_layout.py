@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import launcher
-from launcher.partition.sharding.layout import gradients, layouts, mesh_sizes, outer_dims
+from launcher.partition.layout import gradients, layouts, mesh_sizes, outer_dims
 from launcher.plan import local_shape
 from launcher.plan.methods import (
     DataParallel,

@@ -12,11 +12,10 @@ plan, `data` means the first two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.partition.assignment import Assignment
-from launcher.partition.sharding.named_dims import Axis, NamedDims, Sharding, Spec, axes, without
+from launcher.partition.named_dims import Axis, NamedDims, Sharding, Spec, axes, without
 from launcher.trace import Equation, Loss, TracedStep, Var, is_var, leaf_names
 
 DATA, ROWS, MODEL = AXES = "data", "rows", "model"
@@ -44,7 +43,7 @@ def batch_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
     """
     if loss.num_slices > 1:
         return loss.slice_axes
-    batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
+    batch = step.batch_vars
     return tuple(0 if v in batch and v.aval.shape else None for v in step.operands)
 
 
@@ -53,7 +52,6 @@ def mesh_sizes(logical_mesh: tuple[int, int], replicas: int) -> dict[str, int]:
     return {DATA: replicas, ROWS: logical_mesh[0] // replicas, MODEL: logical_mesh[1]}
 
 
-@dataclass(eq=False)
 class Layout:
     """The specs on one submesh.
 
@@ -61,28 +59,25 @@ class Layout:
         explicit: of the step's arguments, and of the results that take their places.
     """
 
-    step: TracedStep
-    loss: Loss
-    sizes: Mapping[str, int]
-    explicit: Mapping[Var, Spec]
-    outer_dims: NamedDims
-    loss_dims: NamedDims
-    _wrt: frozenset[int] = field(init=False)
-    _gradients: Mapping[Var, Var] = field(init=False)
-    _outer: Sharding = field(init=False)
-    _loss: Sharding = field(init=False)
-    _batch_axes: tuple[int | None, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._wrt = frozenset(self.loss.wrt)
-        self._gradients = gradients(self.step)
-        self._batch_axes = batch_axes(self.step, self.loss)
-        self._outer = Sharding(self.outer_dims, self.sizes)
-        for var, spec in self.explicit.items():
+    def __init__(
+        self,
+        step: TracedStep,
+        loss: Loss,
+        sizes: Mapping[str, int],
+        explicit: Mapping[Var, Spec],
+        outer_dims: NamedDims,
+        loss_dims: NamedDims,
+    ) -> None:
+        self.sizes, self.explicit, self.loss_dims = sizes, explicit, loss_dims
+        self._holders, self._inner, self._wrt = step.operands, loss, frozenset(loss.wrt)
+        self._gradients, self._batch_axes = gradients(step), batch_axes(step, loss)
+        self._outer, self._loss = Sharding(outer_dims, sizes), Sharding(loss_dims, sizes)
+        for var, spec in explicit.items():
             self._outer.seed(var, spec)
-        self._loss = Sharding(self.loss_dims, self.sizes)
-        for i, var in enumerate(self.loss.invars):
-            self._loss.seed(var, self._seed(i))
+        for i, (var, axis) in enumerate(zip(loss.invars, self._batch_axes, strict=True)):
+            spec = self._whole_of_data(i)
+            cut = ((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
+            self._loss.seed(var, tuple(cut))
 
     def outer(self, var: Var) -> Spec:
         """A value outside of the loss."""
@@ -98,12 +93,12 @@ class Layout:
         Parameters that are cut along data are gathered first.
         """
         if self._batch_axes[i] is not None:
-            return self._loss.spec(self.loss.invars[i])
-        return without(self.outer(self._holder(i)), DATA, ROWS)
+            return self._loss.spec(self._inner.invars[i])
+        return self._whole_of_data(i)
 
     def is_gathered(self, i: int) -> bool:
         """Return whether an operand is cut along data where it is kept."""
-        return self.loss.slice_axes[i] is None and _cuts(self.outer(self._holder(i)), DATA)
+        return self._inner.slice_axes[i] is None and _cuts(self.outer(self._holders[i]), DATA)
 
     def is_scattered(self, i: int) -> bool:
         """Return whether an operand has a gradient, which ends up cut along the replicas."""
@@ -111,7 +106,7 @@ class Layout:
 
     def gradient(self, i: int) -> Spec:
         """An operand's gradient, once it is whole."""
-        return self.outer(self._gradients[self._holder(i)])
+        return self.outer(self._gradients[self._holders[i]])
 
     def inside(self, equations: Iterable[Equation], seeds: Mapping[Var, Spec]) -> Sharding:
         """Return the specs of another program, by those of its inputs."""
@@ -120,13 +115,9 @@ class Layout:
             found.seed(var, spec)
         return found
 
-    def _holder(self, i: int) -> Var:
-        return self.step.operands[i]
-
-    def _seed(self, i: int) -> Spec:
-        spec = without(self.outer(self._holder(i)), DATA, ROWS)
-        axis = self._batch_axes[i]
-        return tuple((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
+    def _whole_of_data(self, i: int) -> Spec:
+        """Return the spec of what holds an operand, gathered along data."""
+        return without(self.outer(self._holders[i]), DATA, ROWS)
 
 
 def layouts(
@@ -148,7 +139,8 @@ def layouts(
                 cut[atom] = cut[step.invars[argument]]
         own = assignment.own_submesh(mesh).logical_mesh
         sizes = mesh_sizes(own, assignment.slicing.own_replicas)
-        cut = {v: _fitting(spec, sizes) for v, spec in cut.items()}
+        single = [axis for axis, size in sizes.items() if size == 1]
+        cut = {v: without(spec, *single) for v, spec in cut.items()}
         found.append(Layout(step, loss, sizes, cut, outer, inner))
     return tuple(found)
 
@@ -156,11 +148,6 @@ def layouts(
 def _mesh_axes(axis: Any) -> Axis:
     named = [a for word in axes(axis) for a in ((DATA, ROWS) if word == DATA else (word,))]
     return tuple(named) or None
-
-
-def _fitting(spec: Spec, sizes: Mapping[str, int]) -> Spec:
-    """Without axes of a single device."""
-    return without(spec, *(axis for axis, size in sizes.items() if size == 1))
 
 
 def _cuts(spec: Spec, axis: str) -> bool:

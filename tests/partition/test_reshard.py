@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from launcher.partition.sharding.reshard import crossing, route, volume
+from launcher.partition.reshard import route, volume
 
 SHAPE = (12, 8)
 
@@ -19,6 +19,15 @@ def tiles(devices, rows, columns):
         d: ((i * height, (i + 1) * height), (j * width, (j + 1) * width))
         for d, (i, j) in zip(devices, itertools.cycle(grid), strict=False)
     }
+
+
+def crossing(pieces):
+    """Elements that go from one process to another, by `(from, to)`."""
+    total = collections.Counter()
+    for p in pieces:
+        if p.src_process != p.dst_process:
+            total[p.src_process, p.dst_process] += volume(p.box)
+    return total
 
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1), (1, 4)]

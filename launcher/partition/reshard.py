@@ -67,13 +67,3 @@ def _intersect(a: Box, b: Box) -> Box | None:
 def volume(box: Box) -> int:
     """Elements in a box."""
     return math.prod(stop - start for start, stop in box)
-
-
-def crossing(pieces: tuple[Piece, ...]) -> dict[tuple[int, int], int]:
-    """Elements that go from one process to another, by `(from, to)`."""
-    total: dict[tuple[int, int], int] = {}
-    for piece in pieces:
-        if piece.src_process != piece.dst_process:
-            link = piece.src_process, piece.dst_process
-            total[link] = total.get(link, 0) + volume(piece.box)
-    return total

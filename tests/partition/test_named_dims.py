@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, axes, parts, without
+from launcher.partition.named_dims import NamedDims, Sharding, axes, parts, without
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 

@@ -1,1 +1,0 @@
-"""Shard arrays over the devices of a submesh, and move them between submeshes."""

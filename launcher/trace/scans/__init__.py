@@ -1,1 +1,0 @@
-"""Scans over stacked layers, opened into one layer an iteration."""
