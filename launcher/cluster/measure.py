@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.process_group import Peer
+from launcher.cluster.ray.parameter_server import ServerClient
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.server_client import ServerClient
 from launcher.cluster.worker_group import WorkerGroup
 
 _SECONDS = 60.0  # for all rounds

@@ -10,9 +10,8 @@ from typing import Any
 
 from launcher.base import Advance, Clock, clock_of
 from launcher.cluster import progress
-from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
-from launcher.cluster.progress import Progress, Progresses, wait_of
+from launcher.cluster.progress import Progress, Progresses, diagnose, wait_of
 from launcher.cluster.ray.worker import (
     WATCH_SECONDS,
     Future,

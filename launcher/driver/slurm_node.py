@@ -15,8 +15,8 @@ from launcher.base import DamagedError, complain, lines_to
 from launcher.cluster.devices import visible_gpus
 from launcher.cluster.errors import ClusterError, last_lines
 from launcher.cluster.ray import scratch
-from launcher.cluster.ray.environment import ray_environment
-from launcher.cluster.ray.head_process import end, start_head
+from launcher.cluster.ray.private_ray import end_head, start_head
+from launcher.cluster.ray.session import ray_environment
 from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
 from launcher.cluster.slurm.allocation import Allocation, own_address
 from launcher.cluster.slurm.rendezvous import Answer, ask, join, rejoin
@@ -81,7 +81,7 @@ def _lend(
         failed = head.wait()
         assert head.stdout is not None
         was_up = bool(head.stdout.read())
-        end(head, folder.path)
+        end_head(head, folder.path)
     finally:
         folder.remove()
     if failed and not was_up:

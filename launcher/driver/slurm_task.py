@@ -15,9 +15,9 @@ from launcher.base import complain, lines_to
 from launcher.cluster.devices import visible_gpus
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import secret
-from launcher.cluster.slurm.allocation import Allocation
-from launcher.cluster.slurm.attempts import (
+from launcher.cluster.slurm.allocation import (
     PREEMPTED,
+    Allocation,
     preempted_for_nothing,
     read_attempts,
     worth_retrying,

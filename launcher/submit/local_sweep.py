@@ -29,7 +29,6 @@ from launcher.driver.folder.private_files import private_files
 from launcher.report.console import make_console
 from launcher.report.sweep import is_done, print_comparison, report_sweep
 from launcher.report.sweep_results import Row, objective_of, result_of, write_results
-from launcher.submit.placing import place_sweep
 from launcher.submit.points import (
     DONE,
     FAILED,
@@ -37,6 +36,7 @@ from launcher.submit.points import (
     PointNote,
     Points,
     open_points,
+    place_sweep,
     settings_digest,
 )
 

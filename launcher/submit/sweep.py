@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from launcher.base import complain
+from launcher.base import answer, complain
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
+from launcher.driver.planning.check import check
 from launcher.stop import Stop
 from launcher.submit.local_sweep import LocalSweep, StoppedError, local_sweep
-from launcher.submit.placing import check_sweep
+from launcher.submit.points import members, place_sweep
 
 
 class _EndedError(Exception):
@@ -94,19 +97,51 @@ class _Sweep:
     def _begin(self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]) -> None:
         """Raise for a sweep that does not run here, or may not begin."""
         if points and all(point.config.task == "check" for point in points):
-            raise _EndedError(check_sweep(points, wrong))
+            raise _EndedError(_check_sweep(points, wrong))
         if wrong and not (batch.learns and points):
             for label, error in wrong.items():
                 complain(f"{label}: {error}")
             raise _EndedError(2)
-        if any(kind_of(point.config.cluster).is_batch for point in points):
+        if (submission := _submission(points)) is not None:
             if batch.learns:
                 raise ConfigError(
                     "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
                     "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
                     ["cluster.kind"],
                 )
-            from launcher.submit.job_sweep import submit_sweep
-
             with self._stop.interruptible():
-                raise _EndedError(submit_sweep(points, self._stop))
+                raise _EndedError(submission.submit_sweep(points, self._stop))
+
+
+def _submission(points: Sequence[Point]) -> Any:
+    """Return the module by which the points are submitted; None if they all run here."""
+    found = (kind_of(point.config.cluster).submission() for point in points)
+    return next(filter(None, found), None)
+
+
+def _check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> int:
+    """Check every run of a sweep as `task=check` does, and print all problems.
+
+    Args:
+        points: the runs whose settings could be composed.
+        wrong: the errors of the others, by label.
+
+    Returns:
+        The exit code, 2 if any setting is wrong.
+    """
+    configs = members(points, *place_sweep(points))
+    if (submission := _submission(points)) is not None:
+        submission.check_jobs(configs)
+    verdicts = [check(config, os.environ) for config in configs]
+    problems = {label: str(error) for label, error in wrong.items()}
+    problems |= {
+        point.label: verdict.problem
+        for point, verdict in zip(points, verdicts, strict=True)
+        if verdict.problem
+    }
+    for label, problem in problems.items():
+        complain(f"{label}: {problem}")
+    if problems:
+        return max([2 for _ in wrong] + [verdict.code for verdict in verdicts])
+    lines = dict.fromkeys(line for verdict in verdicts for line in verdict.lines)
+    return answer("\n".join([f"The settings of all {len(points)} runs are fine.", *lines]))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launcher.base.log import held_back, lines_to, warn_once
+from launcher.base.output import held_back, lines_to, warn_once
 
 ROOT = logging.getLogger("launcher")
 LOG = logging.getLogger("launcher.some.module")
@@ -98,7 +98,7 @@ log.warning("ignored")
 def test_a_worker_prints_them_for_its_life_whatever_a_library_configures():
     code = """
 import logging
-from launcher.base.log import take_over
+from launcher.base.output import take_over
 take_over(logging.StreamHandler())
 logging.basicConfig(level="INFO")
 logging.getLogger("launcher.x").info("once")

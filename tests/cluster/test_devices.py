@@ -2,10 +2,11 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from launcher.cli import command
 from launcher.cluster import kinds
 from launcher.cluster.devices import (
     DevicePool,
@@ -22,6 +23,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
 from launcher.driver.planning import check
 from launcher.driver.planning.cluster_from_config import shape_of
+from launcher.stop import Stop
 from launcher.submit.local_sweep import find_slots
 
 ALLOCATION = Allocation("7", 0, 0, ("a", "b"), 0)
@@ -189,16 +191,13 @@ def test_a_kind_of_cluster_is_one_class_and_one_file(tmp_path, monkeypatch):
 
     @kinds.register
     class Rented(kinds.ClusterKind):
-        name, is_batch = "rented", True
+        name, batch = "rented", "rented_jobs"
 
         def pool(self, *, planning=False):
             return DevicePool("cpu", self.cluster.hosts, 2, "rented device", "")
 
         def start(self, pool, logs, limit, rendezvous=None):
             return f"a Ray of {pool.hosts} hosts"
-
-        def submit(self, script, sleep=None):
-            return f"job of {script.name}"
 
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "rented.yaml").write_text("kind: rented\nhosts: 2\n")
@@ -208,7 +207,10 @@ def test_a_kind_of_cluster_is_one_class_and_one_file(tmp_path, monkeypatch):
     assert pool == kind.pool()
     assert shape_of(config, pool, None).num_devices == 4
     assert kind.start(pool, tmp_path, StartLimit()) == "a Ray of 2 hosts"
-    assert kind.submit(Path("job.sbatch")) == "job of job.sbatch"
+    jobs = SimpleNamespace(submit=lambda config, stop: len(config.cluster.kind))
+    monkeypatch.setitem(sys.modules, "rented_jobs", jobs)
+    words = ["recipe=smoke", "cluster=rented", "parallel=data", f"--config-dir={tmp_path}"]
+    assert command.run(words, Stop()) == len("rented")
     with pytest.raises(ConfigError, match="jobs=2, but cluster=rented has one set"):
         find_slots([replace(config, sweep=replace(config.sweep, jobs=2))], {})
 

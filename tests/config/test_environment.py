@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from launcher.__main__ import main
-from launcher.cluster.slurm.script import TAIL
+from launcher.cluster.slurm.commands import TAIL
 from launcher.config.compose import load, load_frozen, redacted, to_dict, to_written
 from launcher.config.environment import unresolved
 from launcher.config.errors import ConfigError

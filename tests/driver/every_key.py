@@ -54,7 +54,7 @@ from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.datasets.documents.dataset import preparation
 from launcher.report.sweep_results import objective_of
 from launcher.stop import Stop
-from launcher.submit import job, job_sweep
+from launcher.submit import job
 from launcher.submit.job import submit
 from launcher.submit.local_sweep import find_slots
 from launcher.trace.ir.cudnn import described_cudnn
@@ -348,14 +348,13 @@ def slurm_told(config: Config):
     """What is submitted, what is done about it here, and how the job's tasks meet."""
     told, file = [], io.StringIO()
     places = {
-        "launcher.cluster.kinds": ("check_installed", "check_partition", "sbatch"),
-        "launcher.submit.job": ("note_job", "write_whole"),
+        "launcher.submit.job": ("check_installed", "check_partition", "note_job", "write_whole"),
     }
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         for module, names in places.items():
             for name in names:
                 patch.setattr(f"{module}.{name}", lambda *words, **_: told.append(words[1:2]))
-        patch.setattr("launcher.cluster.kinds.sbatch", lambda script, **_: "7")
+        patch.setattr("launcher.submit.job.sbatch", lambda script, **_: "7")
         patch.setattr(
             "launcher.submit.job.freeze", lambda config, console: RunFolder(Path("x/run"))
         )
@@ -385,7 +384,7 @@ def slurm_told(config: Config):
 
 
 def array_told(config: Config):
-    return job_sweep._array_script([config], "s")
+    return job.array_script([config], "s")
 
 
 def task_told(config: Config):
@@ -459,12 +458,12 @@ def sweep_told(config: Config):
     """What `task=sweep_status` prints."""
     home = Path("multirun/s/s-0")
     home.mkdir(parents=True, exist_ok=True)
-    (home / job_sweep.JOB_FILE).write_text(json.dumps({"job_id": "7", "script": "x"}))
+    (home / job.JOB_FILE).write_text(json.dumps({"job_id": "7", "script": "x"}))
     told, file = [], io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
-        patch.setattr(job_sweep, "job_states", dict)
+        patch.setattr(job, "job_states", dict)
         try:
-            job_sweep._status(config.sweep)
+            job._status(config.sweep)
         except ConfigError as error:
             told.append(str(error))
     return told, file.getvalue()

@@ -12,19 +12,22 @@ import functools
 import logging
 import os
 import secrets
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
+
+from launcher.base import open_own
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.ray import ray_compat, scratch, worker_actor
-from launcher.cluster.ray.environment import ray_environment, replaced_environment
 from launcher.cluster.ray.head import readable
-from launcher.cluster.ray.head_process import continue_head, end, start_head
-from launcher.cluster.ray.session import Place, RaySession
+from launcher.cluster.ray.session import Place, RaySession, ray_environment, replaced_environment
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.slurm.rendezvous import Rendezvous
@@ -32,6 +35,7 @@ from launcher.cluster.slurm.rendezvous import Rendezvous
 _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
 _SHUTDOWN_SECONDS = 15.0
+_HEAD_SECONDS = 30  # for the head to end everything
 _DEFAULT_LIMIT = StartLimit()
 
 
@@ -83,7 +87,7 @@ class PrivateRay(RaySession):
             self._environ = ray_environment(os.environ, token, nodes=self._rendezvous is not None)
             self._head = self._start_head(folder)
             self._undo.callback(self._let_go)
-            self._undo.callback(end, self._head, folder.path)
+            self._undo.callback(end_head, self._head, folder.path)
             with replaced_environment(self._environ):
                 self._ray = ray_compat.import_ray()
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
@@ -236,3 +240,66 @@ def secret() -> str:
     There is one a process, because Ray reads it once.
     """
     return secrets.token_hex(32)
+
+
+# -- The head process (`head`) of a node ----------------------------------------------------------
+
+
+def start_head(
+    folder: scratch.Scratch,
+    environ: Mapping[str, str],
+    log: Path,
+    workers: int,
+    options: Sequence[str] = (),
+    sockets: Sequence[int] = (),
+) -> subprocess.Popen[str]:
+    """Start a head process that lives no longer than this process.
+
+    Args:
+        folder: the scratch folder that the head deletes at its end.
+        environ: the environment of Ray's processes.
+        log: the file that Ray's output is appended to.
+        workers: the number of worker processes that will run on this node.
+        options: further options of `head`.
+        sockets: the descriptors that these options name.
+    """
+    command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
+    command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
+    command += [f"--store-bytes={scratch.store_bytes()}", *options]
+    with open(open_own(log, os.O_WRONLY | os.O_APPEND), "a") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=environ,
+            pass_fds=[folder.lock, *sockets],
+            start_new_session=True,
+        )
+
+
+def continue_head(head: subprocess.Popen[str]) -> None:
+    """Continue the head if it was stopped: it watches over the other processes."""
+    with suppress(psutil.Error):  # it is gone
+        if psutil.Process(head.pid).status() == psutil.STATUS_STOPPED:
+            head.send_signal(signal.SIGCONT)
+
+
+def end_head(head: subprocess.Popen[str], folder: Path) -> None:
+    """Have the head end everything, and wait until it has.
+
+    If the head itself was killed, the processes that it had started are ended from here; the
+    scratch folder in their environment identifies them.
+    """
+    for pipe in (head.stdin, head.stdout):
+        assert pipe is not None
+        pipe.close()
+    continue_head(head)
+    try:
+        head.wait(_HEAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        head.wait()
+    if head.returncode < 0:
+        scratch.end_users(folder)

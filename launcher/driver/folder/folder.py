@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from launcher import checkpoint
 from launcher.base import clear_partial, open_own, set_aside
-from launcher.cluster.slurm.attempts import attempt_folder
+from launcher.cluster.slurm.allocation import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.identity import check_same_run

@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 
 from launcher.cluster.slurm.allocation import Allocation
-from launcher.cluster.slurm.script import SCRIPT
+from launcher.cluster.slurm.commands import SCRIPT
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.callback import Callbacks

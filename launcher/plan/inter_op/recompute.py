@@ -1,7 +1,7 @@
 """Recomputation in a stage: its first layers in full, the others selectively or not at all.
 
 The search counts in layers of its own table, each of which may stand for several of the step's;
-remat strings (`base.remat_name`) count in the step's. Pure.
+remat strings (`base.names`) count in the step's. Pure.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import launcher
-from launcher.base.cache_folder import cache_folder
+from launcher.base.measurements import cache_folder
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.head import RAY_FOLDER

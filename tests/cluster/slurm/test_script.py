@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.slurm.script import TAIL, Job, duration, render
+from launcher.cluster.slurm.commands import TAIL, Job, duration, render
 from launcher.config.compose import load
 
 HERE = Path(__file__).parent
