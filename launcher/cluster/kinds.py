@@ -23,7 +23,6 @@ from launcher.cluster.devices import (
     local_pool,
     node_gpus,
 )
-from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.machines import (
@@ -39,7 +38,7 @@ from launcher.config.machines import (
 from launcher.hardware import memory_share, usable_bytes
 
 if TYPE_CHECKING:
-    from launcher.cluster.ray.session import RaySession
+    from launcher.cluster.ray.session import RaySession, StartLimit
     from launcher.cluster.slurm.rendezvous import Rendezvous
     from launcher.hardware import ClusterShape
 
@@ -234,11 +233,10 @@ class ExistingRayKind(ClusterKind[RayCluster]):
         if not planning:
             return self._nodes_pool()
         cluster, gpus = self.cluster, find_gpus(os.environ)
-        names = () if gpus.problem else gpus.names
-        per_host = (cluster.gpus or 0) // cluster.hosts or len(names) or STAND_INS
-        name = ", ".join(dict.fromkeys(names)) or EMULATED
+        per_host = (cluster.gpus or 0) // cluster.hosts or len(gpus.usable) or STAND_INS
+        name = ", ".join(dict.fromkeys(gpus.usable)) or EMULATED
         return DevicePool(
-            kind="gpu" if names else "cpu",
+            kind="gpu" if gpus.usable else "cpu",
             hosts=cluster.hosts,
             devices_per_host=per_host,
             device_name=name,
@@ -248,6 +246,7 @@ class ExistingRayKind(ClusterKind[RayCluster]):
 
     def _nodes_pool(self) -> DevicePool:
         from launcher.cluster.ray import existing_ray
+        from launcher.cluster.ray.session import StartLimit
 
         cluster = self.cluster
         nodes = existing_ray.find_nodes(cluster.address, StartLimit(cluster.start_timeout))

@@ -218,7 +218,7 @@ def hand_in(
         config: the settings, of the first run for an array.
         path: the file for the script.
         text: the script.
-        homes: the folders of its runs, by what a run adds to the job's id: "" or "_<element>".
+        homes: the folders of its runs, by the end of the run's job id: "" or "_<element>".
         announced: returns the lines for the user, by the job's id.
         made: the folders to delete if Slurm refuses it.
         stop: delays a signal.

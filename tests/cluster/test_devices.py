@@ -16,7 +16,7 @@ from launcher.cluster.devices import (
     local_pool,
 )
 from launcher.cluster.kinds import find_devices
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
@@ -24,7 +24,7 @@ from launcher.config.machines import CLUSTERS, Emulated, Local, Slurm, SlurmClus
 from launcher.driver.planning import check
 from launcher.driver.planning.cluster_from_config import shape_of
 from launcher.stop import Stop
-from launcher.submit.local_sweep import find_slots
+from launcher.submit.sweep import find_slots
 
 ALLOCATION = Allocation("7", 0, 0, ("a", "b"), 0)
 TWO = Gpus(("NVIDIA H200", "NVIDIA H200"))
@@ -55,10 +55,7 @@ def test_emulated_devices_spread_evenly_over_hosts():
     ("settings", "problem"),
     [
         ({"gpus": 6, "hosts": 4}, "cluster.gpus=6 cannot be divided over cluster.hosts=4"),
-        (
-            {"gpus": None, "hosts": 3},
-            "cluster.gpus=4 (the default) cannot be divided over cluster.hosts=3",
-        ),
+        ({"gpus": None, "hosts": 3}, "cluster.gpus=4 cannot be divided over cluster.hosts=3"),
     ],
 )
 def test_devices_that_do_not_divide_over_hosts_are_refused(settings, problem):
@@ -144,11 +141,6 @@ def test_more_devices_than_the_machine_has_are_refused(gpus, asked, message):
         local(gpus, gpus=asked)
     assert str(error.value) == message
     assert error.value.keys == ("cluster.gpus",)
-
-
-def test_local_is_one_host():
-    with pytest.raises(ConfigError, match="cluster=emulated"):
-        local(TWO, hosts=2)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from launcher.cluster.progress import diagnose, relevant_stacks
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.ray.worker_actor import machine_id
+from launcher.cluster.worker_group import diagnose, relevant_stacks
 
 PROGRAM = """
 import faulthandler, signal, sys, time
@@ -72,7 +72,7 @@ def test_a_process_that_waits_says_where(start):
 
 
 def test_a_process_that_writes_no_stacks_is_diagnosed_by_its_state(start, monkeypatch):
-    monkeypatch.setattr("launcher.cluster.progress._DUMP_SECONDS", 0.5)
+    monkeypatch.setattr("launcher.cluster.worker_group._DUMP_SECONDS", 0.5)
     assert diagnose(start("deaf")).endswith("; it wrote no stacks on request")
 
 

@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 import launcher
-from launcher.cluster import progress, worker_group
+from launcher.cluster import worker_group
 from launcher.cluster.errors import HungError
-from launcher.cluster.progress import WAITS, Progresses, wait_of
-from launcher.cluster.worker_group import WorkerGroup
+from launcher.cluster.worker_group import WAITS, Progresses, WorkerGroup, wait_of
 
 ROOT = Path(launcher.__file__).parent
 CALLED = re.compile(r'(?:submit|send|call)\(\s*"(\w+)"')
@@ -36,7 +35,7 @@ while True:
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
     """Makes a worker of which a process stands in, that does one of `DOING`."""
-    monkeypatch.setattr(progress, "STILL_SECONDS", STILL)
+    monkeypatch.setattr(worker_group, "STILL_SECONDS", STILL)
     monkeypatch.setattr(worker_group, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_group, "diagnose", lambda handle: "as it is")
     processes = []

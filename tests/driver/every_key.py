@@ -27,7 +27,7 @@ from launcher.cli import command
 from launcher.cluster.errors import HungError
 from launcher.cluster.kinds import KINDS, find_devices, kind_of
 from launcher.cluster.ray.ray_compat import Node
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.cluster.slurm import rendezvous
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Emulated
@@ -56,7 +56,7 @@ from launcher.report.sweep_results import objective_of
 from launcher.stop import Stop
 from launcher.submit import job
 from launcher.submit.job import submit
-from launcher.submit.local_sweep import find_slots
+from launcher.submit.sweep import find_slots
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
 from launcher.train import worker

@@ -26,7 +26,7 @@ _WRITTEN_ONCE = 1 << 20  # bytes from which one object for all workers is quicke
 
 
 class ExchangeServer:
-    """Combine the parts of each exchange that this server owns, once all workers have sent theirs.
+    """Combine the parts of the exchanges of this server, once all workers have sent theirs.
 
     Args:
         count: the number of workers.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import secrets
 import signal
@@ -27,8 +26,13 @@ from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.ray import ray_compat, scratch, worker_actor
 from launcher.cluster.ray.head import readable
-from launcher.cluster.ray.session import Place, RaySession, ray_environment, replaced_environment
-from launcher.cluster.ray.waiting import BackgroundCall, StartLimit
+from launcher.cluster.ray.session import (
+    Place,
+    RaySession,
+    StartLimit,
+    ray_environment,
+    replaced_environment,
+)
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.slurm.rendezvous import Rendezvous
 
@@ -71,9 +75,7 @@ class PrivateRay(RaySession):
         self.pool = pool
         self._rendezvous = rendezvous if pool.hosts > 1 else None  # else no other task is expected
         self._known = [LOOPBACK] * pool.hosts
-        self._connecting: BackgroundCall | None = None
         self._connected, self._at = False, ""
-        self._leaving: BackgroundCall | None = None
         with ExitStack() as on_error:
             on_error.callback(self.close)
             self._own_logs = log_dir is None
@@ -110,23 +112,9 @@ class PrivateRay(RaySession):
                 ray_compat.read_settings_again()  # for a Ray of the user's that comes after it
         atexit.unregister(self.close)
 
-    def _worker_places(self) -> list[Place]:
-        self._connect()
-        return [self._place(host) for host in range(self.pool.hosts)]
-
-    def _server_place(self, host: int) -> Place:
-        self._connect()
-        return self._place(host)
-
     def _place(self, host: int) -> Place:
         there = {} if self._rendezvous is None else {f"host_{host}": _SHARE_OF_HOST}
         return Place(host, self._known[host], {"num_cpus": 0, "resources": there})
-
-    def _addresses(self) -> Sequence[str]:
-        return self._known
-
-    def _awaited(self, names: Sequence[str]) -> str:
-        return f"the processes of {', '.join(names)} (see {self._log})"
 
     def _check_started(self, missing: Mapping[str, str], in_time: bool) -> None:
         if not in_time:  # otherwise Ray's reason, if there is one, is raised by the first call
@@ -135,14 +123,13 @@ class PrivateRay(RaySession):
             )
 
     def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
-        log, rendezvous = self._log_dir / "ray.log", self._rendezvous
-        if rendezvous is None:
+        if self._rendezvous is None:
             options = [f"--own-logs={self._log_dir}"] if self._own_logs else []
-            return start_head(folder, self._environ, log, self.pool.hosts, options)
-        waiting = rendezvous.listener.fileno()
-        options = [f"--ip={rendezvous.address}", "--host=0"]
+            return start_head(folder, self._environ, self._log, self.pool.hosts, options)
+        waiting = self._rendezvous.listener.fileno()
+        options = [f"--ip={self._rendezvous.address}", "--host=0"]
         options += [f"--rendezvous={waiting}", f"--logs={self._log_dir}"]
-        return start_head(folder, self._environ, log, 1, options, [waiting])
+        return start_head(folder, self._environ, self._log, 1, options, [waiting])
 
     def _connect(self) -> None:
         if self._connected:
@@ -150,12 +137,8 @@ class PrivateRay(RaySession):
         if self._connecting is None:
             self._at = self._address()
             with replaced_environment(self._environ):
-                self._connecting = BackgroundCall(functools.partial(self._join, self._at))
-                self._undo.callback(self._disconnect)
-                try:
-                    self._waiting.until(self._connecting.ended, f"Ray's answer at {self._at}")
-                finally:
-                    ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
+                self._join(self._at, _HASTE_SECONDS)  # while Ray is up, which is faster
+        assert self._connecting is not None
         if not self._connecting.ended(0):  # this process cannot try again
             raise ClusterError(self._late(f"Ray came up at {self._at}, but did not answer"))
         try:
@@ -182,16 +165,6 @@ class PrivateRay(RaySession):
         if not address or self._head.poll() is not None:  # connecting would never end
             raise RayEndedError(f"Ray did not come up.\n{self._log_tail()}")
         return address
-
-    def _join(self, address: str) -> None:
-        self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-
-    def _disconnect(self) -> None:
-        """Begin to disconnect while Ray is up, which is faster, if Ray answers."""
-        assert self._connecting is not None
-        if self._connecting.ended(_HASTE_SECONDS):
-            self._leaving = BackgroundCall(self._ray.shutdown)
-            self._leaving.ended(_HASTE_SECONDS)
 
     def _let_go(self) -> None:
         """Wait until the connection has ended, which it does after Ray's end."""

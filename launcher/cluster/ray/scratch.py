@@ -96,7 +96,7 @@ def choose_base(candidates: Sequence[str]) -> Path:
     """Return the first of `candidates` in which scratch folders can be made.
 
     It has to be writable, leave room for the names of Ray's sockets, and keep other users from
-    putting a folder of theirs in the place of ours.
+    putting a folder of theirs in its place.
 
     Raises:
         ClusterError: none of them is such a folder.

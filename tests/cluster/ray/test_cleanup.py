@@ -18,7 +18,7 @@ import launcher
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.config.machines import Emulated
 
 ONE_DEVICE = emulated_pool(Emulated(gpus=1))
@@ -323,7 +323,7 @@ from pathlib import Path
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.config.machines import Emulated
 
 pool = emulated_pool(Emulated(gpus=1))

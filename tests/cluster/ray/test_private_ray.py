@@ -12,9 +12,9 @@ import pytest
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
-from launcher.cluster.progress import diagnose
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import gather
+from launcher.cluster.worker_group import diagnose
 from launcher.config.machines import Emulated
 
 
@@ -185,7 +185,7 @@ def test_a_machine_that_does_not_answer_is_no_mystery(session, probe, monkeypatc
     worker.submit("add", 1).result()
     worker.process()
     worker._process, worker.elsewhere = None, True
-    monkeypatch.setattr("launcher.cluster.progress._DIAGNOSIS_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.cluster.worker_group._DIAGNOSIS_SECONDS", 0.0)
     assert diagnose(worker) == (
         "its process is on another machine, whose state is unknown: "
         "its node did not answer within 0 s"

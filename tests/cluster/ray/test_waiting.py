@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
+from launcher.cluster.ray.session import BackgroundCall, StartLimit, Waiting
 
 
 def counted(calls, needed):
