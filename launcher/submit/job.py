@@ -25,7 +25,6 @@ from launcher.base.reading import read
 from launcher.cluster.slurm.allocation import read_attempts
 from launcher.cluster.slurm.commands import (
     SCRIPT,
-    Job,
     check_installed,
     check_partition,
     job_state,
@@ -321,16 +320,10 @@ def script(config: Config, name: str, output: Path, settings: str, array: str | 
         for place, (text, _) in config.from_environment.items()
         if place in places
     }
-    launcher = [shlex.quote(python), "-m", "launcher", "--frozen", settings]
-    job = Job(
-        name=name,
-        folder=Path.cwd(),
-        output=str(output),
-        command=[*launcher, *map(shlex.quote, allowed)],
-        array=array,
-        variables={name: word for name, word in words.items() if word is not None},
-    )
-    return render(slurm_cluster(config.cluster), job)
+    command = [shlex.quote(python), "-m", "launcher", "--frozen", settings]
+    command += map(shlex.quote, allowed)
+    shown = {name: word for name, word in words.items() if word is not None}
+    return render(slurm_cluster(config.cluster), name, Path.cwd(), output, command, array, shown)
 
 
 def is_array(configs: Sequence[Config]) -> bool:

@@ -1,4 +1,4 @@
-"""Render the batch script of a run from its settings, and call Slurm's commands.
+"""Render the batch script of a run (`job.sbatch.jinja`), and call Slurm's commands.
 
 The script asks for the nodes, starts one task on each, and requeues the job when the run asks for
 it. `slurm/train.sbatch` is the same script, to be edited and submitted by hand.
@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.cluster.errors import ClusterError
 from launcher.config.errors import ConfigError, advice
@@ -26,55 +27,21 @@ from launcher.config.machines import Slurm, SlurmCluster, minutes
 
 SCRIPT = "job.sbatch"  # its name in a run's folder
 
-# From here on the script is the same in every job, and in slurm/train.sbatch.
-TAIL = r"""
-# One task on each node: the first one drives the run, the others lend their node to it.
-LAUNCHER_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-LAUNCHER_MAX_REQUEUES=$max_requeues
-export LAUNCHER_NODES LAUNCHER_MAX_REQUEUES PYTHONUNBUFFERED=1
-ulimit -Sn hard
-attempt=${SLURM_RESTART_COUNT:-0}
-echo "job $SLURM_JOB_ID, attempt $attempt, on ${LAUNCHER_NODES//$'\n'/ }"
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    --cpu-bind=none --no-kill --kill-on-bad-exit=0 --input=none \
-    "${srun_args[@]}" "${launcher[@]}" &
-step=$!
 
-# What reaches this shell alone is handed on: the run saves its state and ends.
-signalled=
-trap 'signalled=yes; kill -s USR2 "$step" 2>/dev/null || true' TERM USR1 USR2
-code=0
-wait "$step" || code=$?
-while [[ $signalled ]]; do
-    signalled=
-    code=0
-    wait "$step" || code=$?
-done
+def render(
+    cluster: SlurmCluster,
+    name: str,
+    folder: Path,
+    output: Path,
+    command: Sequence[str],
+    array: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """Return the text of a batch script with the settings of `cluster`.
 
-# 0: done, 1: failed for good, 2: a setting is wrong, 130: interrupted. With 75 the run asks to come
-# back; above 128 it was killed. A job that Slurm itself is ending or moving is left to Slurm.
-if ((code == 75 || (code > 128 && code != 130))) && ((attempt < max_requeues)); then
-    for pause in 1 2 4 8 16 32 64 128; do
-        job=$(scontrol --oneliner show job "$SLURM_JOB_ID" || true)
-        if [[ $job == *JobState=* && $job != *JobState=RUNNING* ]]; then
-            break
-        elif [[ $job ]] && scontrol requeue "$SLURM_JOB_ID"; then
-            echo "job $SLURM_JOB_ID goes back into the queue"
-            break
-        fi
-        sleep "$pause"
-    done
-fi
-exit "$code"
-"""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job, apart from its settings.
-
-    Attributes:
-        name: the name in the queue.
+    Args:
+        cluster: the settings.
+        name: the job's name in the queue.
         folder: the folder in which the job is submitted and runs.
         output: the file for its output; %j is the job's id, %A and %a the ids of an array and its
             element.
@@ -82,40 +49,25 @@ class Job:
         array: the elements of a job array, such as 0-2%1; None for a job of one run.
         variables: for each variable of `cluster.slurm.env` whose value must not appear in the
             script, a word of bash that stands for it.
-    """
-
-    name: str
-    folder: Path
-    output: str
-    command: Sequence[str]
-    array: str | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-
-def render(cluster: SlurmCluster, job: Job) -> str:
-    """Return the text of the batch script for `job` with the settings of `cluster`.
 
     Raises:
         ConfigError: a value cannot be written in a batch script.
     """
-    slurm = cluster.slurm
-    lines = ["#!/usr/bin/env bash"]
-    lines += [_line(name, value) for name, value in _options(cluster, job)]
-    lines += ["", "set -eo pipefail"]
-    if slurm.setup:
-        lines += ["", "# cluster.slurm.setup", *slurm.setup]
-    if slurm.env:
-        lines += ["", "# cluster.slurm.env"]
-        words = {name: shlex.quote(value) for name, value in slurm.env.items()}
-        lines += [f"export {name}={job.variables.get(name, words[name])}" for name in words]
-    srun = " ".join(_quoted(word) for word in _srun_arguments(slurm))
-    lines += [
-        "",
-        f"max_requeues={slurm.max_requeues}",
-        f"srun_args=({srun})",
-        f"launcher=({' '.join(job.command)})",
-    ]
-    return "\n".join(lines) + "\n" + TAIL
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    slurm, loader = cluster.slurm, PackageLoader("launcher.cluster.slurm", "")
+    own = {"job-name": slurm.job_name or name, "chdir": folder, "output": output}
+    options = {**own, "open-mode": "append", "array": array, **_options(cluster)}
+    templates = Environment(
+        loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    return templates.get_template("job.sbatch.jinja").render(
+        slurm=slurm,
+        options=[_line(name, value) for name, value in options.items() if value is not None],
+        env={name: shlex.quote(value) for name, value in slurm.env.items()} | dict(variables or {}),
+        srun=map(_quoted, _srun_arguments(slurm)),
+        command=command,
+    )
 
 
 def duration(text: str) -> str:
@@ -124,43 +76,33 @@ def duration(text: str) -> str:
     return f"{total // 1440}-{total // 60 % 24:02}:{total % 60:02}:00"
 
 
-def _options(cluster: SlurmCluster, job: Job) -> Iterator[tuple[str, str | int | None]]:
-    """Yield the options of sbatch, without their dashes, and their values; None for a flag."""
+def _options(cluster: SlurmCluster) -> dict[str, Any]:
+    """Return options of sbatch, without their dashes; "" for a flag, None for one left out."""
     slurm = cluster.slurm
-    yield "job-name", slurm.job_name or job.name
-    yield "chdir", str(job.folder)
-    yield "output", job.output
-    yield "open-mode", "append"
-    if job.array:
-        yield "array", job.array
-    yield "nodes", cluster.hosts
-    yield "ntasks-per-node", 1
-    if not slurm.emulated:
-        assert cluster.gpus is not None
-        per_node = cluster.gpus // cluster.hosts
-        kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
-        yield ("gres", slurm.gres) if slurm.gres else ("gpus-per-node", f"{kind}{per_node}")
-    if slurm.cpus:
-        yield "cpus-per-task", slurm.cpus
-    if mem := slurm.mem or ("0" if slurm.exclusive else None):
-        yield "mem", mem
-    if slurm.exclusive:
-        yield "exclusive", None
-    if slurm.time:
-        yield "time", duration(slurm.time)
+    assert cluster.gpus is not None
+    kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    gpus: dict[str, Any] = {"gpus-per-node": f"{kind}{cluster.gpus // cluster.hosts}"}
+    if slurm.gres or slurm.emulated:
+        gpus = {} if slurm.emulated else {"gres": slurm.gres}
     plain = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude")
-    for name in (*plain, "dependency"):
-        if (value := getattr(slurm, name)) is not None:
-            yield name, value
-    yield "signal", slurm.signal
-    yield "requeue" if slurm.max_requeues else "no-requeue", None
-    for name, value in slurm.extra.items():
-        yield name.lstrip("-"), value or None
+    return {
+        "nodes": cluster.hosts,
+        "ntasks-per-node": 1,
+        **gpus,
+        "cpus-per-task": slurm.cpus,
+        "mem": slurm.mem or ("0" if slurm.exclusive else None),
+        "exclusive": "" if slurm.exclusive else None,
+        "time": slurm.time and duration(slurm.time),
+        **{name: getattr(slurm, name) for name in (*plain, "dependency")},
+        "signal": slurm.signal,
+        "requeue" if slurm.max_requeues else "no-requeue": "",
+        **{name.lstrip("-"): value for name, value in slurm.extra.items()},
+    }
 
 
-def _line(name: str, value: str | int | None) -> str:
-    """Return an option as a line of the script; the value is quoted only if it has to be."""
-    text = "" if value is None else f"={value}"
+def _line(name: str, value: Any) -> str:
+    """Return an option as the script has it; the value is quoted only if it has to be."""
+    text = f"={value}" if value != "" else ""
     if not text.isprintable():  # of a folder; settings are always printable
         raise ConfigError(
             f"{str(value)!r} cannot stand in a batch script",
@@ -168,7 +110,7 @@ def _line(name: str, value: str | int | None) -> str:
         )
     if re.search(r"[\s\"'#\\]", text):
         text = '="' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return f"#SBATCH --{name}{text}"
+    return f"{name}{text}"
 
 
 def _srun_arguments(slurm: Slurm) -> Iterator[str]:
