@@ -34,7 +34,6 @@ _LISTENS_SECONDS = 5.0  # to accept a connection; Ray itself tries for minutes
 _MORE_SECONDS = 10  # by which the probe's own watchdog waits longer
 _END_SECONDS = 3.0  # for Ray to end the workers: one that is killed sooner is reported as a failure
 _LEAVE_SECONDS = 15.0  # for Ray to disconnect, if it still answers
-_RAYS_OWN = "CPU", "GPU", "memory", "object_store_memory"  # resources of every node
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def check_feasible(bundle: Mapping[str, float], pool: DevicePool, nodes: Sequenc
         return
     missing = [name for name in bundle if capacity([name]) < workers] or [*bundle]
     wanted = _amounts(bundle, missing)
-    has = "; ".join(_has(node, missing) for node in nodes)
+    has = "; ".join(f"{n.address} has {_amounts(n.resources, missing)}" for n in nodes)
     each = "each of " if workers > 1 else ""
     own = " on a node of its own" if spread and workers > 1 else ""
     raise ClusterError(
@@ -91,15 +90,6 @@ def check_feasible(bundle: Mapping[str, float], pool: DevicePool, nodes: Sequenc
 
 def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
     return ", ".join(f"{name}: {resources.get(name, 0):g}" for name in names)
-
-
-def _has(node: Node, names: Sequence[str]) -> str:
-    others = [
-        name for name in node.resources if name not in (*_RAYS_OWN, *names) and "node:" not in name
-    ]
-    return f"{node.address} has {_amounts(node.resources, names)}" + (
-        f" (and {', '.join(others)})" if others else ""
-    )
 
 
 class ExistingRay(RaySession):

@@ -198,9 +198,9 @@ class Attempt:
     from_step: int | None = None
 
     @property
-    def came_to_nothing(self) -> bool:
-        """Whether the attempt was preempted before its first step."""
-        return self.exit_code == PREEMPTED and self.step == self.from_step
+    def key(self) -> tuple[str, int]:
+        """The job's id and its restarts; see `Allocation.key`."""
+        return self.job_id, self.restarts
 
 
 def attempt_folder(run: Path, number: int) -> Path:
@@ -286,7 +286,7 @@ def worth_retrying(attempts: Sequence[Attempt], allocation: Allocation) -> bool:
     """
     if allocation.restarts >= allocation.max_requeues:
         return False
-    if not attempts or (attempts[-1].job_id, attempts[-1].restarts) != allocation.key:
+    if not attempts or attempts[-1].key != allocation.key:
         return False  # it failed before it recorded an attempt
     *before, last = attempts
     return not before or (before[-1].exit_reason, before[-1].step) != (last.exit_reason, last.step)
@@ -302,20 +302,17 @@ def preempted_for_nothing(run: Path, allocation: Allocation) -> bool:
         OSError: a record cannot be read or written.
     """
     attempts = read_attempts(run)
-    if not attempts or (attempts[-1].job_id, attempts[-1].restarts) != allocation.key:
+    if not attempts or attempts[-1].key != allocation.key:
         attempt = replace(_new(run, allocation), exit_code=PREEMPTED, exit_reason="preempted")
         _write(run, attempt)
         attempts.append(attempt)
-    last = attempts[-2:]
-    return len(last) == 2 and all(
-        attempt.came_to_nothing and attempt.job_id == allocation.job_id for attempt in last
-    )
+    came_to = [(a.job_id, a.exit_code, a.step == a.from_step) for a in attempts[-2:]]
+    return came_to == [(allocation.job_id, PREEMPTED, True)] * 2
 
 
 def _new(run: Path, allocation: Allocation, from_step: int | None = None) -> Attempt:
     number = max(_folders(run), default=-1) + 1  # also counts attempts whose records are lost
-    job_id, restarts, nodes = allocation.job_id, allocation.restarts, allocation.nodes
-    return Attempt(number, job_id, restarts, nodes, from_step=from_step)
+    return Attempt(number, *allocation.key, allocation.nodes, from_step=from_step)
 
 
 def _write(run: Path, attempt: Attempt) -> None:

@@ -138,7 +138,7 @@ _OUTAGE = re.compile(
     r"|Resource temporarily unavailable|Unexpected message received",
     re.IGNORECASE,
 )
-_LONGEST_PAUSE = 60.0
+_PAUSES = (1, 2, 4, 8, 16, 32, *[60] * 14)  # seconds; a quarter of an hour in all
 ENDED = frozenset(
     [
         *("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -249,7 +249,7 @@ def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -
 
     Ctrl-C in the terminal does not reach the command.
     """
-    for pause in (*_pauses(), None):
+    for pause in (*_PAUSES, None):
         result = subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL, process_group=0
         )
@@ -260,16 +260,8 @@ def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -
             raise SlurmRefusal(problem)
         if pause is not None:
             print(
-                f"{command[0]}: Slurm's controller does not answer; again in {pause:g} s",
+                f"{command[0]}: Slurm's controller does not answer; again in {pause} s",
                 file=sys.stderr,
             )
             sleep(pause)
     raise SlurmError(f"Slurm's controller does not answer: {problem}")
-
-
-def _pauses(total: float = 900.0) -> Iterator[float]:
-    """Yield the seconds between two attempts: they double, up to `total` in all."""
-    pause = 1.0
-    while total > 0:
-        yield pause
-        total, pause = total - pause, min(2 * pause, _LONGEST_PAUSE)

@@ -211,8 +211,8 @@ def test_a_feasible_request_is_accepted(asked, hosts, nodes, kind):
         (
             ResourceRequest(0, {"no_such": 1}),
             *(1, TWO, "cpu"),
-            "1 worker demands no_such: 1, which this Ray can never give: 10.0.0.1 has no_such: 0 "
-            "(and my_node); 10.0.0.2 has no_such: 0",
+            "1 worker demands no_such: 1, which this Ray can never give: 10.0.0.1 has no_such: 0; "
+            "10.0.0.2 has no_such: 0",
         ),
         (
             ResourceRequest(3, {"my_node": 1}),
