@@ -104,12 +104,13 @@ def test_cpu_devices_stand_in_where_no_gpu_can_be_used(gpus, note):
     assert pool.note == note
 
 
-@pytest.mark.parametrize("gpus", [Gpus(), Gpus(problem="JAX_PLATFORMS=cpu hides them")])
-def test_as_many_cpu_devices_stand_in_as_are_asked_for(gpus):
-    assert local(gpus, gpus=1).note.endswith(": 1 emulated CPU device stands in")
-    pool = local(gpus, gpus=8)
-    assert (pool.kind, pool.num_devices) == ("cpu", 8)
-    assert pool.note.endswith(": 8 emulated CPU devices stand in")
+@pytest.mark.parametrize(
+    ("asked", "stand"), [(1, "1 emulated CPU device stands"), (8, "8 emulated")]
+)
+def test_as_many_cpu_devices_stand_in_as_are_asked_for(asked, stand):
+    pool = local(Gpus(), gpus=asked)
+    assert (pool.kind, pool.num_devices) == ("cpu", asked)
+    assert f": {stand}" in pool.note
 
 
 @pytest.mark.parametrize(

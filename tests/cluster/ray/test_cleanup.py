@@ -294,7 +294,7 @@ def stop():
     ("limit", "error", "told"),
     [
         (StartLimit(0.4), RayEndedError, r"^Ray did not come up within 0.4 s \(cluster.start_"),
-        (StartLimit(check=stop), KeyboardInterrupt, ""),
+        (StartLimit(check=stop), KeyboardInterrupt, None),
     ],
 )
 def test_a_start_ends_in_time_and_where_it_is_asked_to(silent_ray, tmp_path, limit, error, told):
