@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,45 +55,95 @@ class StoppedError(Exception):
     """A signal stopped the sweep."""
 
 
-class LocalSweep:
-    """Runs the batches of points that a sweeper asks for in `<multirun>/<sweep id>`.
+class _EndedError(Exception):
+    """The sweep is over before its sweeper knows any outcome.
+
+    Attributes:
+        code: the exit code.
+    """
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) -> int:
+    """Run the sweep of a command line and return the exit code.
+
+    Args:
+        arguments: settings and options, swept ones among them, and those of Hydra's sweeper.
+        config_dirs: the values of `--config-dir`.
+        stop: ends a submission, and the runs in progress.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        KeyboardInterrupt: a signal ended a submission; `stop` has the exit code.
+    """
+    with ExitStack() as stack:
+        one = Sweep(config_dirs, stop, stack)
+        try:
+            run_sweeper(arguments, config_dirs, one.run, lambda: one.home)
+        except _EndedError as ended:
+            return ended.code
+        except StoppedError:
+            pass
+        except SweeperError as error:
+            if one.folder is None:
+                raise ConfigError(f"Hydra's sweeper cannot begin: {error}") from None
+            if one.is_any_done:
+                complain(f"Hydra's sweeper failed: {error}")
+                one.close()
+                return 1
+        return one.close()
+
+
+class Sweep:
+    """Takes the batches of points that a sweeper asks for, and runs them in their folder.
 
     A run that fails does not stop the others. A signal stops the runs in progress, which save their
     state, and the sweep with them.
 
+    Args:
+        config_dirs: the values of `--config-dir`.
+        stop: ends a submission, and the runs in progress.
+        stack: takes what the sweep holds open.
+
     Attributes:
-        folder: the sweep's folder.
+        folder: `<multirun>/<sweep id>`; None until its first batch is known to run here.
+        is_any_done: whether any point has an objective.
     """
 
-    def __init__(
-        self,
-        sweep_id: str,
-        folder: Path,
-        objective: str,
-        points: Points,
-        stop: Stop,
-        dirs: Sequence[str],
-    ) -> None:
-        self.folder = folder
-        self._id, self._points, self._stop, self._dirs = sweep_id, points, stop, dirs
-        self._batches, self._objective = 0, objective
+    _points: Points
+
+    def __init__(self, config_dirs: Sequence[str], stop: Stop, stack: ExitStack) -> None:
+        self._dirs, self._stop, self._stack = config_dirs, stop, stack
+        self.folder: Path | None = None
+        self.is_any_done = False
+        self._id, self._objective, self._batches = "", "", 0
         self._failed: set[int] = set()
 
-    def run(
-        self, batch: Batch, points: Sequence[Point], wrong: Mapping[str, ConfigError]
-    ) -> list[Outcome]:
-        """Run a batch of points; those that are done already are not run again.
+    @property
+    def home(self) -> Path:
+        """The sweep's folder, once it runs here."""
+        assert self.folder is not None
+        return self.folder
 
-        Args:
-            batch: the points.
-            points: those of them whose settings are right.
-            wrong: the errors of the others, by label.
+    def run(self, batch: Batch) -> list[Outcome]:
+        """Run a batch of points; those that are done already are not run again.
 
         Raises:
             StoppedError: a signal came.
             ConfigError: there are too few devices for the runs at a time, or a point has run with
                 other settings.
         """
+        try:
+            points, wrong = load_points(batch.points, self._dirs)
+        except ConfigError as error:  # all of them, in the same way
+            if self.folder is None:
+                raise
+            points, wrong = [], {one.label: error for one in batch.points}
+        if self.folder is None:
+            self._check_begin(batch, points, wrong)
+            self._open(points)
         by_label = {point.label: point for point in points}
         claimed = []
         for one in batch.points:
@@ -115,8 +165,46 @@ class LocalSweep:
         if todo:
             self._run(todo, batch.total)
         outcomes = [self._outcome(noted.number) for noted in claimed]
+        self.is_any_done |= any(not outcome.problem for outcome in outcomes)
         self.write()
         return outcomes
+
+    def _check_begin(
+        self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]
+    ) -> None:
+        """Raise for a sweep that does not run here, or may not begin."""
+        if points and all(point.config.task == "check" for point in points):
+            raise _EndedError(_check_sweep(points, wrong))
+        if wrong and not (batch.learns and points):
+            for label, error in wrong.items():
+                complain(f"{label}: {error}")
+            raise _EndedError(2)
+        if (submission := _submission(points)) is not None:
+            if batch.learns:
+                raise ConfigError(
+                    "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
+                    "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
+                    ["cluster.kind"],
+                )
+            with self._stop.interruptible():
+                raise _EndedError(submission.submit_sweep(points, self._stop))
+
+    def _open(self, points: Sequence[Point]) -> None:
+        """Open the sweep that begins with these points, and heed signals from now on.
+
+        Raises:
+            ConfigError: the sweep is running, is to be fresh and is not, or cannot be made.
+        """
+        config = points[0].config
+        for point in points:
+            _check_objective(point.config)
+        find_slots([point.config for point in points], os.environ)
+        self._id, folder = place_sweep(points)
+        _make(folder, config.run)
+        self._stack.enter_context(private_files(config.run))
+        self._points = self._stack.enter_context(open_points(folder))
+        self._stack.enter_context(self._stop.heeded(_say_nothing))
+        self._objective, self.folder = objective_of(config), folder
 
     def _outcome(self, number: int) -> Outcome:
         noted = self._points[number]
@@ -131,9 +219,9 @@ class LocalSweep:
 
     def _found_done(self, noted: PointNote) -> bool:
         """Return whether a run has ended well that the sweep, cut off, has not noted."""
-        if not is_done(self.folder / noted.run):
+        if not is_done(self.home / noted.run):
             return False
-        value = result_of(self.folder / noted.run, self._objective)
+        value = result_of(self.home / noted.run, self._objective)
         self._points.note(replace(noted, state=DONE, value=value))
         return True
 
@@ -143,7 +231,7 @@ class LocalSweep:
         After a signal no further run begins, and those in progress get it, too.
         """
         free = find_slots([point.config for _, point in todo], os.environ)
-        logs = self.folder / "logs" if len(free) > 1 else None
+        logs = self.home / "logs" if len(free) > 1 else None
         if logs:
             logs.mkdir(exist_ok=True)
         waiting, running = list(todo), dict[subprocess.Popen[bytes], tuple[PointNote, _Slot]]()
@@ -153,7 +241,7 @@ class LocalSweep:
                 while waiting and free and self._stop.requested is None:
                     (noted, point), slot = waiting.pop(0), free.pop(0)
                     answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
-                    command = _command(point, self._dirs, self.folder, noted.run, self._id)
+                    command = _command(point, self._dirs, self.home, noted.run, self._id)
                     child = start(command, slot, logs and logs / f"{noted.run}.txt")
                     running[child] = noted, slot
                 if self._stop.requested is not None and unheard:
@@ -172,7 +260,7 @@ class LocalSweep:
             raise StoppedError
 
     def _note_end(self, noted: PointNote, code: int, total: int, logs: Path | None) -> None:
-        value = None if code else result_of(self.folder / noted.run, self._objective)
+        value = None if code else result_of(self.home / noted.run, self._objective)
         self._points.note(replace(noted, state=FAILED if code else DONE, value=value))
         if code:
             where = f"; its output: {logs / noted.run}.txt" if logs else ""
@@ -184,7 +272,7 @@ class LocalSweep:
     def write(self) -> None:
         """Write `sweep.csv` and the picture."""
         rows = [Row(one.number, one.run, one.swept, one.state, one.value) for one in self._points]
-        write_results(self.folder, rows, self._objective)
+        write_results(self.home, rows, self._objective)
 
     def close(self) -> int:
         """Print a comparison, and return the exit code.
@@ -193,11 +281,11 @@ class LocalSweep:
         """
         self.write()
         runs = [noted for noted in self._points if noted.same_as is None]
-        existing = [self.folder / noted.run for noted in runs]
+        existing = [self.home / noted.run for noted in runs]
         existing = [path for path in existing if path.is_dir()]
         if existing:
             print_comparison(make_console(), existing)
-            report_sweep(make_console(), self.folder, existing)
+            report_sweep(make_console(), self.home, existing)
         if self._stop.requested is not None:
             return self._stop.ending[0]
         return int(bool(self._failed))
@@ -234,25 +322,6 @@ def _signal(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals)
 
 def _say_nothing(text: str) -> None:
     del text  # the runs say that they heard a signal
-
-
-@contextmanager
-def local_sweep(
-    points: Sequence[Point], config_dirs: Sequence[str], stop: Stop
-) -> Iterator[LocalSweep]:
-    """Open the sweep that begins with these points, and handle signals.
-
-    Raises:
-        ConfigError: the sweep is running, is to be fresh and is not, or cannot be made.
-    """
-    config = points[0].config
-    for point in points:
-        _check_objective(point.config)
-    find_slots([point.config for point in points], os.environ)
-    sweep_id, folder = place_sweep(points)
-    _make(folder, config.run)
-    with private_files(config.run), open_points(folder) as noted, stop.heeded(_say_nothing):
-        yield LocalSweep(sweep_id, folder, objective_of(config), noted, stop, config_dirs)
 
 
 def _make(folder: Path, run: Run) -> None:
@@ -350,103 +419,6 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
     pool = local_pool(replace(exclusive[0], gpus=there), gpus, environ.get("CUDA_VISIBLE_DEVICES"))
     ids = pool.gpu_ids
     return [{"CUDA_VISIBLE_DEVICES": ",".join(ids[each * n : each * (n + 1)])} for n in range(jobs)]
-
-
-# -- Any sweep ------------------------------------------------------------------------------------
-
-
-class _EndedError(Exception):
-    """The sweep is over before its sweeper knows any outcome.
-
-    Attributes:
-        code: the exit code.
-    """
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
-def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) -> int:
-    """Run the sweep of a command line and return the exit code.
-
-    Args:
-        arguments: settings and options, swept ones among them, and those of Hydra's sweeper.
-        config_dirs: the values of `--config-dir`.
-        stop: ends a submission, and the runs in progress.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        KeyboardInterrupt: a signal ended a submission; `stop` has the exit code.
-    """
-    with ExitStack() as stack:
-        one = _Sweep(config_dirs, stop, stack)
-        try:
-            run_sweeper(arguments, config_dirs, one.run, one.results)
-        except _EndedError as ended:
-            return ended.code
-        except StoppedError:
-            pass
-        except SweeperError as error:
-            if one.local is None:
-                raise ConfigError(f"Hydra's sweeper cannot begin: {error}") from None
-            if one.is_any_done:
-                complain(f"Hydra's sweeper failed: {error}")
-                one.local.close()
-                return 1
-        assert one.local is not None
-        return one.local.close()
-
-
-class _Sweep:
-    """Takes the batches of a sweeper.
-
-    Attributes:
-        local: the sweep on this machine, from its first batch on.
-        is_any_done: whether any point has an objective.
-    """
-
-    def __init__(self, config_dirs: Sequence[str], stop: Stop, stack: ExitStack) -> None:
-        self.local: LocalSweep | None = None
-        self.is_any_done = False
-        self._dirs, self._stop, self._stack = config_dirs, stop, stack
-
-    def run(self, batch: Batch) -> Sequence[Outcome]:
-        """Run the points of a batch, of the first one only if it may begin."""
-        if self.local is None:
-            points, wrong = load_points(batch.points, self._dirs)
-            self._begin(batch, points, wrong)
-            self.local = self._stack.enter_context(local_sweep(points, self._dirs, self._stop))
-        else:
-            try:
-                points, wrong = load_points(batch.points, self._dirs)
-            except ConfigError as error:  # all of them, in the same way
-                points, wrong = [], {one.label: error for one in batch.points}
-        outcomes = self.local.run(batch, points, wrong)
-        self.is_any_done |= any(not outcome.problem for outcome in outcomes)
-        return outcomes
-
-    def results(self) -> Path:
-        """Return the folder for the sweeper's own files."""
-        assert self.local is not None
-        return self.local.folder
-
-    def _begin(self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]) -> None:
-        """Raise for a sweep that does not run here, or may not begin."""
-        if points and all(point.config.task == "check" for point in points):
-            raise _EndedError(_check_sweep(points, wrong))
-        if wrong and not (batch.learns and points):
-            for label, error in wrong.items():
-                complain(f"{label}: {error}")
-            raise _EndedError(2)
-        if (submission := _submission(points)) is not None:
-            if batch.learns:
-                raise ConfigError(
-                    "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
-                    "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
-                    ["cluster.kind"],
-                )
-            with self._stop.interruptible():
-                raise _EndedError(submission.submit_sweep(points, self._stop))
 
 
 def _submission(points: Sequence[Point]) -> Any:

@@ -370,11 +370,6 @@ def slurm_told(config: Config):
 
         patch.setattr(rendezvous, "own_address", own_address)
         allocation = SimpleNamespace(job_id="7", restarts=0)
-        patch.setattr(
-            rendezvous,
-            "listen",
-            lambda *_: contextlib.nullcontext(SimpleNamespace(getsockname=lambda: ("", 1))),
-        )
         Path("meet").mkdir(exist_ok=True)
         with rendezvous.open_rendezvous(
             Path("meet"), allocation, config.cluster.slurm, ""

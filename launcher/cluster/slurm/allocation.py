@@ -7,7 +7,6 @@ again, continues in its folder as a new attempt with logs of its own, `logs/atte
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
@@ -29,8 +28,6 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 
 _LOOPBACK = "127.0.0.1"
-# Above Ray's default for workers, below what kernels hand out to outgoing connections.
-_FIRST_PORT, _PORTS, _PORTS_OF_A_JOB = 20000, 12000, 16
 PREEMPTED = 75  # the exit code of an attempt that asks to come back
 _FILE = "attempt.json"
 _KILLED = "killed"  # the exit reason of an attempt that recorded none
@@ -125,27 +122,6 @@ def own_address(allocation: Allocation, interface: str | None, peer: str | None 
             f"{allocation.node} finds no way to {other}: {error}. "
             "Set cluster.slurm.network_interface to the interface that leads to the other nodes."
         ) from None
-
-
-def listen(job_id: str, address: str) -> socket.socket:
-    """Return a socket that listens on the first free port of a range that the job's id selects.
-
-    Raises:
-        ClusterError: none of the ports is free.
-    """
-    number = int("".join(filter(str.isdigit, job_id)) or "0")
-    for k in range(_PORTS):
-        port = _FIRST_PORT + (number * _PORTS_OF_A_JOB + k) % _PORTS
-        listener = socket.socket()
-        try:
-            listener.bind((address, port))
-            listener.listen(4096)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise ClusterError(f"No port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS} is free on {address}")
 
 
 def _interface_address(interface: str) -> str:
