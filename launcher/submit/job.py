@@ -271,17 +271,11 @@ def _check_idle(config: Config) -> None:
     Raises:
         ConfigError: it has not.
     """
-    if config.run.id is None:
-        return
-    noted = read_job(Path(config.run.dir, config.run.id))
-    if noted is None:
-        return
-    job_id = noted.job_id
-    state = job_state(job_id)
-    if state is not None and state.is_live:
+    noted = read_job(Path(config.run.dir, config.run.id)) if config.run.id is not None else None
+    if noted and (state := job_state(noted.job_id)) and state.is_live:
         raise ConfigError(
-            f"run.id={config.run.id} is already job {job_id}, which is {state.state}",
-            f"Wait for it, end it with scancel {job_id}, or choose another run.id.",
+            f"run.id={config.run.id} is already job {noted.job_id}, which is {state.state}",
+            f"Wait for it, end it with scancel {noted.job_id}, or choose another run.id.",
             ["run.id"],
         )
 
@@ -314,16 +308,17 @@ def script(config: Config, name: str, output: Path, settings: str, array: str | 
         allowed.append(f"allow_modules=[{','.join(config.allow_modules)}]")
     if any(commands_in(config)):
         allowed.append("allow_commands=true")
-    places = {("cluster", "slurm", "env", name): name for name in slurm.env}
-    words = {
-        places[place]: in_shell(text)
-        for place, (text, _) in config.from_environment.items()
-        if place in places
+    places = {name: ("cluster", "slurm", "env", name) for name in slurm.env}
+    variables = {
+        name: word
+        for name, place in places.items()
+        if place in config.from_environment
+        and (word := in_shell(config.from_environment[place][0])) is not None
     }
     command = [shlex.quote(python), "-m", "launcher", "--frozen", settings]
     command += map(shlex.quote, allowed)
-    shown = {name: word for name, word in words.items() if word is not None}
-    return render(slurm_cluster(config.cluster), name, Path.cwd(), output, command, array, shown)
+    cluster, folder = slurm_cluster(config.cluster), Path.cwd()
+    return render(cluster, name, folder, output, command, array, variables)
 
 
 def is_array(configs: Sequence[Config]) -> bool:

@@ -62,8 +62,9 @@ class Waiting:
         advance: called with the number of processes or nodes that are up, and their total.
     """
 
-    def __init__(self, limit: StartLimit, advance: Advance | None = None) -> None:
-        self._limit, self.advance = limit, advance
+    def __init__(self, limit: StartLimit) -> None:
+        self._limit = limit
+        self.advance: Advance | None = None
         self._up, self._calls, self._spoken = 0, 0, _SILENCE
 
     def counts(self, up: int, total: int, unit: str) -> None:
@@ -368,14 +369,12 @@ def worker_environment(
     variables = _plain(environ, addresses)
     # JAX assumes that a process of a Slurm step owns a single device.
     variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
-    if pool.kind == "gpu" and not pool.gpu_ids:
-        variables.pop("CUDA_VISIBLE_DEVICES", None)
-        return variables | gpu_memory_variables(environ) | {"JAX_PLATFORMS": "cuda,cpu"}
     if pool.kind == "gpu":
+        variables.pop("CUDA_VISIBLE_DEVICES", None)
         first = host * pool.devices_per_host
         mine = pool.gpu_ids[first : first + pool.devices_per_host]
-        shown = {"CUDA_VISIBLE_DEVICES": ",".join(mine), "JAX_PLATFORMS": "cuda,cpu"}
-        return variables | gpu_memory_variables(environ) | shown
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+        return variables | gpu_memory_variables(environ) | shown | {"JAX_PLATFORMS": "cuda,cpu"}
     kept = [
         flag
         for flag in variables.get("XLA_FLAGS", "").split()
@@ -386,15 +385,14 @@ def worker_environment(
     # data that another process needs to join that collective would never be sent.
     cores = len(psutil.Process().cpu_affinity() or [0])
     threads = max(cores, pool.devices_per_host + 1)
-    return (
-        {"NPROC": str(threads), "GLIBC_TUNABLES": _HUGE_PAGES}
-        | variables
-        | {
-            "CUDA_VISIBLE_DEVICES": "",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={pool.devices_per_host}"]),
-        }
-    )
+    return {
+        "NPROC": str(threads),
+        "GLIBC_TUNABLES": _HUGE_PAGES,
+        **variables,
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={pool.devices_per_host}"]),
+    }
 
 
 def _plain(environ: Mapping[str, str], addresses: Sequence[str] = ()) -> dict[str, str]:

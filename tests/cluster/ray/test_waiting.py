@@ -47,7 +47,8 @@ def test_each_wait_of_a_start_has_its_time():
 
 def test_a_wait_begins_anew_when_one_more_is_up():
     told, calls = [], []
-    waiting = Waiting(StartLimit(1.0), lambda *far: told.append(far))
+    waiting = Waiting(StartLimit(1.0))
+    waiting.advance = lambda *far: told.append(far)
 
     def ready(seconds):
         calls.append(seconds)
