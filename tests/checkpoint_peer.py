@@ -13,7 +13,7 @@ import sys
 
 if __name__ == "__main__":
     DEVICES = int(sys.argv[4])
-    os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.environment
+    os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.session
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import psutil

@@ -146,7 +146,7 @@ def _nominal_rates_are_kept():
 @pytest.fixture
 def said():
     """The lines for the user, of this package alone: `caplog` has those of every library."""
-    from launcher.base.log import lines_to
+    from launcher.base.output import lines_to
 
     lines: list[str] = []
     with lines_to(lines.append):

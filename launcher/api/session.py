@@ -38,8 +38,7 @@ from launcher.cluster.ray.existing_ray import (
 )
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.ray_compat import Node
-from launcher.cluster.ray.session import RaySession
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Local
@@ -301,7 +300,7 @@ def _workers(session: RaySession, step_timeout: float) -> _Held:
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:
     """Return this machine's GPUs in one process, or CPU devices in `nodes` processes."""
     gpus = find_gpus(os.environ)
-    if nodes == 1 and gpus.names and not gpus.problem:
+    if nodes == 1 and gpus.usable:
         if devices is not None and devices > len(gpus.names):
             raise SessionError(
                 f"num_devices_per_node={devices}, but this machine has {len(gpus.names)} GPUs; "

@@ -1,6 +1,5 @@
 """Foundations that know nothing of JAX or of training: log, output, signals, files, versions."""
 
-from launcher.base.conf_folder import CONF as CONF
 from launcher.base.files import FULL as FULL
 from launcher.base.files import DamagedError as DamagedError
 from launcher.base.files import aside as aside
@@ -20,23 +19,24 @@ from launcher.base.files import read_text as read_text
 from launcher.base.files import set_aside as set_aside
 from launcher.base.files import sync_folder as sync_folder
 from launcher.base.files import write_whole as write_whole
+from launcher.base.libraries import CONF as CONF
 from launcher.base.libraries import DISTRIBUTION as DISTRIBUTION
 from launcher.base.libraries import installing as installing
 from launcher.base.libraries import lacking as lacking
-from launcher.base.log import held_back as held_back
-from launcher.base.log import lines_to as lines_to
-from launcher.base.log import take_over as take_over
-from launcher.base.log import warn_once as warn_once
+from launcher.base.names import REMAT_NAMES as REMAT_NAMES
+from launcher.base.names import TRANSPORTS as TRANSPORTS
+from launcher.base.names import parse_remat as parse_remat
 from launcher.base.output import Advance as Advance
 from launcher.base.output import answer as answer
 from launcher.base.output import complain as complain
 from launcher.base.output import discard as discard
+from launcher.base.output import held_back as held_back
+from launcher.base.output import lines_to as lines_to
+from launcher.base.output import take_over as take_over
+from launcher.base.output import warn_once as warn_once
 from launcher.base.output import without_control as without_control
 from launcher.base.parent_death import end_with_parent as end_with_parent
-from launcher.base.remat_name import REMAT_NAMES as REMAT_NAMES
-from launcher.base.remat_name import parse_remat as parse_remat
 from launcher.base.spans import Clock as Clock
 from launcher.base.spans import Span as Span
 from launcher.base.spans import SpanRecorder as SpanRecorder
 from launcher.base.spans import clock_of as clock_of
-from launcher.base.transports import TRANSPORTS as TRANSPORTS

@@ -1,4 +1,4 @@
-"""JAX's private names: the only module that imports them.
+"""JAX's private names: the only module that imports and reads them.
 
 Each is given with the reason for its use and with the fallback for a JAX that lacks it.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import jax
@@ -18,6 +18,14 @@ from jax.sharding import Sharding
 from jaxlib import _jax, xla_client
 
 _A_DAY = 24 * 3600 * 1000  # milliseconds; whoever started the processes looks after them
+
+# Private attributes of JAX's objects.
+_devices_of_sharding = attrgetter("_internal_device_list")  # in their order
+_program_of_compiled = attrgetter("_executable._unloaded_executable")  # what is to be loaded
+_constants_of_compiled = attrgetter("_params.const_args")
+_takes_no_keywords = attrgetter("_no_kwargs")
+_registry_of_pytrees = attrgetter("_registry")
+
 Copy = Callable[..., list[jax.Array]]
 
 
@@ -38,7 +46,7 @@ def batched_copy(to: Sequence[Sharding]) -> Copy | None:
 def _bound(to: Sequence[Sharding]) -> Copy:
     copy = xla_client.batched_copy_array_to_devices_with_sharding
     shardings: list[Any] = list(to)
-    devices = [sharding._internal_device_list for sharding in shardings]
+    devices = [_devices_of_sharding(sharding) for sharding in shardings]
     semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(shardings)
 
     def bound(*arrays: jax.Array) -> list[jax.Array]:
@@ -159,7 +167,7 @@ def overlap_options(platform: str, bucket_bytes: int, are_packed: bool) -> dict[
 def with_barriers_kept(platform: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the compiler's options with those under which optimization barriers hold to the end.
 
-    What a `jax.checkpoint` computes again stands behind one, to be computed late. XLA:CPU takes
+    What a `jax.checkpoint` recomputes stands behind one, to be computed late. XLA:CPU takes
     them out before it schedules a program, and computes all of it at once; that pass is left out.
 
     Args:
@@ -263,10 +271,10 @@ def loaded_for(
         The program for the other devices, or None if this JAX or this platform cannot do that.
     """
     try:
-        program = compiled._executable._unloaded_executable
-        if program.host_callbacks or compiled._params.const_args or kept == b"":
+        program = _program_of_compiled(compiled)
+        if program.host_callbacks or _constants_of_compiled(compiled) or kept == b"":
             return None
-        devices = [*arguments, *results][0]._internal_device_list
+        devices = _devices_of_sharding([*arguments, *results][0])
         written = kept or program.xla_executable.serialize()
         executable = program.backend.deserialize_executable(
             written, devices, _compile_options(devices)
@@ -280,9 +288,8 @@ def loaded_for(
             input_shardings=tuple(arguments),
             output_shardings=tuple(results),
         )
-        return jax.stages.Compiled(
-            moved.load(), [], compiled.args_info, compiled.out_tree, compiled._no_kwargs
-        )
+        about = compiled.args_info, compiled.out_tree, _takes_no_keywords(compiled)
+        return jax.stages.Compiled(moved.load(), [], *about)
     except Exception:  # private names may fail in any way
         return None
 
@@ -308,7 +315,7 @@ def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]]
     try:
         from jax._src import tree_util
 
-        flatten, unflatten = tree_util._registry[cls]
+        flatten, unflatten = _registry_of_pytrees(tree_util)[cls]
         closure = flatten.__closure__ if hasattr(flatten, "__closure__") else None
         held = dict(
             zip(flatten.__code__.co_freevars, [cell.cell_contents for cell in closure], strict=True)
@@ -324,7 +331,7 @@ def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]]
         return jax.tree_util.register_dataclass, (data, meta, tuple(sorted(dropped)))
     with_keys = held.get("flatten_with_keys")
     if with_keys is None and hasattr(cls, "tree_flatten_with_keys"):
-        with_keys = operator.methodcaller("tree_flatten_with_keys")
+        with_keys = methodcaller("tree_flatten_with_keys")
     return jax.tree_util.register_pytree_node, (flatten, unflatten, with_keys)
 
 

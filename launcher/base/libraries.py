@@ -1,14 +1,21 @@
-"""Libraries that only some settings need, and the command that installs those that are not here.
+"""The installation: the project's own `conf/`, and the libraries that only some settings need.
 
-The command names the libraries themselves. No package index has this project: what it would answer
-to the name `launcher` is other people's code.
+The command that installs these names the libraries themselves. No package index has this project:
+what it would answer to the name `launcher` is other people's code.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 DISTRIBUTION = "jax-plan-launcher"  # as pyproject.toml has it
+
+# The same folder from a checkout, an editable install and a wheel: it is inside the package or,
+# where that is a checkout, beside it, with a link inside.
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSIDE = _PACKAGE / "conf"
+CONF = _INSIDE.resolve() if _INSIDE.is_dir() else _PACKAGE.parent / "conf"  # disks without links
 
 # By the module that is imported; a test holds them against pyproject.toml's extras. A checkout that
 # is not installed has no metadata to read them from.

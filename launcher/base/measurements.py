@@ -1,9 +1,10 @@
-"""Measurements kept on disk, one JSON file each, for other runs and for one that was interrupted.
+"""The user's cache folder, and measurements in it for other runs, or for one that was interrupted.
 
-They are below `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. A file's name begins with
-the devices that were measured; for a CPU these are the processor's model and cores, since several
-machines may share a home. Each file names the versions that it was measured with. A file that is
-damaged, of other versions or of another machine is ignored, with a message.
+The folder is `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. Each measurement is a JSON
+file whose name begins with the devices that were measured; for a CPU these are the processor's
+model and cores, since several machines may share a home. Each file names the versions that it was
+measured with. A file that is damaged, of other versions or of another machine is ignored, with a
+message.
 """
 
 from __future__ import annotations
@@ -11,23 +12,58 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher.base.cache_folder import cache_folder, file_name, processor
+import psutil
+
 from launcher.base.files import DamagedError, make_private, read_json, write_whole
 from launcher.base.libraries import DISTRIBUTION
-from launcher.base.log import warn_once
+from launcher.base.output import warn_once
 
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", DISTRIBUTION)
 _FORMAT = "5"  # of what the figures mean; to be raised with it
+_NO_HOME = "/nonexistent"  # by custom
 
 _log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Return the folder for measurements and compiled programs.
+
+    For a user without a home it is a folder that cannot be made.
+    """
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root, "launcher")
+    home = os.path.expanduser("~")
+    return Path(_NO_HOME if home == "~" else home, ".cache", "launcher")
+
+
+def processor() -> str:
+    """Return in words this machine's processor and the number of cores this process may use."""
+    about: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            about.setdefault(name.strip(), value.strip())
+    except (OSError, UnicodeError):  # another system: its architecture has to suffice
+        pass
+    name = about.get("model name", platform.machine())
+    family = ".".join(about[key] for key in ("cpu family", "model") if key in about)
+    return f"{name} {family} {len(psutil.Process().cpu_affinity() or [0])} cores"
+
+
+def file_name(name: str) -> str:
+    """Return a name as a part of a file's name: letters and digits, the rest `_`."""
+    return "_".join(re.findall(r"[A-Za-z0-9]+", name))
 
 
 def cache_file(folder: str, device_kind: str, num_devices: int, what: str = "") -> Path:

@@ -1,20 +1,29 @@
-"""Standard output and standard error, apart from a run's console.
+"""Lines for the user, apart from a run's console: printed, or logged below the logger `launcher`.
 
-If nobody reads them any more (`| head`), nothing is printed and no error is raised, at exit either.
-Standard library only.
+Every module logs to `logging.getLogger(__name__)`: progress and facts at level info, what failed or
+is ignored at level warning. An entry point decides with `lines_to` where the lines go. In a process
+without one, such as a notebook, the user's own configuration of `logging` holds; Python's default
+prints warnings on standard error, and nothing else.
+
+If nobody reads standard output or standard error any more (`| head`), nothing is printed and no
+error is raised, at exit either. Standard library only.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 # Takes how much of a phase is done, of how much, and of what; by default a share, 0 to 1.
 Advance: TypeAlias = Callable[..., None]
 
+_LAUNCHER = logging.getLogger("launcher")
 # Control characters, lone surrogates, and what separates lines and paragraphs.
 _OBEYED = "Cc", "Cs", "Zl", "Zp"
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -67,3 +76,65 @@ def discard(output: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, output)
     os.close(null)
+
+
+class _Handler(logging.Handler):
+    """Passes each record on; an error on the way is raised where the line was logged."""
+
+    def __init__(self, take: Callable[[logging.LogRecord], object]) -> None:
+        super().__init__()
+        self._take = take
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._take(record)
+
+
+def take_over(*handlers: logging.Handler) -> None:
+    """Hand all that is logged below `launcher` to these handlers, and to no others.
+
+    In particular not to those of the root logger: a library or a user's module may configure it,
+    and each line would be printed twice.
+    """
+    for handler in tuple(_LAUNCHER.handlers):
+        _LAUNCHER.removeHandler(handler)
+    for handler in handlers:
+        _LAUNCHER.addHandler(handler)
+    _LAUNCHER.setLevel(logging.INFO)
+    _LAUNCHER.propagate = False
+
+
+@contextmanager
+def lines_to(print_line: Callable[[str], object]) -> Iterator[None]:
+    """Print the text of each record by `print_line` within the context, and nowhere else."""
+    with _taken(lambda record: print_line(record.getMessage())):
+        yield
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold back what is logged within the context until its end."""
+    records: list[logging.LogRecord] = []
+    try:
+        with _taken(records.append):
+            yield
+    finally:
+        for record in records:
+            _LAUNCHER.callHandlers(record)  # as what is logged below it, even if it is disabled
+
+
+@contextmanager
+def _taken(take: Callable[[logging.LogRecord], object]) -> Iterator[None]:
+    handlers, level, propagate = tuple(_LAUNCHER.handlers), _LAUNCHER.level, _LAUNCHER.propagate
+    take_over(_Handler(take))
+    try:
+        yield
+    finally:
+        take_over(*handlers)
+        _LAUNCHER.setLevel(level)
+        _LAUNCHER.propagate = propagate
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning that this process has not logged yet."""
+    logger.warning(text)

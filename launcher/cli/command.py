@@ -11,13 +11,14 @@ import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from launcher.base import DISTRIBUTION, answer, complain
 from launcher.config.errors import ConfigError, advice
 from launcher.stop import Stop
 
 if TYPE_CHECKING:
+    from launcher.cluster.kinds import ClusterKind
     from launcher.config.parallel import Parallel
     from launcher.config.schema import Config
 
@@ -169,20 +170,17 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if config.task == "check":
         return _check(config)
     if config.task == "sweep_status":
-        from launcher.submit.job_sweep import sweep_status
+        from launcher.submit.job import sweep_status
 
         return sweep_status(config.sweep)
-    if config.task in ("train", "submit") and _is_batch(config):
-        return _on_slurm(config, stop)
+    if config.task in ("train", "submit"):
+        from launcher.cluster.kinds import kind_of
+
+        if (kind := kind_of(config.cluster)).batch:
+            return _as_job(config, kind, stop)
     from launcher.driver.run import run
 
     return run(config, stop)
-
-
-def _is_batch(config: Config) -> bool:
-    from launcher.cluster.kinds import kind_of
-
-    return kind_of(config.cluster).is_batch
 
 
 def _check(config: Config) -> int:
@@ -195,16 +193,15 @@ def _check(config: Config) -> int:
     return answer("\n".join([_checked(config), *verdict.lines]))
 
 
-def _on_slurm(config: Config, stop: Stop) -> int:
-    """Submit the run or, as a task of its job, do this task's part."""
+def _as_job(config: Config, kind: ClusterKind[Any], stop: Stop) -> int:
+    """Submit the run or, as a task of its Slurm job, do this task's part."""
     from launcher.cluster.slurm.allocation import find_allocation, settled
 
     allocation = find_allocation(os.environ)
     if allocation is None or config.task == "submit":
-        from launcher.submit.job import submit
-
         with stop.interruptible():
-            return submit(config, stop)
+            code: int = kind.submission().submit(config, stop)
+            return code
     config = settled(config, allocation)
     if allocation.index:
         from launcher.driver.slurm import serve_node

@@ -91,6 +91,11 @@ class Gpus:
     names: tuple[str, ...] = ()
     problem: str = ""
 
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """The models of the GPUs that JAX can use."""
+        return () if self.problem else self.names
+
 
 def emulated_pool(cluster: Cluster) -> DevicePool:
     """Return emulated CPU devices, spread evenly over `cluster.hosts` processes.
@@ -100,9 +105,8 @@ def emulated_pool(cluster: Cluster) -> DevicePool:
     """
     total = cluster.gpus or STAND_INS
     if total % cluster.hosts:
-        origin = "" if cluster.gpus else " (the default)"
         raise ConfigError(
-            f"cluster.gpus={total}{origin} cannot be divided over cluster.hosts={cluster.hosts}",
+            f"cluster.gpus={total} cannot be divided over cluster.hosts={cluster.hosts}",
             f"cluster.gpus is the total number: set it to a multiple of {cluster.hosts}.",
             ("cluster.gpus", "cluster.hosts"),
         )
@@ -125,15 +129,9 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
         visible: the value of CUDA_VISIBLE_DEVICES under which `gpus` were counted.
 
     Raises:
-        ConfigError: the settings ask for several hosts, or for more GPUs than there are.
+        ConfigError: the settings ask for more GPUs than there are.
     """
-    if cluster.hosts != 1:
-        raise ConfigError(
-            f"cluster.hosts={cluster.hosts}, but cluster=local is this one machine",
-            "Leave cluster.hosts at 1, or set cluster=emulated to emulate several hosts.",
-            ("cluster.hosts",),
-        )
-    usable = 0 if gpus.problem else len(gpus.names)
+    usable = len(gpus.usable)
     if not usable:
         return _stand_ins(cluster.gpus, gpus)
     wanted = cluster.gpus or usable
@@ -144,8 +142,6 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
             "place.",
             ("cluster.gpus",),
         )
-    # CUDA stops at the first entry it does not know, so the entries it took are the first ones.
-    ids = [entry.strip() for entry in visible.split(",")] if visible else map(str, range(usable))
     name = ", ".join(dict.fromkeys(gpus.names[:wanted]))
     return DevicePool(
         kind="gpu",
@@ -153,7 +149,7 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
         devices_per_host=wanted,
         device_name=name,
         note=f"{count(wanted, 'GPU')}: {name}",
-        gpu_ids=tuple(ids)[:wanted],
+        gpu_ids=_first_ids(visible, wanted),
     )
 
 
@@ -166,9 +162,16 @@ def visible_gpus(cluster: Cluster, environ: Mapping[str, str]) -> str:
     assert cluster.gpus is not None
     per_host = cluster.gpus // cluster.hosts
     node_gpus(find_gpus(environ), per_host)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    ids = [entry.strip() for entry in visible.split(",")] if visible else map(str, range(per_host))
-    return ",".join(list(ids)[:per_host])
+    return ",".join(_first_ids(environ.get("CUDA_VISIBLE_DEVICES"), per_host))
+
+
+def _first_ids(visible: str | None, count: int) -> tuple[str, ...]:
+    """Return the entries of CUDA_VISIBLE_DEVICES for the first GPUs of those that it shows.
+
+    CUDA stops at the first entry that it does not know, so the entries it took are the first ones.
+    """
+    ids = visible.split(",") if visible else map(str, range(count))
+    return tuple(entry.strip() for entry in ids)[:count]
 
 
 def node_gpus(gpus: Gpus, wanted: int) -> tuple[str, ...]:
@@ -177,7 +180,7 @@ def node_gpus(gpus: Gpus, wanted: int) -> tuple[str, ...]:
     Raises:
         ConfigError: the node has fewer GPUs.
     """
-    if gpus.problem or len(gpus.names) < wanted:
+    if len(gpus.usable) < wanted:
         node = os.environ.get("SLURMD_NODENAME", "this node")
         reason = f": {gpus.problem}" if gpus.problem else ""
         raise ConfigError(
@@ -237,8 +240,8 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
         )
     except (subprocess.SubprocessError, OSError) as error:
         return Gpus(problem=f"CUDA could not be queried: {type(error).__name__}")
-    found = json.loads(probe.stdout.splitlines()[-1])
-    names, problem = tuple(found["names"]), found["problem"]
+    answer = json.loads(probe.stdout.splitlines()[-1])
+    names, problem = tuple(answer["names"]), answer["problem"]
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if names and not any(importlib.util.find_spec(plugin) for plugin in plugins):
         problem = f"JAX has no CUDA plugin ({installing('jax_cuda12_plugin')})"

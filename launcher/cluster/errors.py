@@ -43,6 +43,7 @@ class HungError(ClusterError):
         self.workers = workers
 
 
+_TAIL_LINES, _TAIL_BYTES = 20, 8192  # of a log, at most
 _OF_INPUT = "InputError"  # for an unusable file: the message is enough, a traceback adds nothing
 
 
@@ -107,15 +108,12 @@ class WorkerError(Exception):
         return "\n".join(parts)
 
 
-def last_lines(path: Path, count: int = 20, most_bytes: int = 8192) -> str:
-    """Return the last `count` lines of a text file, or "" if it is missing.
-
-    At most `most_bytes` bytes of it are read.
-    """
+def last_lines(path: Path) -> str:
+    """Return the last lines of a text file, or "" if it is missing."""
     try:
         with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - most_bytes))
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except (OSError, DamagedError):
         return ""
-    return "\n".join(text.splitlines()[-count:])
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])

@@ -7,9 +7,9 @@ with `kind: NAME`. The settings that the kind takes are a dataclass of `config.m
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -23,9 +23,7 @@ from launcher.cluster.devices import (
     local_pool,
     node_gpus,
 )
-from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.allocation import find_allocation
-from launcher.cluster.slurm.commands import check_installed, check_partition, sbatch
 from launcher.config.errors import ConfigError
 from launcher.config.machines import (
     CLUSTERS,
@@ -40,7 +38,7 @@ from launcher.config.machines import (
 from launcher.hardware import memory_share, usable_bytes
 
 if TYPE_CHECKING:
-    from launcher.cluster.ray.session import RaySession
+    from launcher.cluster.ray.session import RaySession, StartLimit
     from launcher.cluster.slurm.rendezvous import Rendezvous
     from launcher.hardware import ClusterShape
 
@@ -58,7 +56,7 @@ class ClusterKind(Generic[C]):
         settings: the dataclass of its settings.
         is_here: whether its devices are those of this machine, so that they can be measured.
         is_emulated: whether any number of runs may use its devices at once.
-        is_batch: whether a run is submitted as a job instead of started here.
+        batch: the path of the module of `submission`; "" starts runs here.
         starts_early: whether Ray may start before there is a plan.
     """
 
@@ -66,7 +64,7 @@ class ClusterKind(Generic[C]):
     settings: ClassVar[type[Cluster]] = Hosts
     is_here: ClassVar[bool] = False
     is_emulated: ClassVar[bool] = False
-    is_batch: ClassVar[bool] = False
+    batch: ClassVar[str] = ""
     starts_early: ClassVar[bool] = True
 
     def __init__(self, cluster: C) -> None:
@@ -112,21 +110,13 @@ class ClusterKind(Generic[C]):
 
         return PrivateRay(pool, logs, rendezvous, limit)
 
-    def check_submission(self) -> None:
-        """Check on this machine that a job can be submitted; raise ConfigError if not."""
+    def submission(self) -> Any:
+        """Return the module that submits runs as jobs; None starts them here.
 
-    def submit(self, script: Path, sleep: Callable[[float], Any] = time.sleep) -> str:
-        """Submit a batch script and return the job's id; for kinds with `is_batch`.
-
-        Args:
-            script: the script.
-            sleep: called between attempts; an exception that it raises ends them.
-
-        Raises:
-            ConfigError: the job is refused.
-            ClusterError: nobody answers.
+        It has `submit(config, stop)` and `submit_sweep(points, stop)`, which return exit codes, and
+        `check_jobs(configs)`, which raises ConfigError for runs that it cannot submit together.
         """
-        raise NotImplementedError
+        return import_module(self.batch) if self.batch else None
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """Yield the parts of the cluster that `task=check` cannot check in `environ`."""
@@ -196,7 +186,7 @@ class EmulatedKind(ClusterKind[Emulated]):
 class SlurmKind(ClusterKind[SlurmCluster]):
     """The nodes of a Slurm job."""
 
-    name, settings, is_batch = "slurm", SlurmCluster, True
+    name, settings, batch = "slurm", SlurmCluster, "launcher.submit.job"
 
     def pool(self, *, planning: bool = False) -> DevicePool:
         """Return the devices of the job's nodes, the same number on each.
@@ -222,15 +212,6 @@ class SlurmKind(ClusterKind[SlurmCluster]):
             note=f"{note}: {name}" if name else note,
         )
 
-    def check_submission(self) -> None:
-        """Check that Slurm's commands are installed and that it has the partition."""
-        check_installed()
-        check_partition(self.cluster.slurm)
-
-    def submit(self, script: Path, sleep: Callable[[float], Any] = time.sleep) -> str:
-        """See `sbatch`."""
-        return sbatch(script, sleep=sleep)
-
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""
         if find_allocation(environ) is None:
@@ -252,11 +233,10 @@ class ExistingRayKind(ClusterKind[RayCluster]):
         if not planning:
             return self._nodes_pool()
         cluster, gpus = self.cluster, find_gpus(os.environ)
-        names = () if gpus.problem else gpus.names
-        per_host = (cluster.gpus or 0) // cluster.hosts or len(names) or STAND_INS
-        name = ", ".join(dict.fromkeys(names)) or EMULATED
+        per_host = (cluster.gpus or 0) // cluster.hosts or len(gpus.usable) or STAND_INS
+        name = ", ".join(dict.fromkeys(gpus.usable)) or EMULATED
         return DevicePool(
-            kind="gpu" if names else "cpu",
+            kind="gpu" if gpus.usable else "cpu",
             hosts=cluster.hosts,
             devices_per_host=per_host,
             device_name=name,
@@ -266,6 +246,7 @@ class ExistingRayKind(ClusterKind[RayCluster]):
 
     def _nodes_pool(self) -> DevicePool:
         from launcher.cluster.ray import existing_ray
+        from launcher.cluster.ray.session import StartLimit
 
         cluster = self.cluster
         nodes = existing_ray.find_nodes(cluster.address, StartLimit(cluster.start_timeout))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.process_group import Peer
+from launcher.cluster.ray.parameter_server import ServerClient
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.server_client import ServerClient
 from launcher.cluster.worker_group import WorkerGroup
 
 _SECONDS = 60.0  # for all rounds
@@ -112,46 +111,35 @@ def measure_servers(pool: DevicePool) -> ExchangeRates:
     return ExchangeRates(*map(statistics.median, zip(*found, strict=True)))
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """The fields of an `ExchangeSpec` that a client reads: one server, a sum."""
-
-    name: str = "measurement"
-    kind: str = "sum"
-    server: int = 0
-
-
-class ExchangeMeter:
+class ExchangeMeter(Peer):
     """A worker that times exchanges of zeros with one server."""
-
-    def meet(
-        self, count: int, index: int, servers: Sequence[tuple[Any, str]], seconds: float
-    ) -> None:
-        """See `Peer.meet`."""
-        self._client = ServerClient(index, count, servers, seconds)
-        self._client.open([_Spec()])  # type: ignore[list-item]
 
     def measure(self) -> ExchangeRates:
         """Return the rates of the fastest rounds, so that other work on the machine counts little.
 
         All workers call it together.
         """
-        small = [self._round(_SMALL) for _ in range(_EXCHANGES)]
-        large = [self._round(_LARGE) for _ in range(_EXCHANGES)]
+        client = self._servers
+        assert client is not None
+        spec: Any = SimpleNamespace(name="measurement", kind="sum", server=0)
+        client.open([spec])
+        small = [_exchange(client, _SMALL) for _ in range(_EXCHANGES)]
+        large = [_exchange(client, _LARGE) for _ in range(_EXCHANGES)]
         latency = min(put + wait for put, wait, _ in small)
         put, wait, get = (min(times) for times in zip(*large, strict=True))
         size = 4.0 * _LARGE
         adding = max(wait - latency, latency)
-        return ExchangeRates(latency, size / put, size * self._client.count / adding, size / get)
+        return ExchangeRates(latency, size / put, size * client.count / adding, size / get)
 
-    def _round(self, size: int) -> tuple[float, float, float]:
-        """Exchange `size` numbers; return the seconds to put, wait and read."""
-        gradients, call = [np.zeros(size // 2, np.float32)] * 2, self._client.reserve()
-        began = time.perf_counter()
-        part = np.concatenate(gradients)
-        self._client.put(call, 0, part)
-        given = time.perf_counter()
-        whole = self._client.get(call, 0)
-        there = time.perf_counter()
-        np.copyto(part, whole)
-        return given - began, there - given, time.perf_counter() - there
+
+def _exchange(client: ServerClient, size: int) -> tuple[float, float, float]:
+    """Exchange `size` numbers; return the seconds to put, wait and read."""
+    gradients, call = [np.zeros(size // 2, np.float32)] * 2, client.reserve()
+    began = time.perf_counter()
+    part = np.concatenate(gradients)
+    client.put(call, 0, part)
+    given = time.perf_counter()
+    whole = client.get(call, 0)
+    there = time.perf_counter()
+    np.copyto(part, whole)
+    return given - began, there - given, time.perf_counter() - there

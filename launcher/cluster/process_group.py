@@ -24,7 +24,7 @@ import jax
 
 from launcher.base.jax_compat import bind_collectives
 from launcher.cluster.ray import scratch
-from launcher.cluster.ray.server_client import ServerClient
+from launcher.cluster.ray.parameter_server import ServerClient
 from launcher.runtime import Transport, keep_compiled, make_transport
 
 

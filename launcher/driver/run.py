@@ -20,8 +20,7 @@ from rich.console import Console
 from launcher.base import complain, lines_to
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.kinds import kind_of
-from launcher.cluster.ray.session import RaySession
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError

@@ -18,13 +18,13 @@ from launcher.base import DamagedError, complain, lines_to
 from launcher.cluster.devices import visible_gpus
 from launcher.cluster.errors import ClusterError, last_lines
 from launcher.cluster.ray import scratch
-from launcher.cluster.ray.environment import ray_environment
-from launcher.cluster.ray.head_process import end, start_head
-from launcher.cluster.ray.private_ray import secret
+from launcher.cluster.ray.private_ray import end_head, secret, start_head
+from launcher.cluster.ray.session import ray_environment
 from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
-from launcher.cluster.slurm.allocation import Allocation, own_address
-from launcher.cluster.slurm.attempts import (
+from launcher.cluster.slurm.allocation import (
     PREEMPTED,
+    Allocation,
+    own_address,
     preempted_for_nothing,
     read_attempts,
     worth_retrying,
@@ -164,7 +164,7 @@ def _lend(
         failed = head.wait()
         assert head.stdout is not None
         was_up = bool(head.stdout.read())
-        end(head, folder.path)
+        end_head(head, folder.path)
     finally:
         folder.remove()
     if failed and not was_up:

@@ -17,9 +17,8 @@ from launcher.base import Advance, complain, lines_to
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, HungError, WorkerError
 from launcher.cluster.kinds import kind_of
-from launcher.cluster.ray.session import RaySession
-from launcher.cluster.ray.waiting import StartLimit
-from launcher.cluster.slurm.attempts import begin, finish
+from launcher.cluster.ray.session import RaySession, StartLimit
+from launcher.cluster.slurm.allocation import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError

@@ -129,7 +129,7 @@ class Assignment:
     Attributes:
         method: the name that the plan carries.
         layers: of every stage. mesh_of: its submesh, by number.
-        remat: of every stage, a word of `remat_name`.
+        remat: of every stage, a string of `base.names`.
         zero: of every stage 0, 2 (gradients and optimizer state are cut along data) or 3
             (parameters, too); empty: 0 for all.
         sequence: of every stage whether its model axis cuts the data along its sequence, and not

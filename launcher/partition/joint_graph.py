@@ -98,7 +98,7 @@ def trace_joint(
         loss: the loss that it is a part of.
         grads: the operands whose gradients are wanted.
         varying: the operands that differ from slice to slice.
-        remat: what the pullback recomputes, a word of `remat_name`.
+        remat: what the pullback recomputes, a string of `base.names`.
         open_checkpoints: whether a `jax.checkpoint` may be cut, too.
         known: of what is traced with the same memo, equal layers are differentiated once: faster,
             but an equation may have the source line and the scopes of another layer's. None: each

@@ -328,7 +328,7 @@ def trace_stage(
     Args:
         graph: the stage.
         loss: the loss that it is a part of.
-        remat: what the backward pass recomputes, a word of `remat_name`.
+        remat: what the backward pass recomputes, a string of `base.names`.
         kinds: those that the schedule has.
         wanted: what the step uses; by default all, and all but the parameters differ from slice
             to slice.

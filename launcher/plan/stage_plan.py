@@ -80,7 +80,7 @@ class StagePlan:
         hosts: the hosts of the submesh, by their global numbers.
         devices: the devices of the submesh, by their global numbers.
         logical_mesh: the submesh's shape as (data, model).
-        remat: what the backward pass recomputes, a string of `remat_name`: "none", "full",
+        remat: what the backward pass recomputes, a string of `base.names`: "none", "full",
             "selective", or everything but what a policy of `jax.checkpoint_policies` keeps, layer
             by layer; "full/2" every two layers together, "full:2" the first two layers,
             "full:2+selective" the others besides, selectively.

@@ -1,7 +1,9 @@
-"""Submit runs to Slurm from a login node, and follow them.
+"""Submit runs to Slurm from a login node, one or a sweep, follow one, and show a sweep's state.
 
-Settings, data and plan are checked here, before anything is submitted. The resolved settings and
-the batch script are frozen in the run's folder, and only then is Slurm asked.
+Settings, data and plans of all runs are checked here, before anything is submitted. The resolved
+settings and the batch script are frozen in a run's folder, and only then is Slurm asked. A sweep is
+a job for each run or one job array. No process waits for it: `task=sweep_status` shows its runs at
+any time.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,21 +22,31 @@ from rich.console import Console
 
 from launcher.base import DamagedError, answer, complain, lines_to, read_json, write_whole
 from launcher.base.reading import read
-from launcher.cluster.kinds import kind_of
-from launcher.cluster.slurm.attempts import read_attempts
-from launcher.cluster.slurm.commands import job_state
-from launcher.cluster.slurm.script import SCRIPT, Job, render
+from launcher.cluster.slurm.allocation import read_attempts
+from launcher.cluster.slurm.commands import (
+    SCRIPT,
+    check_installed,
+    check_partition,
+    job_state,
+    job_states,
+    render,
+    sbatch,
+)
+from launcher.config.compose import Point
 from launcher.config.environment import commands_in, in_shell
 from launcher.config.errors import ConfigError
 from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config
+from launcher.config.tasks import Sweep
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, delete_on_error, write_plan
 from launcher.driver.folder.make_folder import new_id, private_files
 from launcher.driver.planning.prepare import prepare
 from launcher.driver.run import guarded
 from launcher.report.console import line_printer, make_console
+from launcher.report.sweep import print_comparison, report_sweep
 from launcher.stop import Stop
+from launcher.submit.points import members, place_sweep
 
 JOB_FILE = "job.json"
 _POLL_SECONDS = 2.0
@@ -58,7 +70,7 @@ class Noted:
 
 
 def submit(config: Config, stop: Stop) -> int:
-    """Submit one run and return; with `cluster.slurm.wait` follow it to its end.
+    """Submit one run; with `cluster.slurm.wait` follow it to its end.
 
     Returns:
         The exit code of this process; with `wait`, that of the job.
@@ -66,20 +78,21 @@ def submit(config: Config, stop: Stop) -> int:
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` has the exit code.
     """
-    if (array := slurm_of(config.cluster).array) is not None:
+    slurm = slurm_of(config.cluster)
+    if slurm.array is not None:
         raise ConfigError(
-            f"cluster.slurm.array={array} is for sweeps, but this is one run",
+            f"cluster.slurm.array={slurm.array} is for sweeps, but this is one run",
             "Add -m, or leave it out.",
             ["cluster.slurm.array"],
         )
-    if slurm_of(config.cluster).dry_run:
+    if slurm.dry_run:
         run_id = config.run.id or new_id(config.model.name)
         return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
     return guarded(lambda: _submit(config, stop))
 
 
 def _submit(config: Config, stop: Stop) -> int:
-    kind_of(config.cluster).check_submission()
+    check_site([config])
     home = freeze(config, make_console())
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
 
@@ -93,38 +106,119 @@ def _submit(config: Config, stop: Stop) -> int:
             f"  cancel      scancel {job_id}"
         )
 
-    submission = Submission(home.path / SCRIPT, text, announced, [home.path], home.created)
-    job_id = hand_in(submission, config, stop)
+    job_id = hand_in(
+        config, home.path / SCRIPT, text, {"": home.path}, announced, home.created, stop
+    )
     return wait(home.path, job_id) if slurm_of(config.cluster).wait else 0
 
 
-@dataclass(frozen=True)
-class Submission:
-    """A batch script to submit.
+def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
+    """Submit every run of a sweep; return the exit code, 0 if Slurm accepted them all."""
+    sweep_id, folder = place_sweep(points)
+    configs = members(points, sweep_id, folder)
+    check_jobs(configs)
+    if not slurm_of(configs[0].cluster).dry_run:
+        return guarded(lambda: _submit_sweep(points, configs, sweep_id, folder, stop))
+    if is_array(configs):
+        return answer(array_script(configs, sweep_id), end="")
+    return answer("\n".join(map(script_for, configs)), end="")
 
-    Attributes:
-        path: the file for the script.
-        text: its text.
-        announced: returns the lines for the user, by the job's id.
-        homes: the folders of its runs.
-        made: the folders to delete if Slurm refuses it.
-        is_array: whether element n of the job is run n.
+
+def _submit_sweep(
+    points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path, stop: Stop
+) -> int:
+    check_site(configs)
+    homes, made = [], [] if folder.exists() else [folder]
+    for n, (config, point) in enumerate(zip(configs, points, strict=True)):
+        answer(f"[{n + 1}/{len(points)}] {point.label}")
+        homes.append(freeze(config, Console(quiet=True)).path)
+    if is_array(configs):
+        text, elements = array_script(configs, sweep_id), {f"_{n}": h for n, h in enumerate(homes)}
+        said, path = "submitted job array {}".format, folder / SCRIPT
+        hand_in(configs[0], path, text, elements, said, made, stop)
+    else:
+        for config, home in zip(configs, homes, strict=True):
+            said = f"submitted job {{}}: {home.name}".format
+            path, text = home / SCRIPT, script_for(config)
+            hand_in(config, path, text, {"": home}, said, made, stop)
+            made = []  # if a later one is refused, the first is submitted already
+    answer(f"  folder  {folder}")
+    answer(f"  status  python -m launcher task=sweep_status sweep.dir={shlex.quote(str(folder))}")
+    return 0
+
+
+def check_site(configs: Sequence[Config]) -> None:
+    """Check that jobs can be submitted from this machine, and that Slurm has their partitions.
+
+    Raises:
+        ConfigError: they cannot, or it has not.
+        SlurmError: the controller does not answer.
     """
-
-    path: Path
-    text: str
-    announced: Callable[[str], str]
-    homes: Sequence[Path]
-    made: Sequence[Path]
-    is_array: bool = False
+    check_installed()
+    clusters = [slurm_of(config.cluster) for config in configs]
+    for n, slurm in enumerate(clusters):
+        if slurm not in clusters[:n]:
+            check_partition(slurm)
 
 
-def hand_in(submission: Submission, config: Config, stop: Stop) -> str:
+def check_jobs(configs: Sequence[Config]) -> None:
+    """Check that the runs of a sweep, some of which are for Slurm, can be submitted together.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if len({config.cluster.kind for config in configs}) > 1:
+        raise ConfigError(
+            "cluster is swept, and some of its options are not slurm",
+            "Submit those runs in a sweep of their own.",
+            ["cluster.kind"],
+        )
+    if any(slurm_of(config.cluster).wait for config in configs):
+        raise ConfigError(
+            "cluster.slurm.wait=true follows one run, but this is a sweep",
+            "Leave it out; task=sweep_status shows how they are doing.",
+            ["cluster.slurm.wait"],
+        )
+    if not is_array(configs):
+        return
+    # An array has one script with one command line.
+    if any(config.allow_modules != configs[0].allow_modules for config in configs):
+        raise ConfigError(
+            "The runs of a job array cannot be allowed different modules",
+            "Allow every run all of them, or set cluster.slurm.array=null for a job each.",
+            ["allow_modules", "cluster.slurm.array"],
+        )
+    if any(config.cluster != configs[0].cluster for config in configs):
+        raise ConfigError(
+            "The runs of a job array cannot have different settings of the cluster",
+            "Set cluster.slurm.array=null for a job each.",
+            ["cluster.slurm.array"],
+        )
+
+
+def hand_in(
+    config: Config,
+    path: Path,
+    text: str,
+    homes: Mapping[str, Path],
+    announced: Callable[[str], str],
+    made: Sequence[Path],
+    stop: Stop,
+) -> str:
     """Submit a batch script, note its job in the folders of its runs, and return the job's id.
 
     A signal is delayed until the job is noted: one that Slurm has accepted, but that is not noted
     anywhere, would be submitted again. The script is private if it holds values of
     `cluster.slurm.env`, which may be secrets.
+
+    Args:
+        config: the settings, of the first run for an array.
+        path: the file for the script.
+        text: the script.
+        homes: the folders of its runs, by the end of the run's job id: "" or "_<element>".
+        announced: returns the lines for the user, by the job's id.
+        made: the folders to delete if Slurm refuses it.
+        stop: delays a signal.
 
     Raises:
         ConfigError: Slurm refuses it.
@@ -133,15 +227,15 @@ def hand_in(submission: Submission, config: Config, stop: Stop) -> str:
     def say(text: str) -> None:
         answer(text)
 
-    path, until = submission.path, "once Slurm has answered; Ctrl-C once more leaves at once"
+    until = "once Slurm has answered; Ctrl-C once more leaves at once"
     with private_files(config.run):  # the job itself continues to keep them private
-        write_whole(path, submission.text, private=config.cluster.holds_secrets)
-        with delete_on_error(submission.made, on=ConfigError):
+        write_whole(path, text, private=config.cluster.holds_secrets)
+        with delete_on_error(made, on=ConfigError):
             with stop.heeded(say, until):
-                job_id = kind_of(config.cluster).submit(path, stop.sleep)
-                for n, home in enumerate(submission.homes):
-                    note_job(home, f"{job_id}_{n}" if submission.is_array else job_id, path)
-                answer(submission.announced(job_id))
+                job_id = sbatch(path, sleep=stop.sleep)
+                for element, home in homes.items():
+                    note_job(home, f"{job_id}{element}", path)
+                answer(announced(job_id))
             stop.check()
     return job_id
 
@@ -175,17 +269,11 @@ def _check_idle(config: Config) -> None:
     Raises:
         ConfigError: it has not.
     """
-    if config.run.id is None:
-        return
-    noted = read_job(Path(config.run.dir, config.run.id))
-    if noted is None:
-        return
-    job_id = noted.job_id
-    state = job_state(job_id)
-    if state is not None and state.is_live:
+    noted = read_job(Path(config.run.dir, config.run.id)) if config.run.id is not None else None
+    if noted and (state := job_state(noted.job_id)) and state.is_live:
         raise ConfigError(
-            f"run.id={config.run.id} is already job {job_id}, which is {state.state}",
-            f"Wait for it, end it with scancel {job_id}, or choose another run.id.",
+            f"run.id={config.run.id} is already job {noted.job_id}, which is {state.state}",
+            f"Wait for it, end it with scancel {noted.job_id}, or choose another run.id.",
             ["run.id"],
         )
 
@@ -218,22 +306,32 @@ def script(config: Config, name: str, output: Path, settings: str, array: str | 
         allowed.append(f"allow_modules=[{','.join(config.allow_modules)}]")
     if any(commands_in(config)):
         allowed.append("allow_commands=true")
-    places = {("cluster", "slurm", "env", name): name for name in slurm.env}
-    words = {
-        places[place]: in_shell(text)
-        for place, (text, _) in config.from_environment.items()
-        if place in places
+    places = {name: ("cluster", "slurm", "env", name) for name in slurm.env}
+    variables = {
+        name: word
+        for name, place in places.items()
+        if place in config.from_environment
+        and (word := in_shell(config.from_environment[place][0])) is not None
     }
-    launcher = [shlex.quote(python), "-m", "launcher", "--frozen", settings]
-    job = Job(
-        name=name,
-        folder=Path.cwd(),
-        output=str(output),
-        command=[*launcher, *map(shlex.quote, allowed)],
-        array=array,
-        variables={name: word for name, word in words.items() if word is not None},
-    )
-    return render(slurm_cluster(config.cluster), job)
+    command = [shlex.quote(python), "-m", "launcher", "--frozen", settings]
+    command += map(shlex.quote, allowed)
+    cluster, folder = slurm_cluster(config.cluster), Path.cwd()
+    return render(cluster, name, folder, output, command, array, variables)
+
+
+def is_array(configs: Sequence[Config]) -> bool:
+    """Return whether the runs of a sweep are one job array."""
+    return slurm_of(configs[0].cluster).array is not None
+
+
+def array_script(configs: Sequence[Config], sweep_id: str) -> str:
+    """Return the script of one job array; element n is run n of the sweep."""
+    first = configs[0]
+    folder = Path(first.run.dir).absolute()
+    settings = f'{shlex.quote(f"{folder / sweep_id}-")}"${{SLURM_ARRAY_TASK_ID}}"/config.yaml'
+    output = output_file(folder / f"{sweep_id}-%a", "%A_%a")
+    elements = f"0-{len(configs) - 1}%{slurm_of(first.cluster).array}"
+    return script(first, sweep_id, output, settings, elements)
 
 
 def output_file(home: Path, job: str) -> Path:
@@ -292,3 +390,42 @@ def wait(home: Path, job_id: str) -> int:
         answer("")  # after the ^C
         complain(f"job {job_id} keeps running; to end it: scancel {job_id}")
         raise
+
+
+def sweep_status(sweep: Sweep) -> int:
+    """Print the state and the results of the runs of a sweep."""
+    return guarded(lambda: _status(sweep))
+
+
+def _status(sweep: Sweep) -> int:
+    assert sweep.dir is not None
+    folder = Path(sweep.dir)
+    homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=_number)
+    if not homes:
+        raise ConfigError(
+            f"sweep.dir={sweep.dir} holds no runs that were submitted to Slurm",
+            "Name the folder that was printed when the sweep was submitted, multirun/ID.",
+            ["sweep.dir"],
+        )
+    states = job_states()
+    shown = []
+    for home in homes:
+        try:
+            job = read_job(home)
+        except OSError as error:
+            complain(f"{home / JOB_FILE} cannot be read: {error.strerror}")
+            job = None
+        if job is None:  # it is not known whether it still runs
+            shown.append("unknown")
+            continue
+        state = states.get(job.job_id, "ended")
+        shown.append(f"{job.job_id} {state}")
+    print_comparison(make_console(), homes, shown)
+    report_sweep(make_console(), homes[0].parent, homes)
+    return 0
+
+
+def _number(home: Path) -> tuple[int, str]:
+    """Return the sort key of a sweep's run."""
+    number = home.name.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() else -1, home.name

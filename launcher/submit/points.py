@@ -1,4 +1,4 @@
-"""Keep the points of a sweep and their results in `sweep.json`, in the sweep's folder.
+"""Place the points of a sweep, and keep them and their results in its folder's `sweep.json`.
 
 A sweep that resumes runs its sweeper from the start. Points that are done are answered from here,
 so a sweeper that learns reaches the same state; nothing of the sweeper itself is kept.
@@ -9,19 +9,51 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.base import DamagedError, read_json, write_whole
 from launcher.base.reading import read
-from launcher.config.compose import to_written
+from launcher.config.compose import Point, to_written
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config
+from launcher.config.schema import Config, Run
 
 FILE = "sweep.json"
+_FOLDER = "multirun"  # unless run.dir says otherwise
 RUNNING, DONE, FAILED = "running", "done", "failed"
+
+
+def place_sweep(points: Sequence[Point]) -> tuple[str, Path]:
+    """Return the sweep's id and folder, from run.id and run.dir if they are set.
+
+    Raises:
+        ConfigError: run.id or run.dir is swept.
+    """
+    runs = {(point.config.run.id, point.config.run.dir) for point in points}
+    if len(runs) > 1:
+        raise ConfigError(
+            "run.id and run.dir cannot be swept",
+            "In a sweep run.id names the whole sweep; its runs are <run.id>-0, -1, ….",
+        )
+    [(run_id, run_dir)] = runs
+    sweep_id = run_id or f"sweep-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return sweep_id, Path(_FOLDER if run_dir == Run().dir else run_dir) / sweep_id
+
+
+def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:
+    """Return the settings of the runs of a sweep, each with a folder of its own."""
+    return [
+        replace(
+            point.config,
+            run=replace(point.config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
+            wandb=replace(point.config.wandb, group=point.config.wandb.group or sweep_id),
+        )
+        for number, point in enumerate(points)
+    ]
 
 
 @dataclass(frozen=True)

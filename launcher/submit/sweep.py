@@ -1,19 +1,58 @@
-"""Start a sweep (`-m`): a check of all points, jobs on Slurm, or runs on this machine."""
+"""Start a sweep (`-m`): a check of all points, jobs, or runs on this machine.
+
+On this machine each point is run in a launcher process and folder of its own.
+
+Each run has a process, because JAX, Ray and the GPUs' memory belong to a process for its life. The
+runs share the user's compilation cache; each starts a Ray of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from launcher.base import complain
+from launcher.base import answer, complain, end_with_parent, make_private
+from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
+from launcher.config.overrides import written
+from launcher.config.schema import Config, Run
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
+from launcher.driver.folder.make_folder import private_files
+from launcher.driver.planning.check import check
+from launcher.report.console import make_console
+from launcher.report.sweep import is_done, print_comparison, report_sweep
+from launcher.report.sweep_results import Row, objective_of, result_of, write_results
 from launcher.stop import Stop
-from launcher.submit.local_sweep import LocalSweep, StoppedError, local_sweep
-from launcher.submit.placing import check_sweep
+from launcher.submit.points import (
+    DONE,
+    FAILED,
+    RUNNING,
+    PointNote,
+    Points,
+    members,
+    open_points,
+    place_sweep,
+    settings_digest,
+)
+
+_POLL_SECONDS = 0.05
+_WITHOUT_DEVICES = ("plan", "check")  # tasks
+
+_Slot = Mapping[str, str]  # environment variables that show a run its devices
+
+
+class StoppedError(Exception):
+    """A signal stopped the sweep."""
 
 
 class _EndedError(Exception):
@@ -33,80 +72,384 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
     Args:
         arguments: settings and options, swept ones among them, and those of Hydra's sweeper.
         config_dirs: the values of `--config-dir`.
-        stop: ends a submission.
+        stop: ends a submission, and the runs in progress.
 
     Raises:
         ConfigError: a setting is wrong.
         KeyboardInterrupt: a signal ended a submission; `stop` has the exit code.
     """
     with ExitStack() as stack:
-        one = _Sweep(config_dirs, stop, stack)
+        one = Sweep(config_dirs, stop, stack)
         try:
-            run_sweeper(arguments, config_dirs, one.run, one.results)
+            run_sweeper(arguments, config_dirs, one.run, lambda: one.home)
         except _EndedError as ended:
             return ended.code
         except StoppedError:
             pass
         except SweeperError as error:
-            if one.local is None:
+            if one.folder is None:
                 raise ConfigError(f"Hydra's sweeper cannot begin: {error}") from None
             if one.is_any_done:
                 complain(f"Hydra's sweeper failed: {error}")
-                one.local.close()
+                one.close()
                 return 1
-        assert one.local is not None
-        return one.local.close()
+        return one.close()
 
 
-class _Sweep:
-    """Takes the batches of a sweeper.
+class Sweep:
+    """Takes the batches of points that a sweeper asks for, and runs them in their folder.
+
+    A run that fails does not stop the others. A signal stops the runs in progress, which save their
+    state, and the sweep with them.
+
+    Args:
+        config_dirs: the values of `--config-dir`.
+        stop: ends a submission, and the runs in progress.
+        stack: takes what the sweep holds open.
 
     Attributes:
-        local: the sweep on this machine, from its first batch on.
+        folder: `<multirun>/<sweep id>`; None until its first batch is known to run here.
         is_any_done: whether any point has an objective.
     """
 
-    def __init__(self, config_dirs: Sequence[str], stop: Stop, stack: ExitStack) -> None:
-        self.local: LocalSweep | None = None
-        self.is_any_done = False
-        self._dirs, self._stop, self._stack = config_dirs, stop, stack
+    _points: Points
 
-    def run(self, batch: Batch) -> Sequence[Outcome]:
-        """Run the points of a batch, of the first one only if it may begin."""
-        if self.local is None:
+    def __init__(self, config_dirs: Sequence[str], stop: Stop, stack: ExitStack) -> None:
+        self._dirs, self._stop, self._stack = config_dirs, stop, stack
+        self.folder: Path | None = None
+        self.is_any_done = False
+        self._id, self._objective, self._batches = "", "", 0
+        self._failed: set[int] = set()
+
+    @property
+    def home(self) -> Path:
+        """The sweep's folder, once it runs here."""
+        assert self.folder is not None
+        return self.folder
+
+    def run(self, batch: Batch) -> list[Outcome]:
+        """Run a batch of points; those that are done already are not run again.
+
+        Raises:
+            StoppedError: a signal came.
+            ConfigError: there are too few devices for the runs at a time, or a point has run with
+                other settings.
+        """
+        try:
             points, wrong = load_points(batch.points, self._dirs)
-            self._begin(batch, points, wrong)
-            self.local = self._stack.enter_context(local_sweep(points, self._dirs))
-        else:
-            try:
-                points, wrong = load_points(batch.points, self._dirs)
-            except ConfigError as error:  # all of them, in the same way
-                points, wrong = [], {one.label: error for one in batch.points}
-        outcomes = self.local.run(batch, points, wrong)
+        except ConfigError as error:  # all of them, in the same way
+            if self.folder is None:
+                raise
+            points, wrong = [], {one.label: error for one in batch.points}
+        if self.folder is None:
+            self._check_begin(batch, points, wrong)
+            self._open(points)
+        by_label = {point.label: point for point in points}
+        claimed = []
+        for one in batch.points:
+            point = by_label.get(one.label)
+            settings = settings_digest(point.config) if point else ""
+            claimed.append(self._points.claim(one.swept, settings, self._batches, self._id))
+            if point is None:
+                complain(f"{one.label}: {wrong[one.label]}")
+                self._points.note(replace(claimed[-1], state=FAILED))
+        self._batches += 1
+        todo = [
+            (noted, by_label[noted.label])
+            for noted in claimed
+            if noted.label in by_label
+            and noted.state == RUNNING
+            and noted.same_as is None
+            and not self._found_done(noted)
+        ]
+        if todo:
+            self._run(todo, batch.total)
+        outcomes = [self._outcome(noted.number) for noted in claimed]
         self.is_any_done |= any(not outcome.problem for outcome in outcomes)
+        self.write()
         return outcomes
 
-    def results(self) -> Path:
-        """Return the folder for the sweeper's own files."""
-        assert self.local is not None
-        return self.local.folder
-
-    def _begin(self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]) -> None:
+    def _check_begin(
+        self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]
+    ) -> None:
         """Raise for a sweep that does not run here, or may not begin."""
         if points and all(point.config.task == "check" for point in points):
-            raise _EndedError(check_sweep(points, wrong))
+            raise _EndedError(_check_sweep(points, wrong))
         if wrong and not (batch.learns and points):
             for label, error in wrong.items():
                 complain(f"{label}: {error}")
             raise _EndedError(2)
-        if any(kind_of(point.config.cluster).is_batch for point in points):
+        if (submission := _submission(points)) is not None:
             if batch.learns:
                 raise ConfigError(
                     "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
                     "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
                     ["cluster.kind"],
                 )
-            from launcher.submit.job_sweep import submit_sweep
-
             with self._stop.interruptible():
-                raise _EndedError(submit_sweep(points, self._stop))
+                raise _EndedError(submission.submit_sweep(points, self._stop))
+
+    def _open(self, points: Sequence[Point]) -> None:
+        """Open the sweep that begins with these points, and heed signals from now on.
+
+        Raises:
+            ConfigError: the sweep is running, is to be fresh and is not, or cannot be made.
+        """
+        config = points[0].config
+        for point in points:
+            _check_objective(point.config)
+        find_slots([point.config for point in points], os.environ)
+        self._id, folder = place_sweep(points)
+        _make(folder, config.run)
+        self._stack.enter_context(private_files(config.run))
+        self._points = self._stack.enter_context(open_points(folder))
+        self._stack.enter_context(self._stop.heeded(_say_nothing))
+        self._objective, self.folder = objective_of(config), folder
+
+    def _outcome(self, number: int) -> Outcome:
+        noted = self._points[number]
+        if noted.same_as is not None:
+            twin = self._points[noted.same_as]
+            noted = replace(noted, state=twin.state, value=twin.value)
+            self._points.note(noted)
+        if noted.state == FAILED:
+            self._failed.add(number)
+        problem = "" if noted.value is not None else f"{noted.label} has no objective"
+        return Outcome(noted.value, problem)
+
+    def _found_done(self, noted: PointNote) -> bool:
+        """Return whether a run has ended well that the sweep, cut off, has not noted."""
+        if not is_done(self.home / noted.run):
+            return False
+        value = result_of(self.home / noted.run, self._objective)
+        self._points.note(replace(noted, state=DONE, value=value))
+        return True
+
+    def _run(self, todo: Sequence[tuple[PointNote, Point]], total: int) -> None:
+        """Run points to their ends, as many at a time as there are slots.
+
+        After a signal no further run begins, and those in progress get it, too.
+        """
+        free = find_slots([point.config for _, point in todo], os.environ)
+        logs = self.home / "logs" if len(free) > 1 else None
+        if logs:
+            logs.mkdir(exist_ok=True)
+        waiting, running = list(todo), dict[subprocess.Popen[bytes], tuple[PointNote, _Slot]]()
+        unheard = True  # whether a signal is still to be passed on
+        while running or (waiting and self._stop.requested is None):
+            try:
+                while waiting and free and self._stop.requested is None:
+                    (noted, point), slot = waiting.pop(0), free.pop(0)
+                    answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
+                    command = _command(point, self._dirs, self.home, noted.run, self._id)
+                    child = start(command, slot, logs and logs / f"{noted.run}.txt")
+                    running[child] = noted, slot
+                if self._stop.requested is not None and unheard:
+                    unheard = False
+                    is_ctrl_c = self._stop.requested == signal.SIGINT
+                    _signal(running, signal.SIGINT if is_ctrl_c else signal.SIGTERM)
+                time.sleep(_POLL_SECONDS)
+                for child in [child for child in running if child.poll() is not None]:
+                    noted, slot = running.pop(child)
+                    free.append(slot)
+                    if not child.returncode or self._stop.requested is None:  # else it was stopped
+                        self._note_end(noted, child.returncode, total, logs)
+            except KeyboardInterrupt:  # Ctrl-C once more
+                _signal(running, signal.SIGINT)
+        if self._stop.requested is not None:
+            raise StoppedError
+
+    def _note_end(self, noted: PointNote, code: int, total: int, logs: Path | None) -> None:
+        value = None if code else result_of(self.home / noted.run, self._objective)
+        self._points.note(replace(noted, state=FAILED if code else DONE, value=value))
+        if code:
+            where = f"; its output: {logs / noted.run}.txt" if logs else ""
+            complain(f"{noted.label} ended with exit code {code}{where}")
+        elif logs:
+            shown = "" if value is None else f", {self._objective}={value:.6g}"
+            answer(f"[{noted.number + 1}/{total}] {noted.label}: {DONE}{shown}")
+
+    def write(self) -> None:
+        """Write `sweep.csv` and the picture."""
+        rows = [Row(one.number, one.run, one.swept, one.state, one.value) for one in self._points]
+        write_results(self.home, rows, self._objective)
+
+    def close(self) -> int:
+        """Print a comparison, and return the exit code.
+
+        0 if all runs ended well, 130 or 75 if a signal stopped the sweep, otherwise 1.
+        """
+        self.write()
+        runs = [noted for noted in self._points if noted.same_as is None]
+        existing = [self.home / noted.run for noted in runs]
+        existing = [path for path in existing if path.is_dir()]
+        if existing:
+            print_comparison(make_console(), existing)
+            report_sweep(make_console(), self.home, existing)
+        if self._stop.requested is not None:
+            return self._stop.ending[0]
+        return int(bool(self._failed))
+
+
+def start(
+    command: Sequence[str], variables: Mapping[str, str], output: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that ends with this one.
+
+    It has a process group of its own, so that Ctrl-C in a terminal reaches it once, from here.
+
+    Args:
+        command: its command.
+        variables: environment variables to add.
+        output: the file for its output; None for the terminal.
+    """
+    with open(output, "ab") if output else nullcontext() as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT if file else None,
+            env=os.environ | variables,
+            process_group=0,
+            preexec_fn=end_with_parent,
+        )
+
+
+def _signal(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for child in children:
+        child.send_signal(number)  # does nothing once the child has been waited for
+
+
+def _say_nothing(text: str) -> None:
+    del text  # the runs say that they heard a signal
+
+
+def _make(folder: Path, run: Run) -> None:
+    """Make the sweep's folder; only its user may read it, unless the runs are shared.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if run.shared:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.is_dir():
+            make_private(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"The sweep's folder {folder} cannot be made: {error.strerror}",
+            "Set run.dir to a folder that you may write.",
+            ["run.dir"],
+        ) from None
+
+
+def _check_objective(config: Config) -> None:
+    """Check that the runs will have the result that `sweep.objective` names.
+
+    Raises:
+        ConfigError: they will not.
+    """
+    objective, planned = objective_of(config), config.task == "plan"
+    if planned and not objective.startswith(("predicted_", "plan_")):
+        raise ConfigError(
+            f"sweep.objective={objective} is measured, but task=plan runs nothing",
+            "Use predicted_step_seconds, or another task.",
+            ["sweep.objective"],
+        )
+    if objective == "eval_loss" and not planned and not config.train.eval_every:
+        raise ConfigError(
+            "sweep.objective=eval_loss, but train.eval_every=0 never evaluates",
+            "Set train.eval_every, or sweep.objective=final_loss.",
+            ["sweep.objective", "train.eval_every"],
+        )
+
+
+def _command(
+    point: Point, config_dirs: Sequence[str], folder: Path, run_id: str, sweep_id: str
+) -> list[str]:
+    command = [sys.executable, "-m", "launcher"]
+    for config_dir in config_dirs:
+        command += ["--config-dir", config_dir]
+    command += [text for text in point.overrides if not text.lstrip("+").startswith("sweep.")]
+    command += [f"run.dir={written(str(folder))}", f"run.id={written(run_id)}"]
+    if point.config.wandb.group is None and point.config.wandb.mode != "disabled":
+        command += [f"wandb.group={written(sweep_id)}"]
+    return command
+
+
+def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_Slot]:
+    """Return a slot for each of the `sweep.jobs` runs at a time, no two with the same GPU.
+
+    Every run may use emulated devices. GPUs are divided: each run has as many as the largest asks
+    for.
+
+    Raises:
+        ConfigError: there are not as many GPUs, or it is not known which each run would take.
+    """
+    jobs = max(config.sweep.jobs for config in configs)
+    using = [config.cluster for config in configs if config.task not in _WITHOUT_DEVICES]
+    exclusive = [cluster for cluster in using if not kind_of(cluster).is_emulated]
+    if jobs == 1 or not exclusive:
+        return [{} for _ in range(jobs)]
+    for cluster in exclusive:
+        if not kind_of(cluster).is_here:
+            raise ConfigError(
+                f"sweep.jobs={jobs}, but cluster={cluster.title} has one set of devices",
+                "Leave sweep.jobs out: the runs then go one after another.",
+                ["sweep.jobs", "cluster.kind"],
+            )
+    gpus = find_gpus(environ)
+    there = len(gpus.usable)
+    if not there:
+        return [{} for _ in range(jobs)]
+    if any(cluster.gpus is None for cluster in exclusive):
+        raise ConfigError(
+            f"sweep.jobs={jobs}, but each run takes all {there} GPUs of this machine",
+            f"Say how many each run is to have: cluster.gpus={max(there // jobs, 1)}.",
+            ["sweep.jobs", "cluster.gpus"],
+        )
+    each = max(cluster.gpus or 0 for cluster in exclusive)
+    if each * jobs > there:
+        raise ConfigError(
+            f"sweep.jobs={jobs} runs with cluster.gpus={each} need {each * jobs} GPUs, but this "
+            f"machine has {there}",
+            f"Set sweep.jobs={max(there // each, 1)} or less, or fewer cluster.gpus.",
+            ["sweep.jobs", "cluster.gpus"],
+        )
+    pool = local_pool(replace(exclusive[0], gpus=there), gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    ids = pool.gpu_ids
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(ids[each * n : each * (n + 1)])} for n in range(jobs)]
+
+
+def _submission(points: Sequence[Point]) -> Any:
+    """Return the module by which the points are submitted; None if they all run here."""
+    found = (kind_of(point.config.cluster).submission() for point in points)
+    return next(filter(None, found), None)
+
+
+def _check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> int:
+    """Check every run of a sweep as `task=check` does, and print all problems.
+
+    Args:
+        points: the runs whose settings could be composed.
+        wrong: the errors of the others, by label.
+
+    Returns:
+        The exit code, 2 if any setting is wrong.
+    """
+    configs = members(points, *place_sweep(points))
+    if (submission := _submission(points)) is not None:
+        submission.check_jobs(configs)
+    verdicts = [check(config, os.environ) for config in configs]
+    problems = {label: str(error) for label, error in wrong.items()}
+    problems |= {
+        point.label: verdict.problem
+        for point, verdict in zip(points, verdicts, strict=True)
+        if verdict.problem
+    }
+    for label, problem in problems.items():
+        complain(f"{label}: {problem}")
+    if problems:
+        return max([2 for _ in wrong] + [verdict.code for verdict in verdicts])
+    lines = dict.fromkeys(line for verdict in verdicts for line in verdict.lines)
+    return answer("\n".join([f"The settings of all {len(points)} runs are fine.", *lines]))

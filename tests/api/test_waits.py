@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.cluster import progress
+from launcher.cluster import worker_group
 from launcher.cluster.errors import HungError
 
 STILL = 4.0
@@ -26,7 +26,7 @@ def in_worker():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(progress, "STILL_SECONDS", STILL)
+    monkeypatch.setattr(worker_group, "STILL_SECONDS", STILL)
     yield
     launcher.shutdown()
 

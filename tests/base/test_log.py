@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launcher.base.log import held_back, lines_to, warn_once
+from launcher.base.output import held_back, lines_to, warn_once
 
 ROOT = logging.getLogger("launcher")
 LOG = logging.getLogger("launcher.some.module")
@@ -20,24 +20,18 @@ def _as_it_was():
 
 
 def test_lines_go_to_the_entry_point_as_they_are_and_nowhere_else(caplog, capsys):
-    lines = []
-    with lines_to(lines.append):
-        LOG.info("100% of [bold]it[/bold]")
-        LOG.warning("%s of %d", "one", 2)
-        LOG.debug("not for the user")
-        logging.getLogger("another.library").warning("its own")
+    lines, outer = [], []
+    with lines_to(outer.append):
+        with lines_to(lines.append):
+            LOG.info("100% of [bold]it[/bold]")
+            LOG.warning("%s of %d", "one", 2)
+            LOG.debug("not for the user")
+            logging.getLogger("another.library").warning("its own")
+        LOG.warning("outer")
     assert lines == ["100% of [bold]it[/bold]", "one of 2"]
+    assert outer == ["outer"]
     assert caplog.messages == ["its own"]  # the root's handler
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_innermost_entry_point_has_them():
-    outer, inner = [], []
-    with lines_to(outer.append):
-        with lines_to(inner.append):
-            LOG.warning("inner")
-        LOG.warning("outer")
-    assert (outer, inner) == (["outer"], ["inner"])
 
 
 def test_an_error_of_printing_is_raised_where_the_line_was_logged():
@@ -80,28 +74,29 @@ def test_a_warning_is_given_once(caplog):
     assert caplog.messages == ["it is ignored"]
 
 
+def printed(*lines):
+    """What a program prints on standard output and standard error."""
+    command = [sys.executable, "-c", "\n".join(["import logging", *lines])]
+    told = subprocess.run(command, capture_output=True, text=True)
+    return told.stdout, told.stderr
+
+
 @pytest.mark.parametrize("configured", [True, False])
 def test_without_an_entry_point_the_users_configuration_holds(configured):
-    code = f"""
-import logging
-if {configured}:
-    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
-log = logging.getLogger("launcher.base.files")
-log.info("fact")
-log.warning("ignored")
-"""
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    expected = "INFO fact\nWARNING ignored\n" if configured else "ignored\n"
-    assert (told.stdout, told.stderr) == ("", expected)
+    own = 'logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")'
+    told = printed(
+        own if configured else "",
+        'log = logging.getLogger("launcher.base.files")',
+        'log.info("fact")',
+        'log.warning("ignored")',
+    )
+    assert told == ("", "INFO fact\nWARNING ignored\n" if configured else "ignored\n")
 
 
 def test_a_worker_prints_them_for_its_life_whatever_a_library_configures():
-    code = """
-import logging
-from launcher.base.log import take_over
-take_over(logging.StreamHandler())
-logging.basicConfig(level="INFO")
-logging.getLogger("launcher.x").info("once")
-"""
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (told.stdout, told.stderr) == ("", "once\n")
+    assert printed(
+        "from launcher.base.output import take_over",
+        "take_over(logging.StreamHandler())",
+        'logging.basicConfig(level="INFO")',
+        'logging.getLogger("launcher.x").info("once")',
+    ) == ("", "once\n")

@@ -17,10 +17,9 @@ sys.stdin.read()
 """
 STARTS_A_RUN = """
 import sys
-from launcher.submit.local_sweep import SignalRelay
+from launcher.submit.sweep import start
 run = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-with SignalRelay() as relay:
-    relay.start([sys.executable, "-c", run], {}).wait()
+start([sys.executable, "-c", run], {}).wait()
 """
 
 

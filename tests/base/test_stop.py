@@ -32,21 +32,13 @@ def said():
     return []
 
 
-@pytest.mark.parametrize(
-    ("signum", "code", "reason"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 75, "preempted"),
-        (signal.SIGHUP, 75, "preempted"),
-        (signal.SIGUSR1, 75, "preempted"),
-        (signal.SIGUSR2, 75, "preempted"),
-    ],
-)
-def test_work_that_only_computes_is_left_at_once(signum, code, reason, capfd):
+@pytest.mark.parametrize("signum", ENDINGS)
+def test_work_that_only_computes_is_left_at_once(signum, capfd):
     with Stop() as stop:
         with pytest.raises(KeyboardInterrupt), stop.interruptible():
             send(signum)
-        assert stop.ending == (code, reason)
+        told = (130, "interrupted") if signum is signal.SIGINT else (75, "preempted")
+        assert stop.ending == told
     assert capfd.readouterr() == ("launcher: stopping\n", "")
 
 
@@ -96,7 +88,6 @@ def swallowed_by_a_handler():
 
 @pytest.mark.parametrize("swallow", [swallowed_by_a_finalizer, swallowed_by_a_handler])
 def test_an_interrupt_that_was_swallowed_comes_again(swallow, capfd):
-
     def work():
         swallow()
         time.sleep(600)
@@ -149,19 +140,14 @@ def test_what_must_end_in_good_order_is_told(signum, said):
     assert said == ["launcher: stopping: saving"]
 
 
-def test_a_wait_is_ended_by_its_next_look(said):
-    with Stop() as stop, stop.heeded(said.append):
+@pytest.mark.parametrize("until", ["checked", "now"])
+def test_a_wait_is_ended_by_its_next_look_or_at_once(until, said):
+    with Stop() as stop, stop.heeded(said.append, until=until):
         stop.check()
-        send(signal.SIGTERM)
+        if until == "checked":
+            send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            stop.check()
-    assert said == ["launcher: stopping"]
-
-
-def test_work_that_nobody_needs_to_finish_is_told_and_left(said):
-    now = {"until": "now"}
-    with Stop() as stop, stop.heeded(said.append, **now), pytest.raises(KeyboardInterrupt):
-        send(signal.SIGTERM)
+            stop.check() if until == "checked" else send(signal.SIGTERM)
     assert said == ["launcher: stopping"]
 
 

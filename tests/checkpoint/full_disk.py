@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from launcher import checkpoint
 from launcher.base.files import write_whole
-from launcher.base.log import lines_to
+from launcher.base.output import lines_to
 from launcher.checkpoint.train_state import TrainState
 from launcher.report.jsonl import JsonlTracker
 

@@ -1,7 +1,11 @@
 """A worker class in a module that, as a user's may be, only the driver's search path leads to."""
 
+import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 PROBE = '''
@@ -84,3 +88,51 @@ def probe(probe_folder):
 
         yield cluster_probe.Probe
         del sys.modules["cluster_probe"]
+
+
+HANGS = """
+import faulthandler, signal, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+else:
+    faulthandler.register(signal.SIGQUIT, file=2)
+def hang():
+    print("up", flush=True)
+    time.sleep(1000)
+hang()
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """Start a process that hangs, in place of a worker."""
+    processes = []
+
+    def start(*words):
+        host = len(processes)
+        name, log = f"worker_{host}", tmp_path / f"worker_{host}.log"
+        command = [sys.executable, "-c", HANGS, *words]
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
+        processes.append(process)
+        assert process.stdout.readline() == "up\n"
+        known = psutil.Process(process.pid)
+        wait_for(known, psutil.STATUS_SLEEPING)
+        whereabouts = f"{name} (process {process.pid})"
+        about = {"name": name, "host": host, "whereabouts": whereabouts, "log": log}
+        return SimpleNamespace(process=lambda: known, stop=lambda: stop(known), **about)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def stop(process):
+    process.suspend()
+    wait_for(process, psutil.STATUS_STOPPED)
+
+
+def wait_for(process, status):
+    while process.status() != status:  # on a busy machine it takes a while
+        time.sleep(0.01)

@@ -1,60 +1,21 @@
 """What is found out about a worker that does not answer, from a process that stands in for one."""
 
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from launcher.cluster.diagnose import diagnose, relevant_stacks
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.ray.worker_actor import machine_id
-
-PROGRAM = """
-import faulthandler, signal, sys, time
-if "deaf" in sys.argv:
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-else:
-    faulthandler.register(signal.SIGQUIT, file=2)
-def hang():
-    print("up", flush=True)
-    time.sleep(1000)
-hang()
-"""
+from launcher.cluster.worker_group import diagnose, relevant_stacks
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Start a process that hangs, as what is known of a worker."""
-    processes = []
-
-    def run(*words):
-        log = tmp_path / "worker_0.log"
-        with log.open("w") as output:
-            command = [sys.executable, "-c", PROGRAM, *words]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
-        processes.append(process)
-        assert process.stdout.readline() == "up\n"
-        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-            time.sleep(0.01)
-        return SimpleNamespace(log=log, process=lambda: psutil.Process(process.pid))
-
-    yield run
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def test_a_stopped_process_is_diagnosed_with_its_stacks(start):
-    worker = start()
-    worker.process().send_signal(signal.SIGSTOP)
-    while worker.process().status() != psutil.STATUS_STOPPED:  # on a busy machine it takes a while
-        time.sleep(0.01)
+def test_a_stopped_process_is_diagnosed_with_its_stacks(hanging):
+    worker = hanging()
+    worker.stop()
     lines = diagnose(worker).splitlines()
     assert lines[0] == (
         f"its process was stopped (SIGSTOP, or a debugger); its stacks (all threads: {worker.log}):"
@@ -65,15 +26,15 @@ def test_a_stopped_process_is_diagnosed_with_its_stacks(start):
     ]
 
 
-def test_a_process_that_waits_says_where(start):
-    told = diagnose(start())
+def test_a_process_that_waits_says_where(hanging):
+    told = diagnose(hanging())
     assert told.startswith("its process waits")
     assert "in hang" in told
 
 
-def test_a_process_that_writes_no_stacks_is_diagnosed_by_its_state(start, monkeypatch):
-    monkeypatch.setattr("launcher.cluster.diagnose._DUMP_SECONDS", 0.5)
-    assert diagnose(start("deaf")).endswith("; it wrote no stacks on request")
+def test_a_process_that_writes_no_stacks_is_diagnosed_by_its_state(hanging, monkeypatch):
+    monkeypatch.setattr("launcher.cluster.worker_group._DUMP_SECONDS", 0.5)
+    assert diagnose(hanging("deaf")).endswith("; it wrote no stacks on request")
 
 
 def test_only_our_threads_and_the_main_one_are_told():

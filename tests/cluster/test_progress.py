@@ -1,7 +1,6 @@
 """Every wait before the first step ends where a worker makes no progress, and names it."""
 
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -12,10 +11,9 @@ import psutil
 import pytest
 
 import launcher
-from launcher.cluster import progress, worker_group
+from launcher.cluster import worker_group
 from launcher.cluster.errors import HungError
-from launcher.cluster.progress import WAITS, Progresses, wait_of
-from launcher.cluster.worker_group import WorkerGroup
+from launcher.cluster.worker_group import WAITS, Progresses, WorkerGroup, wait_of
 
 ROOT = Path(launcher.__file__).parent
 CALLED = re.compile(r'(?:submit|send|call)\(\s*"(\w+)"')
@@ -33,10 +31,15 @@ while True:
 }
 
 
+def stand_in(host, process):
+    name = f"worker_{host}"
+    return SimpleNamespace(name=name, host=host, whereabouts=name, process=process, elsewhere=False)
+
+
 @pytest.fixture
-def worker(tmp_path, monkeypatch):
+def worker(monkeypatch):
     """Makes a worker of which a process stands in, that does one of `DOING`."""
-    monkeypatch.setattr(progress, "STILL_SECONDS", STILL)
+    monkeypatch.setattr(worker_group, "STILL_SECONDS", STILL)
     monkeypatch.setattr(worker_group, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(worker_group, "diagnose", lambda handle: "as it is")
     processes = []
@@ -46,14 +49,8 @@ def worker(tmp_path, monkeypatch):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "up\n"
         processes.append(process)
-        name, known = f"worker_{len(processes) - 1}", psutil.Process(process.pid)
-        return SimpleNamespace(
-            name=name,
-            host=len(processes) - 1,
-            whereabouts=name,
-            process=lambda: known,
-            elsewhere=False,
-        )
+        known = psutil.Process(process.pid)
+        return stand_in(len(processes) - 1, lambda: known)
 
     yield made
     for process in processes:
@@ -78,11 +75,7 @@ def watched(workers, method, seconds, timeout=60.0):
 def test_each_wait_ends_in_time_and_names_who_stands(monkeypatch, method):
     """By its own count of calls, so that none has to be waited for."""
     monkeypatch.setattr(worker_group, "diagnose", lambda handle: "as it is")
-    names = ("worker_0", "worker_1")
-    both = [
-        SimpleNamespace(name=n, host=i, whereabouts=n, process=lambda: None, elsewhere=False)
-        for i, n in enumerate(names)
-    ]
+    both = [stand_in(host, lambda: None) for host in range(2)]
     group = WorkerGroup(both, lambda: None, 600.0, "cluster.step_timeout")
     watch, wait = group.watch(starting=True, method=method), wait_of(method)
     by_time = wait.progresses is Progresses.STEP
@@ -94,39 +87,33 @@ def test_each_wait_ends_in_time_and_names_who_stands(monkeypatch, method):
         watch(both[1:])
 
 
-@pytest.mark.parametrize("method", ["build", "compiled", "restore"])
-def test_a_wait_for_work_ends_without_progress_and_names_who_stands(worker, method):
-    first, second = worker("computes"), worker("stands")
-    assert watched([first, second], method, 30) == (
-        f"no answer from worker_1 for 0.5 s, while {wait_of(method).words}"
-    )
+def test_a_wait_for_work_ends_without_progress_and_names_who_stands(worker):
+    workers, words = [worker("computes"), worker("stands")], wait_of("restore").words
+    assert watched(workers, "restore", 30) == f"no answer from worker_1 for 0.5 s, while {words}"
 
 
-@pytest.mark.parametrize("method", ["compile"])
-def test_one_that_is_done_may_wait_for_another_that_still_computes(worker, method):
+def test_one_that_is_done_may_wait_for_another_that_still_computes(worker):
     """As two that meet at the end of their compilation, of which one takes much longer."""
     busy, done = worker("computes"), worker("stands")
-    assert watched([busy, done], method, 4 * STILL) is None
+    assert watched([busy, done], "compile", 4 * STILL) is None
     busy.process().kill()
     busy.process().wait()
-    assert re.fullmatch(
-        rf"no answer from worker_\d, worker_\d for 0.5 s, while {wait_of(method).words}",
-        watched([busy, done], method, 30),
+    told = watched([busy, done], "compile", 30)
+    assert re.fullmatch(r"no answer from worker_\d, worker_\d for 0.5 s, while it compiles", told)
+
+
+def test_a_wait_for_other_processes_ends_however_busy_they_are(worker):
+    words = wait_of("connect").words
+    assert watched([worker("computes")], "connect", 30) == (
+        f"no answer from worker_0 for 0.5 s, while {words}"
     )
 
 
-@pytest.mark.parametrize("method", ["connect", "setup"])
-def test_a_wait_for_other_processes_ends_however_busy_they_are(worker, method):
-    found = watched([worker("computes")], method, 30)
-    assert found == f"no answer from worker_0 for 0.5 s, while {wait_of(method).words}"
-
-
-@pytest.mark.parametrize("method", ["fetch"])
-def test_what_may_stand_behind_a_step_may_take_as_long(worker, method):
+def test_what_may_stand_behind_a_step_may_take_as_long(worker):
     one = [worker("stands")]
-    assert watched(one, method, 4 * STILL) is None
-    assert watched(one, method, 30, timeout=2.0) == (
-        f"no answer from worker_0 for 2 s (cluster.step_timeout), while {wait_of(method).words}"
+    assert watched(one, "fetch", 4 * STILL) is None
+    assert watched(one, "fetch", 30, timeout=2.0) == (
+        "no answer from worker_0 for 2 s (cluster.step_timeout), while it runs `fetch`"
     )
 
 
@@ -181,10 +168,9 @@ def test_a_wait_tells_what_is_read_or_how_many_have_answered(worker):
 
 def test_what_was_stopped_does_not_get_on(worker):
     stopped = worker("computes")
-    stopped.process().send_signal(signal.SIGSTOP)
-    assert (
-        watched([stopped], "compiled", 30) == "no answer from worker_0 for 0.5 s, while it compiles"
-    )
+    stopped.process().suspend()
+    told = watched([stopped], "compiled", 30)
+    assert told == "no answer from worker_0 for 0.5 s, while it compiles"
 
 
 def test_what_is_busy_to_no_end_is_given_up_at_last(worker):

@@ -1,60 +1,20 @@
 """What is said of workers that do not answer, of which processes stand in for two."""
 
-import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from launcher.cluster import worker_group
 from launcher.cluster.errors import HungError
 from launcher.cluster.worker_group import WorkerGroup
 
-PROGRAM = """
-import faulthandler, signal, time
-faulthandler.register(signal.SIGQUIT, file=2)
-print("up", flush=True)
-time.sleep(1000)
-"""
 
-
-@pytest.fixture
-def workers(tmp_path):
-    processes, found = [], []
-    for host in range(2):
-        log = tmp_path / f"worker_{host}.log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=output, text=True
-            )
-        processes.append(process)
-        assert process.stdout.readline() == "up\n"
-        known = psutil.Process(process.pid)
-        while known.status() != psutil.STATUS_SLEEPING:
-            time.sleep(0.01)
-        name = f"worker_{host}"
-        whereabouts = f"{name} (process {process.pid})"
-        found.append(
-            SimpleNamespace(
-                name=name, host=host, whereabouts=whereabouts, log=log, process=lambda of=known: of
-            )
-        )
-    yield found
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def test_the_one_that_stopped_is_examined_though_it_answered_before(workers, monkeypatch):
+def test_the_one_that_stopped_is_examined_though_it_answered_before(hanging, monkeypatch):
     """The other one waits for it, and is the only one that owes an answer."""
     monkeypatch.setattr(worker_group, "WATCH_SECONDS", 1.0)
-    first, second = workers
-    first.process().send_signal(signal.SIGSTOP)
-    while first.process().status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
+    first, second = workers = hanging(), hanging()
+    first.stop()
     both = WorkerGroup(workers, lambda: None, 1.0, "cluster.step_timeout")
     watch = both.watch(starting=False)
     with pytest.raises(HungError) as raised:

@@ -11,8 +11,7 @@ import yaml
 from launcher.__main__ import main
 from launcher.config.compose import from_dict, load, load_frozen, to_dict
 from launcher.config.errors import ConfigError
-from launcher.submit.job import script_for
-from launcher.submit.job_sweep import _array_script
+from launcher.submit.job import array_script, script_for
 
 SLURM = ("cluster=slurm", "run.id=mine", "task=check")
 # What a file may say of each setting that runs code: the rest of the line behind `cluster: slurm:`.
@@ -205,7 +204,7 @@ def test_a_folder_is_no_command(here: Path, capsys: pytest.CaptureFixture[str]) 
     """What the shell would do with its name, in a script and in that of an array."""
     config = load([*SLURM, "run.dir='it\\'s $(touch ran)'", "cluster.slurm.array=2"])
     environ = {**os.environ, "SLURM_ARRAY_TASK_ID": "0"}
-    for script in (script_for(config), _array_script([config], "mine")):
+    for script in (script_for(config), array_script([config], "mine")):
         head = script[: script.index("# One task on each node")]
         subprocess.run(["bash", "-c", head], check=True, env=environ)
     assert list(here.iterdir()) == []

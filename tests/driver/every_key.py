@@ -28,7 +28,7 @@ from launcher.cli import command
 from launcher.cluster.errors import HungError
 from launcher.cluster.kinds import KINDS, find_devices, kind_of
 from launcher.cluster.ray.ray_compat import Node
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.cluster.slurm import rendezvous
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Emulated
@@ -54,9 +54,9 @@ from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.datasets.documents.dataset import preparation
 from launcher.report.sweep_results import objective_of
 from launcher.stop import Stop
-from launcher.submit import job, job_sweep
+from launcher.submit import job
 from launcher.submit.job import submit
-from launcher.submit.local_sweep import find_slots
+from launcher.submit.sweep import find_slots
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
 from launcher.train import worker
@@ -349,14 +349,13 @@ def slurm_told(config: Config):
     """What is submitted, what is done about it here, and how the job's tasks meet."""
     told, file = [], io.StringIO()
     places = {
-        "launcher.cluster.kinds": ("check_installed", "check_partition", "sbatch"),
-        "launcher.submit.job": ("note_job", "write_whole"),
+        "launcher.submit.job": ("check_installed", "check_partition", "note_job", "write_whole"),
     }
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         for module, names in places.items():
             for name in names:
                 patch.setattr(f"{module}.{name}", lambda *words, **_: told.append(words[1:2]))
-        patch.setattr("launcher.cluster.kinds.sbatch", lambda script, **_: "7")
+        patch.setattr("launcher.submit.job.sbatch", lambda script, **_: "7")
         patch.setattr(
             "launcher.submit.job.freeze", lambda config, console: RunFolder(Path("x/run"))
         )
@@ -372,11 +371,6 @@ def slurm_told(config: Config):
 
         patch.setattr(rendezvous, "own_address", own_address)
         allocation = SimpleNamespace(job_id="7", restarts=0)
-        patch.setattr(
-            rendezvous,
-            "listen",
-            lambda *_: contextlib.nullcontext(SimpleNamespace(getsockname=lambda: ("", 1))),
-        )
         Path("meet").mkdir(exist_ok=True)
         with rendezvous.open_rendezvous(
             Path("meet"), allocation, config.cluster.slurm, ""
@@ -386,7 +380,7 @@ def slurm_told(config: Config):
 
 
 def array_told(config: Config):
-    return job_sweep._array_script([config], "s")
+    return job.array_script([config], "s")
 
 
 def task_told(config: Config):
@@ -470,12 +464,12 @@ def sweep_told(config: Config):
     """What `task=sweep_status` prints."""
     home = Path("multirun/s/s-0")
     home.mkdir(parents=True, exist_ok=True)
-    (home / job_sweep.JOB_FILE).write_text(json.dumps({"job_id": "7", "script": "x"}))
+    (home / job.JOB_FILE).write_text(json.dumps({"job_id": "7", "script": "x"}))
     told, file = [], io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
-        patch.setattr(job_sweep, "job_states", dict)
+        patch.setattr(job, "job_states", dict)
         try:
-            job_sweep._status(config.sweep)
+            job._status(config.sweep)
         except ConfigError as error:
             told.append(str(error))
     return told, file.getvalue()

@@ -18,8 +18,7 @@ from launcher.base.output import complain
 from launcher.checkpoint import write
 from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.slurm.allocation import Allocation
-from launcher.cluster.slurm.attempts import begin, finish
+from launcher.cluster.slurm.allocation import Allocation, begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load
 from launcher.config.parallel import Replay

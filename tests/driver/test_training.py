@@ -8,8 +8,7 @@ import pytest
 from launcher.checkpoint import layout
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
-from launcher.cluster.slurm.allocation import Allocation
-from launcher.cluster.slurm.attempts import read_attempts
+from launcher.cluster.slurm.allocation import Allocation, read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load, load_frozen, to_dict
 from launcher.config.machines import Emulated

@@ -5,7 +5,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from launcher import checkpoint
-from launcher.base.log import lines_to
+from launcher.base.output import lines_to
 from launcher.config.compose import load, to_dict
 from launcher.driver.callback import Callbacks
 from launcher.driver.loop import Saving, contents, train

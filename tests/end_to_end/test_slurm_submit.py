@@ -10,7 +10,7 @@ from launcher.config.compose import load
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.make_folder import make_folder
 from launcher.stop import Stop
-from launcher.submit.job import Submission, hand_in, read_job, script_for
+from launcher.submit.job import hand_in, read_job, script_for
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
 
@@ -117,10 +117,10 @@ def test_a_sweep_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFix
 def test_a_script_that_holds_values_of_the_environment_is_its_users_alone(
     env: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.cluster.kinds.sbatch", lambda script, sleep: "7")
+    monkeypatch.setattr("launcher.submit.job.sbatch", lambda script, sleep: "7")
     config = load((*SETTINGS, f"cluster.slurm.env={env}", "run.id=mine", "run.shared=true"))
     path = folder / "job.sbatch"
-    hand_in(Submission(path, script_for(config), str, [], []), config, Stop())
+    hand_in(config, path, script_for(config), {}, str, [], Stop())
     assert ("s3cret" in path.read_text()) == ("s3cret" in env)
     assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
 
@@ -210,9 +210,8 @@ def test_a_job_that_slurm_takes_while_ctrl_c_is_pressed_is_noted(
     (folder / "sbatch").write_text(SBATCH)
     (folder / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    for module in ("job", "job_sweep"):
-        frozen = f"launcher.submit.{module}.freeze"
-        monkeypatch.setattr(frozen, lambda config, console: RunFolder(make_folder(config)))
+    frozen = "launcher.submit.job.freeze"
+    monkeypatch.setattr(frozen, lambda config, console: RunFolder(make_folder(config)))
     assert main((*SETTINGS, *words)) == 130
     for home, job_id in jobs.items():
         noted = read_job(folder / home)

@@ -21,12 +21,12 @@ from launcher.submit.points import read_points
 SWEEP = '''
 import sys
 from launcher.__main__ import main
-from launcher.submit import local_sweep
+from launcher.submit import sweep
 
 def command(point, dirs, folder, run_id, sweep_id):
     return [sys.executable, "-c", RUN, str(folder / run_id), *point.overrides]
 
-local_sweep._command = command
+sweep._command = command
 RUN = """
 {run}
 """

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from launched import Launcher
 
-from launcher.cluster.progress import wait_of
+from launcher.cluster.worker_group import wait_of
 
 # As `python -m launcher`, with less patience.
 PROGRAM = """
 import sys
 from launcher.__main__ import main
-from launcher.cluster import progress
+from launcher.cluster import worker_group
 
-progress.STILL_SECONDS = 6.0
+worker_group.STILL_SECONDS = 6.0
 sys.exit(main(sys.argv[1:]))
 """
 DATA = """

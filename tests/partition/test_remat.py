@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.base.remat_name import REMAT_NAMES, RematName, parse_remat
+from launcher.base.names import REMAT_NAMES, RematName, parse_remat
 from launcher.partition.assignment import PlanError
 from launcher.partition.joint_graph import trace_joint
 from launcher.partition.partitioned import partition

@@ -15,7 +15,7 @@ from pathlib import Path
 
 INDEX, COUNT, COORDINATOR = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 DEVICES = int(sys.argv[4])
-os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.environment
+os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.session
 os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

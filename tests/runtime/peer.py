@@ -21,7 +21,7 @@ INDEX, COUNT, COORDINATOR, DEVICES = (
     sys.argv[3],
     int(sys.argv[4]),
 )
-os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.environment
+os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.session
 os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402

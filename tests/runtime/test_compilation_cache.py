@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from launcher.base.cache_folder import file_name, processor
+from launcher.base.measurements import file_name, processor
 from launcher.runtime import keep_compiled, why_not_kept
 
 PROGRAM = """
@@ -17,7 +17,7 @@ import json
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from launcher.base.log import lines_to
+from launcher.base.output import lines_to
 from launcher.runtime import keep_compiled
 from launcher.base.jax_compat import compiled, loaded_for
 

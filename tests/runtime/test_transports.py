@@ -5,7 +5,7 @@ import logging
 import jax
 import pytest
 
-from launcher.base.transports import TRANSPORTS
+from launcher.base.names import TRANSPORTS
 from launcher.runtime import PermuteTransport, PullTransport, Transport, make_transport
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +15,9 @@ from typing import Any
 
 from launcher.cluster.devices import EMULATED, STAND_INS, DevicePool
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.ray import ray_compat, worker_actor
+from launcher.cluster.ray import ray_compat
 from launcher.cluster.ray.ray_compat import Node
-from launcher.cluster.ray.session import Place, RaySession
-from launcher.cluster.ray.waiting import BackgroundCall, StartLimit
+from launcher.cluster.ray.session import Place, RaySession, StartLimit
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.config.machines import ray_address_problem
 
@@ -37,7 +34,6 @@ _LISTENS_SECONDS = 5.0  # to accept a connection; Ray itself tries for minutes
 _MORE_SECONDS = 10  # by which the probe's own watchdog waits longer
 _END_SECONDS = 3.0  # for Ray to end the workers: one that is killed sooner is reported as a failure
 _LEAVE_SECONDS = 15.0  # for Ray to disconnect, if it still answers
-_RAYS_OWN = "CPU", "GPU", "memory", "object_store_memory"  # resources of every node
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,8 @@ def check_feasible(bundle: Mapping[str, float], pool: DevicePool, nodes: Sequenc
     if not bundle or capacity([*bundle]) >= workers:
         return
     missing = [name for name in bundle if capacity([name]) < workers] or [*bundle]
-    wanted = ", ".join(f"{name}: {bundle[name]:g}" for name in missing)
-    has = "; ".join(_has(node, missing) for node in nodes)
+    wanted = _amounts(bundle, missing)
+    has = "; ".join(f"{n.address} has {_amounts(n.resources, missing)}" for n in nodes)
     each = "each of " if workers > 1 else ""
     own = " on a node of its own" if spread and workers > 1 else ""
     raise ClusterError(
@@ -92,12 +88,8 @@ def check_feasible(bundle: Mapping[str, float], pool: DevicePool, nodes: Sequenc
     )
 
 
-def _has(node: Node, names: Sequence[str]) -> str:
-    amounts = ", ".join(f"{name}: {node.resources.get(name, 0):g}" for name in names)
-    others = [
-        name for name in node.resources if name not in (*_RAYS_OWN, *names) and "node:" not in name
-    ]
-    return f"{node.address} has {amounts}" + (f" (and {', '.join(others)})" if others else "")
+def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}: {resources.get(name, 0):g}" for name in names)
 
 
 class ExistingRay(RaySession):
@@ -141,10 +133,10 @@ class ExistingRay(RaySession):
         self._ray, self._address = ray, address
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            if not ray.is_initialized():
-                self._connect()
+            self._connect()
             self._nodes = ray_compat.nodes()
             asked = num_nodes, num_devices_per_node, request
+            self._known = [node.address for node in self._nodes]
             self.pool, self._bundle = feasible_pool(self._nodes, *asked)
             on_error.pop_all()
 
@@ -152,23 +144,17 @@ class ExistingRay(RaySession):
         """Return: an existing Ray reports the end of its workers by itself."""
 
     def _connect(self) -> None:
-        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-        connecting = BackgroundCall(functools.partial(self._ray.init, self._address, **quiet))
-
-        def leave() -> None:
-            if connecting.ended(_LEAVE_SECONDS):  # not beside it
-                BackgroundCall(self._ray.shutdown).ended(_LEAVE_SECONDS)
-
-        self._undo.callback(leave)
+        if self._ray.is_initialized():
+            return
+        self._join(self._address, _LEAVE_SECONDS)
+        assert self._connecting is not None
+        if not self._connecting.ended(0):
+            raise ClusterError(self._late("answer", "it still tries"))
         try:
-            if not self._waiting.until(connecting.ended, f"Ray's answer at {self._address}"):
-                raise ClusterError(self._late("answer", "it still tries"))
-            connecting.result()
+            self._connecting.result()
         except (self._ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             problem = ray_compat.connection_problem(str(error))
             raise ClusterError(f"no Ray can be reached at {self._address}: {problem}") from error
-        finally:
-            ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
 
     def _worker_places(self) -> list[Place]:
         """Reserve the requested resources for all workers at once, by a placement group.
@@ -177,29 +163,19 @@ class ExistingRay(RaySession):
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        hosts = range(self.pool.hosts)
         if not self._bundle:
-            return [self._server_place(host) for host in hosts]
+            return super()._worker_places()
         group, nodes = self._reserve()
-        custom = {k: amount for k, amount in self._bundle.items() if k not in ("CPU", "GPU")}
-        requested = {
-            "num_cpus": self._bundle.get("CPU", 0),
-            "num_gpus": self._bundle.get("GPU", 0),
-            "resources": custom,
-        }
+        custom = dict(self._bundle)
+        cpus, gpus = custom.pop("CPU", 0), custom.pop("GPU", 0)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": custom}
+        on_it = PlacementGroupSchedulingStrategy
         return [
-            Place(
-                host,
-                node.address,
-                {
-                    **requested,
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(group, host),
-                },
-            )
-            for host, node in zip(hosts, nodes, strict=True)
+            Place(host, node.address, {**options, "scheduling_strategy": on_it(group, host)})
+            for host, node in enumerate(nodes)
         ]
 
-    def _server_place(self, host: int) -> Place:
+    def _place(self, host: int) -> Place:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         node = self._nodes[host % len(self._nodes)]
@@ -219,19 +195,15 @@ class ExistingRay(RaySession):
             time.sleep(seconds)
             return False
 
-        wanted = ", ".join(f"{name}: {amount:g}" for name, amount in self._bundle.items())
+        wanted = _amounts(self._bundle, self._bundle)
         what = f"Ray at {self._address} to have {wanted} for each worker"
         if not self._waiting.until(reserved, what):
-            free = self._ray.available_resources()
-            left = ", ".join(f"{name}: {free.get(name, 0):g}" for name in self._bundle)
+            left = _amounts(self._ray.available_resources(), self._bundle)
             what = f"have {wanted} free for each of {hosts} workers"
             raise ClusterError(self._late(what, f"free now are {left} in all"))
         node_of = util.placement_group_table(group)["bundles_to_node_id"]
         by_id = {node.node_id: node for node in self._nodes}
         return group, [by_id[node_of[i]] for i in range(hosts)]
-
-    def _addresses(self) -> list[str]:
-        return [node.address for node in self._nodes]
 
     def _start(self, *process: Any) -> WorkerHandle:
         handle = super()._start(*process)
@@ -241,10 +213,6 @@ class ExistingRay(RaySession):
     def _end(self, actor: Any) -> None:
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(actor)
-
-    def _awaited(self, names: Sequence[str]) -> str:
-        del names
-        return f"Ray at {self._address} to start the workers' processes"
 
     def _check_started(self, missing: Mapping[str, str], in_time: bool) -> None:
         if missing:

@@ -1,6 +1,6 @@
-"""Parameter server: a process that sums the parts of the workers in rank order.
+"""Parameter servers, which sum the parts of the workers in rank order, and the workers' client.
 
-Its actor is a `worker_actor.Server`, in which calls wait for one another without a thread
+A server's actor is a `worker_actor.Server`, in which calls wait for one another without a thread
 each, so a server that waits takes no processor. The module imports neither JAX nor our other
 modules: the process is to be small, and up soon.
 
@@ -11,16 +11,22 @@ back the same way, written once for all workers.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from launcher.runtime import ExchangeSpec
 
 _WRITTEN_ONCE = 1 << 20  # bytes from which one object for all workers is quicker than one for each
 
 
 class ExchangeServer:
-    """Combine the parts of each exchange that this server owns, once all workers have sent theirs.
+    """Combine the parts of the exchanges of this server, once all workers have sent theirs.
 
     Args:
         count: the number of workers.
@@ -142,3 +148,90 @@ def _wide(dtype: np.dtype) -> np.dtype:
     """Return the type in which numbers of a type are added."""
     is_half = dtype.itemsize == np.dtype(np.float16).itemsize and dtype.kind not in "iu"
     return np.dtype(np.float32) if is_half else dtype
+
+
+# -- In a worker ----------------------------------------------------------------------------------
+
+
+class ServerError(RuntimeError):
+    """An error raised when a parameter server is gone or refuses a part."""
+
+
+class ServerClient:
+    """The parameter servers as one worker sees them: `launcher.runtime.transport.servers.Servers`.
+
+    Args:
+        rank: this worker's number.
+        count: the number of workers.
+        servers: Ray's handle and the name of each server.
+        seconds: how long an exchange may take.
+
+    Attributes:
+        rank: this worker's number.
+        count: the number of workers.
+    """
+
+    def __init__(
+        self, rank: int, count: int, servers: Sequence[tuple[Any, str]], seconds: float
+    ) -> None:
+        self.rank, self.count = rank, count
+        self._servers, self._seconds = tuple(servers), seconds
+        self._specs: list[ExchangeSpec] = []
+        self._calls = itertools.count()
+        self._answers: dict[tuple[int, int], Any] = {}
+        self._sent = threading.Condition()
+
+    def open(self, exchanges: Sequence[ExchangeSpec]) -> int:
+        """Make the exchanges of an executable known and return the number of the first."""
+        first = len(self._specs)
+        self._specs += exchanges
+        return first
+
+    def reserve(self) -> int:
+        """Return the number of a new call."""
+        return next(self._calls)
+
+    def put(self, call: int, exchange: int, part: np.ndarray) -> None:
+        """Give this worker's part of an exchange; see `Servers.put`."""
+        spec = self._specs[exchange]
+        actor, _ = self._servers[spec.server]
+        axis = spec.axis if spec.kind == "gather" else None
+        key = call, exchange
+        # Ray copies a large array to its object store meanwhile, and frees it with the answer.
+        answer = actor.answer.remote("exchange", key, self.rank, axis, part)
+        with self._sent:
+            self._answers[key] = answer
+            self._sent.notify_all()
+
+    def get(self, call: int, exchange: int) -> np.ndarray:
+        """Wait for the whole of an exchange, read-only, once only; see `Servers.get`.
+
+        Raises:
+            ServerError: the server is gone.
+            TimeoutError: it took too long; the driver finds the process to blame.
+        """
+        import ray
+
+        key = call, exchange
+        with self._sent:
+            if not self._sent.wait_for(lambda: key in self._answers, self._seconds):
+                raise self._late(exchange, "this worker has not given its part")
+            answer = self._answers.pop(key)
+        _, name = self._servers[self._specs[exchange].server]
+        try:
+            done, value = ray.get(answer, timeout=self._seconds)
+            if done and isinstance(value, list):
+                value = ray.get(value[0], timeout=self._seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise self._late(exchange, f"{name} waits for a worker, or hangs") from None
+        except ray.exceptions.RayError as error:
+            (first, *_) = str(error).strip().splitlines() or [type(error).__name__]
+            raise ServerError(f"{name} is gone: {first}") from None
+        if not done:
+            raise ServerError(f"{name}, {self._specs[exchange].name}: {value[0]}: {value[1]}")
+        whole: np.ndarray = value
+        return whole
+
+    def _late(self, exchange: int, why: str) -> TimeoutError:
+        name = self._specs[exchange].name
+        return TimeoutError(f"{name} has not come for {self._seconds:g} s: {why}")

@@ -9,29 +9,37 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import secrets
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
+
+from launcher.base import open_own
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.ray import ray_compat, scratch, worker_actor
-from launcher.cluster.ray.environment import ray_environment, replaced_environment
 from launcher.cluster.ray.head import readable
-from launcher.cluster.ray.head_process import continue_head, end, start_head
-from launcher.cluster.ray.session import Place, RaySession
-from launcher.cluster.ray.waiting import BackgroundCall, StartLimit
+from launcher.cluster.ray.session import (
+    Place,
+    RaySession,
+    StartLimit,
+    ray_environment,
+    replaced_environment,
+)
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.slurm.rendezvous import Rendezvous
 
 _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
 _SHUTDOWN_SECONDS = 15.0
+_HEAD_SECONDS = 30  # for the head to end everything
 _DEFAULT_LIMIT = StartLimit()
 
 
@@ -67,9 +75,7 @@ class PrivateRay(RaySession):
         self.pool = pool
         self._rendezvous = rendezvous if pool.hosts > 1 else None  # else no other task is expected
         self._known = [LOOPBACK] * pool.hosts
-        self._connecting: BackgroundCall | None = None
         self._connected, self._at = False, ""
-        self._leaving: BackgroundCall | None = None
         with ExitStack() as on_error:
             on_error.callback(self.close)
             self._own_logs = log_dir is None
@@ -83,7 +89,7 @@ class PrivateRay(RaySession):
             self._environ = ray_environment(os.environ, token, nodes=self._rendezvous is not None)
             self._head = self._start_head(folder)
             self._undo.callback(self._let_go)
-            self._undo.callback(end, self._head, folder.path)
+            self._undo.callback(end_head, self._head, folder.path)
             with replaced_environment(self._environ):
                 self._ray = ray_compat.import_ray()
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
@@ -106,23 +112,9 @@ class PrivateRay(RaySession):
                 ray_compat.read_settings_again()  # for a Ray of the user's that comes after it
         atexit.unregister(self.close)
 
-    def _worker_places(self) -> list[Place]:
-        self._connect()
-        return [self._place(host) for host in range(self.pool.hosts)]
-
-    def _server_place(self, host: int) -> Place:
-        self._connect()
-        return self._place(host)
-
     def _place(self, host: int) -> Place:
         there = {} if self._rendezvous is None else {f"host_{host}": _SHARE_OF_HOST}
         return Place(host, self._known[host], {"num_cpus": 0, "resources": there})
-
-    def _addresses(self) -> Sequence[str]:
-        return self._known
-
-    def _awaited(self, names: Sequence[str]) -> str:
-        return f"the processes of {', '.join(names)} (see {self._log})"
 
     def _check_started(self, missing: Mapping[str, str], in_time: bool) -> None:
         if not in_time:  # otherwise Ray's reason, if there is one, is raised by the first call
@@ -131,14 +123,13 @@ class PrivateRay(RaySession):
             )
 
     def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
-        log, rendezvous = self._log_dir / "ray.log", self._rendezvous
-        if rendezvous is None:
+        if self._rendezvous is None:
             options = [f"--own-logs={self._log_dir}"] if self._own_logs else []
-            return start_head(folder, self._environ, log, self.pool.hosts, options)
-        waiting = rendezvous.listener.fileno()
-        options = [f"--ip={rendezvous.address}", "--host=0"]
+            return start_head(folder, self._environ, self._log, self.pool.hosts, options)
+        waiting = self._rendezvous.listener.fileno()
+        options = [f"--ip={self._rendezvous.address}", "--host=0"]
         options += [f"--rendezvous={waiting}", f"--logs={self._log_dir}"]
-        return start_head(folder, self._environ, log, 1, options, [waiting])
+        return start_head(folder, self._environ, self._log, 1, options, [waiting])
 
     def _connect(self) -> None:
         if self._connected:
@@ -146,12 +137,8 @@ class PrivateRay(RaySession):
         if self._connecting is None:
             self._at = self._address()
             with replaced_environment(self._environ):
-                self._connecting = BackgroundCall(functools.partial(self._join, self._at))
-                self._undo.callback(self._disconnect)
-                try:
-                    self._waiting.until(self._connecting.ended, f"Ray's answer at {self._at}")
-                finally:
-                    ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
+                self._join(self._at, _HASTE_SECONDS)  # while Ray is up, which is faster
+        assert self._connecting is not None
         if not self._connecting.ended(0):  # this process cannot try again
             raise ClusterError(self._late(f"Ray came up at {self._at}, but did not answer"))
         try:
@@ -178,16 +165,6 @@ class PrivateRay(RaySession):
         if not address or self._head.poll() is not None:  # connecting would never end
             raise RayEndedError(f"Ray did not come up.\n{self._log_tail()}")
         return address
-
-    def _join(self, address: str) -> None:
-        self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-
-    def _disconnect(self) -> None:
-        """Begin to disconnect while Ray is up, which is faster, if Ray answers."""
-        assert self._connecting is not None
-        if self._connecting.ended(_HASTE_SECONDS):
-            self._leaving = BackgroundCall(self._ray.shutdown)
-            self._leaving.ended(_HASTE_SECONDS)
 
     def _let_go(self) -> None:
         """Wait until the connection has ended, which it does after Ray's end."""
@@ -236,3 +213,66 @@ def secret() -> str:
     There is one a process, because Ray reads it once.
     """
     return secrets.token_hex(32)
+
+
+# -- The head process (`head`) of a node ----------------------------------------------------------
+
+
+def start_head(
+    folder: scratch.Scratch,
+    environ: Mapping[str, str],
+    log: Path,
+    workers: int,
+    options: Sequence[str] = (),
+    sockets: Sequence[int] = (),
+) -> subprocess.Popen[str]:
+    """Start a head process that lives no longer than this process.
+
+    Args:
+        folder: the scratch folder that the head deletes at its end.
+        environ: the environment of Ray's processes.
+        log: the file that Ray's output is appended to.
+        workers: the number of worker processes that will run on this node.
+        options: further options of `head`.
+        sockets: the descriptors that these options name.
+    """
+    command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
+    command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
+    command += [f"--store-bytes={scratch.store_bytes()}", *options]
+    with open(open_own(log, os.O_WRONLY | os.O_APPEND), "a") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=environ,
+            pass_fds=[folder.lock, *sockets],
+            start_new_session=True,
+        )
+
+
+def continue_head(head: subprocess.Popen[str]) -> None:
+    """Continue the head if it was stopped: it watches over the other processes."""
+    with suppress(psutil.Error):  # it is gone
+        if psutil.Process(head.pid).status() == psutil.STATUS_STOPPED:
+            head.send_signal(signal.SIGCONT)
+
+
+def end_head(head: subprocess.Popen[str], folder: Path) -> None:
+    """Have the head end everything, and wait until it has.
+
+    If the head itself was killed, the processes that it had started are ended from here; the
+    scratch folder in their environment identifies them.
+    """
+    for pipe in (head.stdin, head.stdout):
+        assert pipe is not None
+        pipe.close()
+    continue_head(head)
+    try:
+        head.wait(_HEAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        head.wait()
+    if head.returncode < 0:
+        scratch.end_users(folder)

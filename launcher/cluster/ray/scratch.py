@@ -96,7 +96,7 @@ def choose_base(candidates: Sequence[str]) -> Path:
     """Return the first of `candidates` in which scratch folders can be made.
 
     It has to be writable, leave room for the names of Ray's sockets, and keep other users from
-    putting a folder of theirs in the place of ours.
+    putting a folder of theirs in its place.
 
     Raises:
         ClusterError: none of them is such a folder.
@@ -193,17 +193,17 @@ def store_bytes(folder: Path = _SHARED) -> int:
     return max(STORE_BYTES, min(disk.f_bavail * disk.f_frsize // 2, _MOST_STORE_BYTES))
 
 
-def check_disk(folder: Path, least_inodes: int = _LEAST_INODES) -> None:
+def check_disk(folder: Path) -> None:
     """Check that the disk of `folder` has room for Ray's files.
 
     Raises:
         ClusterError: it is full.
     """
     disk = os.statvfs(folder)
-    if disk.f_files and disk.f_favail < least_inodes:
+    if disk.f_files and disk.f_favail < _LEAST_INODES:
         raise ClusterError(
             f"{folder} has room for only {disk.f_favail} more files (df -i {folder}), and Ray "
-            f"needs {least_inodes}: delete some, or set TMPDIR to a short folder of another disk."
+            f"needs {_LEAST_INODES}: delete some, or set TMPDIR to a short folder of another disk."
         )
     if disk.f_bavail * disk.f_frsize < _LEAST_BYTES:
         raise ClusterError(

@@ -1,24 +1,150 @@
-"""Start worker and parameter server processes on one Ray, private or existing."""
+"""Start worker and parameter server processes on one Ray, private or existing.
+
+Waits for them have a limit, and are logged now and then.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from launcher.base import Advance, open_own
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.ray import ray_compat, worker_actor
-from launcher.cluster.ray.environment import worker_environment
 from launcher.cluster.ray.parameter_server import ExchangeServer
-from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import WorkerHandle, kill, not_started
+from launcher.hardware import gpu_memory_variables
+
+_POLL_SECONDS = 0.2
+_SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports
+# An emulated device's arrays are fresh memory each time: pages of 2 MiB spare most of its faults.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+_log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class StartLimit:
+    """The time that a start may take without progress, and a check that may end its waits.
+
+    Attributes:
+        seconds: the time until Ray is up, until it answers, until one more process is up.
+        setting: the name by which the user knows `seconds`.
+        check: called repeatedly during a wait; an exception that it raises ends the wait.
+    """
+
+    seconds: float = 120.0
+    setting: str = "cluster.start_timeout"
+    check: Callable[[], None] = _nothing
+
+
+class Waiting:
+    """The waits of one start.
+
+    Attributes:
+        advance: called with the number of processes or nodes that are up, and their total.
+    """
+
+    def __init__(self, limit: StartLimit) -> None:
+        self._limit = limit
+        self.advance: Advance | None = None
+        self._up, self._calls, self._spoken = 0, 0, _SILENCE
+
+    def counts(self, up: int, total: int, unit: str) -> None:
+        """Note how many processes are up; more of them is progress."""
+        if up > self._up:
+            self._up, self._calls, self._spoken = up, 0, _SILENCE
+        if self.advance is not None:
+            self.advance(up, total, unit)
+
+    def until(
+        self, ready: Callable[[float], object], what: str, seconds: float | None = None
+    ) -> bool:
+        """Wait until `ready` returns true; return whether it did in time.
+
+        The time is counted in calls, not by the clock: while this process is stopped, the others
+        may be too.
+
+        Args:
+            ready: waits up to as many seconds as it is given.
+            what: the goal of the wait, in words.
+            seconds: its limit, if it is not the start's.
+        """
+        start = self._limit
+        limit = start.seconds if seconds is None else seconds
+        self._up, self._calls, self._spoken = 0, 0, _SILENCE
+        while not ready(_POLL_SECONDS):
+            start.check()
+            self._calls += 1
+            waited = self._calls * _POLL_SECONDS
+            if waited >= limit:
+                return False
+            if waited >= self._spoken:
+                self._spoken += _AGAIN
+                _log.info(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
+        start.check()
+        return True
+
+
+class BackgroundCall:
+    """A call in a thread of its own, which no signal interrupts and which can be given up."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._error: BaseException | None = None
+        self._over = threading.Event()  # an interrupted `Thread.join` cannot be resumed
+        try:
+            threading.Thread(target=self._run, daemon=True).start()
+        except RuntimeError:  # some Pythons start none while they exit
+            self._run()
+
+    def ended(self, seconds: float) -> bool:
+        """Wait up to `seconds` seconds for the call; return whether it is over."""
+        return self._over.wait(seconds)
+
+    def finish(self) -> None:
+        """Wait for the call however often that is interrupted, then raise the last interrupt."""
+        interrupt = None
+        while not self._over.is_set():
+            try:
+                self._over.wait()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        self.result()
+        if interrupt is not None:
+            raise interrupt
+
+    def result(self) -> None:
+        """Raise the exception of the call, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+
+
+# -- A session ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,8 +181,11 @@ class RaySession(ABC):
         self._limit, self._log_dir, self._kill_after = limit, log_dir, kill_after
         self._waiting = Waiting(limit)
         self._begun: list[WorkerHandle] = []
+        self._known: list[str] = []  # the addresses of all hosts, which are exempt from proxies
         self._undo = ExitStack()
         self._ray: Any = None
+        self._connecting: BackgroundCall | None = None
+        self._leaving: BackgroundCall | None = None
 
     @abstractmethod
     def check(self) -> None:
@@ -67,24 +196,40 @@ class RaySession(ABC):
         """
 
     @abstractmethod
+    def _connect(self) -> None:
+        """Connect to Ray unless this process is connected."""
+
+    @abstractmethod
+    def _place(self, host: int) -> Place:
+        """Return the place of a process on a host of the pool."""
+
     def _worker_places(self) -> list[Place]:
-        """Connect to Ray; return the place of each worker, in the order of the hosts."""
-
-    @abstractmethod
-    def _server_place(self, host: int) -> Place:
-        """Connect to Ray; return the place of a parameter server on a host of the pool."""
-
-    @abstractmethod
-    def _addresses(self) -> Sequence[str]:
-        """Return the addresses of all hosts, which are exempt from proxies."""
+        """Return the place of each worker, in the order of the hosts."""
+        return [self._place(host) for host in range(self.pool.hosts)]
 
     @abstractmethod
     def _check_started(self, missing: Mapping[str, str], in_time: bool) -> None:
         """Raise for workers that did not start, by name, each with Ray's reason if it gave up."""
 
-    @abstractmethod
-    def _awaited(self, names: Sequence[str]) -> str:
-        """Return a description of the wait for the processes of workers."""
+    def _join(self, address: str, patience: float) -> None:
+        """Begin to connect to the Ray at an address, and wait for it within the limit.
+
+        Args:
+            address: Ray's address.
+            patience: the seconds that each step of leaving it may take.
+        """
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        self._connecting = BackgroundCall(functools.partial(self._ray.init, address, **quiet))
+        self._undo.callback(self._leave, self._connecting, patience)
+        try:
+            self._waiting.until(self._connecting.ended, f"Ray's answer at {address}")
+        finally:
+            ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
+
+    def _leave(self, connecting: BackgroundCall, patience: float) -> None:
+        if connecting.ended(patience):  # not beside it
+            self._leaving = BackgroundCall(self._ray.shutdown)
+            self._leaving.ended(patience)
 
     def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
         """Wait for Ray and have it start the processes, without waiting for these.
@@ -92,6 +237,7 @@ class RaySession(ABC):
         The next `spawn` of the same class and arguments waits for them. They take calls from now
         on. Raises the errors of `spawn`.
         """
+        self._connect()
         places, handles = self._worker_places(), list[WorkerHandle]()
         self._undo.callback(kill, handles, self._kill_after)
         try:
@@ -129,7 +275,8 @@ class RaySession(ABC):
             self._waiting.counts(len(handles) - len(missing), len(handles), "processes")
             return not missing or any(missing.values())
 
-        self._check_started(missing, self._waiting.until(started, self._awaited([*missing])))
+        awaited = f"the processes of {', '.join(missing)}"
+        self._check_started(missing, self._waiting.until(started, awaited))
         return handles
 
     def serve(self, count: int, workers: int) -> list[WorkerHandle]:
@@ -140,10 +287,11 @@ class RaySession(ABC):
         Raises:
             ClusterError: Ray did not come up.
         """
+        self._connect()
         handles: list[WorkerHandle] = []
         self._undo.callback(kill, handles, self._kill_after)
         for number in range(count):
-            place = self._server_place(number % self.pool.hosts)
+            place = self._place(number % self.pool.hosts)
             handles.append(self._start(place, (ExchangeServer, (workers,)), number))
         return handles
 
@@ -181,13 +329,98 @@ class RaySession(ABC):
         log = self._log_dir and self._log_dir / f"{name}.log"
         if log is not None:
             os.close(open_own(log, os.O_WRONLY))
-        actor_class: Callable[..., Any] = (
-            worker_actor.Worker if server is None else worker_actor.Server
-        )
-        made: Any = ray.remote(**place.options)(actor_class)
-        environ = worker_environment(os.environ, self.pool, place.host, self._addresses())
+        kind: Any = worker_actor.Worker if server is None else worker_actor.Server
+        made: Any = ray.remote(**place.options)(kind)
+        environ = worker_environment(os.environ, self.pool, place.host, self._known)
         search_path = [os.path.abspath(entry) for entry in sys.path]
         actor = made.remote(environ, search_path, os.getcwd(), log and str(log))
         handle = WorkerHandle(actor, place.host, log or Path(os.devnull), place.address, server)
         actor.construct.remote(ray_compat.dumps(made_by))
         return handle
+
+
+# -- Environments of the processes ----------------------------------------------------------------
+
+
+def ray_environment(environ: Mapping[str, str], token: Path, nodes: bool = False) -> dict[str, str]:
+    """Return the environment of a private Ray, which settings of any other Ray do not reach.
+
+    Args:
+        environ: the environment of this process.
+        token: the file with the secret that this Ray requires of every client.
+        nodes: whether this Ray spans several machines.
+    """
+    return _plain(environ) | ray_compat.private_settings(token, nodes)
+
+
+def worker_environment(
+    environ: Mapping[str, str], pool: DevicePool, host: int, addresses: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the environment of a worker: the driver's, with only one host's devices visible.
+
+    A pool of GPUs without ids leaves the choice to the host's own CUDA_VISIBLE_DEVICES.
+
+    Args:
+        environ: the environment of the driver.
+        pool: the devices of the run.
+        host: the index of the worker's host in the pool.
+        addresses: the addresses of the other hosts, which are exempt from proxies.
+    """
+    variables = _plain(environ, addresses)
+    # JAX assumes that a process of a Slurm step owns a single device.
+    variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
+    if pool.kind == "gpu":
+        variables.pop("CUDA_VISIBLE_DEVICES", None)
+        first = host * pool.devices_per_host
+        mine = pool.gpu_ids[first : first + pool.devices_per_host]
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+        return variables | gpu_memory_variables(environ) | shown | {"JAX_PLATFORMS": "cuda,cpu"}
+    kept = [
+        flag
+        for flag in variables.get("XLA_FLAGS", "").split()
+        if flag.partition("=")[0] != _DEVICE_COUNT_FLAG
+    ]
+    variables.pop("JAX_NUM_CPU_DEVICES", None)  # JAX refuses both it and the flag
+    # Each device that waits in a collective blocks one of XLA's threads. Without a spare one, the
+    # data that another process needs to join that collective would never be sent.
+    cores = len(psutil.Process().cpu_affinity() or [0])
+    threads = max(cores, pool.devices_per_host + 1)
+    return {
+        "NPROC": str(threads),
+        "GLIBC_TUNABLES": _HUGE_PAGES,
+        **variables,
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={pool.devices_per_host}"]),
+    }
+
+
+def _plain(environ: Mapping[str, str], addresses: Sequence[str] = ()) -> dict[str, str]:
+    """Return `environ` without settings of Ray, and with our own machines exempt from proxies."""
+    prefix = ray_compat.PREFIX
+    variables = {name: value for name, value in environ.items() if not name.startswith(prefix)}
+    for name in ("no_proxy", "NO_PROXY"):
+        listed = [entry for entry in variables.get(name, "").split(",") if entry]
+        ours = dict.fromkeys(("localhost", "127.0.0.1", *addresses))
+        local = [entry for entry in ours if entry not in listed]
+        variables[name] = ",".join([*listed, *local])
+    return variables
+
+
+@contextmanager
+def replaced_environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Replace this process's environment variables by `environ` inside the context."""
+    before = dict(os.environ)
+    _change(environ)
+    try:
+        yield
+    finally:
+        _change(before)
+
+
+def _change(environ: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

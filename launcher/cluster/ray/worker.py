@@ -19,6 +19,16 @@ LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.5
 _KILL_SECONDS = 10
 _DEATH_SECONDS = 5  # that Ray may take to notice the end of a worker
+_BROKEN = "unreachable"  # in place of a text of Ray's
+# The end of a worker, by a part of Ray's text; of the first two nothing more is known.
+_ENDS = {
+    _BROKEN: "the connection to it broke: its process or its machine failed, or the network to it "
+    "is cut",
+    ray_compat.NODE_UNREACHABLE: "Ray's process on its machine has not answered for a minute: the "
+    "network to it is cut, or that machine hangs or is down",
+    ray_compat.NODE_DIED: "Ray ended on its machine, which failed or was shut down, or somebody "
+    "killed it",
+}
 
 
 class Future:
@@ -57,13 +67,12 @@ class Future:
             ) from None
         except ray.exceptions.RayTaskError as error:
             # Raised outside the method: its arguments or its result could not be pickled.
-            raise self.worker.failure(
-                type(error.cause).__name__, str(error.cause), str(error)
-            ) from None
+            kind = type(error.cause).__name__
+            raise self.worker.failure(kind, str(error.cause), str(error)) from None
         except ray.exceptions.ActorDiedError as error:
             raise self.worker.death(str(error)) from None
         except ray.exceptions.ActorUnavailableError:  # Ray could try again; the launcher does not
-            raise self.worker.death("unreachable") from None
+            raise self.worker.death(_BROKEN) from None
         except ray.exceptions.RayError as error:
             output = self.worker.log.with_name("ray.log")
             raise RayEndedError(f"Ray lost {self.worker.name}; see {output}: {error}") from error
@@ -246,20 +255,14 @@ class WorkerHandle:
     def __init__(
         self, actor: Any, host: int, log: Path, address: str = LOOPBACK, server: int | None = None
     ) -> None:
-        self.actor = actor
+        self.actor, self.host, self.log, self.address = actor, host, log, address
         self.location = actor.location.remote()
         self._process: psutil.Process | None = None
         self._kills_before = _out_of_memory_kills()
-        self.host = host
-        where = f" on {address}" if address != LOOPBACK else ""
         self.is_server = server is not None
         self.life = actor.live.remote() if self.is_server else None
-        self.name = (
-            f"parameter server {server} on host {host}" if self.is_server else f"worker_{host}"
-        )
-        self.name += where
-        self.log = log
-        self.address = address
+        name = f"parameter server {server} on host {host}" if self.is_server else f"worker_{host}"
+        self.name = name + (f" on {address}" if address != LOOPBACK else "")
         self.elsewhere = False
 
     def submit(self, method: str, *arguments: Any) -> Future:
@@ -317,57 +320,32 @@ class WorkerHandle:
 
     def failure(self, error_type: str, message: str, traceback_text: str) -> WorkerError:
         """Return the error for an exception raised inside the worker."""
-        return WorkerError(
-            self.name,
-            message,
-            self.log,
-            host=self.host,
-            whereabouts=self.whereabouts,
-            error_type=error_type,
-            traceback_text=traceback_text,
-        )
+        return self._error(message, error_type=error_type, traceback_text=traceback_text)
 
     def death(self, reason: str) -> WorkerError:
         """Return the error for a worker whose process is gone.
 
         Args:
-            reason: Ray's text about the end of the actor, or "unreachable".
+            reason: Ray's text about the end of the actor, or `_BROKEN`.
         """
         kills = _out_of_memory_kills() - self._kills_before
-        silent = ray_compat.NODE_UNREACHABLE in reason  # nothing is known of the worker
+        how = next((text for mark, text in _ENDS.items() if mark in reason), "")
         if code := ray_compat.EXIT_CODE.search(reason):
             how = f"its process ended with exit code {code[1]}"
-        elif reason == "unreachable":
-            how = (
-                "the connection to it broke: its process or its machine failed, or the network to "
-                "it is cut"
-            )
-        elif silent:
-            how = (
-                "Ray's process on its machine has not answered for a minute: the network to it is "
-                "cut, or that machine hangs or is down"
-            )
-        elif ray_compat.NODE_DIED in reason:
-            how = "Ray ended on its machine, which failed or was shut down, or somebody killed it"
-        elif ray_compat.CREATION_FAILED in reason:
+        elif not how and ray_compat.CREATION_FAILED in reason:
             how = f"its process could not be set up\n{reason}"
-        elif kills:
+        elif not how and kills:
             how = (
                 "its process was killed, and since it started the kernel has killed "
                 f"{kills} process(es) here for lack of memory (dmesg names them)"
             )
-        else:
-            how = "its process was killed by a signal or crashed"
-        return WorkerError(
-            self.name,
-            how,
-            self.log,
-            host=self.host,
-            whereabouts=self.whereabouts,
-            died=True,
-            is_server=self.is_server,
-            silent=silent or reason == "unreachable",
-        )
+        how = how or "its process was killed by a signal or crashed"
+        silent = ray_compat.NODE_UNREACHABLE in reason or reason == _BROKEN
+        return self._error(how, died=True, is_server=self.is_server, silent=silent)
+
+    def _error(self, message: str, **about: Any) -> WorkerError:
+        where = self.whereabouts
+        return WorkerError(self.name, message, self.log, host=self.host, whereabouts=where, **about)
 
 
 def _out_of_memory_kills() -> int:

@@ -1,4 +1,7 @@
-"""Call Slurm's commands, and tolerate an unavailable controller.
+"""Render the batch script of a run (`job.sbatch.jinja`), and call Slurm's commands.
+
+The script asks for the nodes, starts one task on each, and requeues the job when the run asks for
+it. `slurm/train.sbatch` is the same script, to be edited and submitted by hand.
 
 A controller that is down or busy is asked again, with longer and longer pauses; a job is never
 considered lost because of it.
@@ -8,17 +11,125 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.cluster.errors import ClusterError
 from launcher.config.errors import ConfigError, advice
-from launcher.config.machines import Slurm
+from launcher.config.machines import Slurm, SlurmCluster, minutes
+
+SCRIPT = "job.sbatch"  # its name in a run's folder
+
+
+def render(
+    cluster: SlurmCluster,
+    name: str,
+    folder: Path,
+    output: Path,
+    command: Sequence[str],
+    array: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """Return the text of a batch script with the settings of `cluster`.
+
+    Args:
+        cluster: the settings.
+        name: the job's name in the queue.
+        folder: the folder in which the job is submitted and runs.
+        output: the file for its output; %j is the job's id, %A and %a the ids of an array and its
+            element.
+        command: the words of each task's command, quoted for the shell.
+        array: the elements of a job array, such as 0-2%1; None for a job of one run.
+        variables: for each variable of `cluster.slurm.env` whose value must not appear in the
+            script, a word of bash that stands for it.
+
+    Raises:
+        ConfigError: a value cannot be written in a batch script.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    slurm, loader = cluster.slurm, PackageLoader("launcher.cluster.slurm", "")
+    own = {"job-name": slurm.job_name or name, "chdir": folder, "output": output}
+    options = {**own, "open-mode": "append", "array": array, **_options(cluster)}
+    templates = Environment(
+        loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    return templates.get_template("job.sbatch.jinja").render(
+        slurm=slurm,
+        options=[_line(name, value) for name, value in options.items() if value is not None],
+        env={name: shlex.quote(value) for name, value in slurm.env.items()} | dict(variables or {}),
+        srun=map(_quoted, _srun_arguments(slurm)),
+        command=command,
+    )
+
+
+def duration(text: str) -> str:
+    """Return `2d12h`, `4h` or `90m` in Slurm's one unambiguous form, D-HH:MM:SS."""
+    total = minutes(text)
+    return f"{total // 1440}-{total // 60 % 24:02}:{total % 60:02}:00"
+
+
+def _options(cluster: SlurmCluster) -> dict[str, Any]:
+    """Return options of sbatch, without their dashes; "" for a flag, None for one left out."""
+    slurm = cluster.slurm
+    assert cluster.gpus is not None
+    kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    gpus: dict[str, Any] = {"gpus-per-node": f"{kind}{cluster.gpus // cluster.hosts}"}
+    if slurm.gres or slurm.emulated:
+        gpus = {} if slurm.emulated else {"gres": slurm.gres}
+    plain = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude")
+    return {
+        "nodes": cluster.hosts,
+        "ntasks-per-node": 1,
+        **gpus,
+        "cpus-per-task": slurm.cpus,
+        "mem": slurm.mem or ("0" if slurm.exclusive else None),
+        "exclusive": "" if slurm.exclusive else None,
+        "time": slurm.time and duration(slurm.time),
+        **{name: getattr(slurm, name) for name in (*plain, "dependency")},
+        "signal": slurm.signal,
+        "requeue" if slurm.max_requeues else "no-requeue": "",
+        **{name.lstrip("-"): value for name, value in slurm.extra.items()},
+    }
+
+
+def _line(name: str, value: Any) -> str:
+    """Return an option as the script has it; the value is quoted only if it has to be."""
+    text = f"={value}" if value != "" else ""
+    if not text.isprintable():  # of a folder; settings are always printable
+        raise ConfigError(
+            f"{str(value)!r} cannot stand in a batch script",
+            "Submit from a folder whose name is one line of plain text.",
+        )
+    if re.search(r"[\s\"'#\\]", text):
+        text = '="' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return f"{name}{text}"
+
+
+def _srun_arguments(slurm: Slurm) -> Iterator[str]:
+    container = slurm.container
+    if container.image:
+        yield f"--container-image={container.image}"
+    if container.mounts:
+        yield f"--container-mounts={','.join(container.mounts)}"
+    if container.workdir:
+        yield f"--container-workdir={container.workdir}"
+    yield from slurm.srun_args
+
+
+def _quoted(word: str) -> str:
+    """Quote `word` for an array of bash; also a comma, which shellcheck reads as a separator."""
+    return f"'{word}'" if shlex.quote(word) == word and "," in word else shlex.quote(word)
+
+
+# -- Commands -------------------------------------------------------------------------------------
 
 # Messages of Slurm's commands when the controller, and not the request, is at fault.
 _OUTAGE = re.compile(
@@ -27,7 +138,7 @@ _OUTAGE = re.compile(
     r"|Resource temporarily unavailable|Unexpected message received",
     re.IGNORECASE,
 )
-_LONGEST_PAUSE = 60.0
+_PAUSES = (1, 2, 4, 8, 16, 32, *[60] * 14)  # seconds; a quarter of an hour in all
 ENDED = frozenset(
     [
         *("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -138,7 +249,7 @@ def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -
 
     Ctrl-C in the terminal does not reach the command.
     """
-    for pause in (*_pauses(), None):
+    for pause in (*_PAUSES, None):
         result = subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL, process_group=0
         )
@@ -149,16 +260,8 @@ def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -
             raise SlurmRefusal(problem)
         if pause is not None:
             print(
-                f"{command[0]}: Slurm's controller does not answer; again in {pause:g} s",
+                f"{command[0]}: Slurm's controller does not answer; again in {pause} s",
                 file=sys.stderr,
             )
             sleep(pause)
     raise SlurmError(f"Slurm's controller does not answer: {problem}")
-
-
-def _pauses(total: float = 900.0) -> Iterator[float]:
-    """Yield the seconds between two attempts: they double, up to `total` in all."""
-    pause = 1.0
-    while total > 0:
-        yield pause
-        total, pause = total - pause, min(2 * pause, _LONGEST_PAUSE)

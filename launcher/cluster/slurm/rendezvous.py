@@ -25,7 +25,7 @@ from launcher.base import DamagedError, parse_json, read_private, write_whole
 from launcher.base.reading import read
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.head import proof
-from launcher.cluster.slurm.allocation import Allocation, listen, own_address
+from launcher.cluster.slurm.allocation import Allocation, own_address
 from launcher.config.machines import Slurm
 
 _POLL_SECONDS = 0.5
@@ -86,7 +86,7 @@ def open_rendezvous(
     path = _path(folder, allocation)
     for left in folder.glob(f".rendezvous-{allocation.job_id}.*"):
         left.unlink(missing_ok=True)  # left by a start that was killed
-    with listen(allocation.job_id, address) as listener:
+    with socket.create_server((address, 0), backlog=4096) as listener:
         where = asdict(_Where(listener.getsockname(), token))
         write_whole(path, json.dumps(where), private=True)
         try:

@@ -25,7 +25,7 @@ import yaml
 from launcher import checkpoint
 from launcher.base import aside, clear_partial, complain, open_own, set_aside, write_whole
 from launcher.checkpoint import RunMetadata
-from launcher.cluster.slurm.attempts import attempt_folder
+from launcher.cluster.slurm.allocation import attempt_folder
 from launcher.config.compose import to_dict, to_written
 from launcher.config.environment import dotted, unresolved
 from launcher.config.errors import ConfigError, shown

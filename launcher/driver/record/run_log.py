@@ -20,7 +20,7 @@ from rich.console import Console
 
 from launcher.base import write_whole
 from launcher.cluster.slurm.allocation import Allocation
-from launcher.cluster.slurm.script import SCRIPT
+from launcher.cluster.slurm.commands import SCRIPT
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.callback import Callbacks

@@ -2,7 +2,7 @@
 
 A stage recomputes its first layers in full, the others selectively or not at all. The search counts
 in layers of the table, each of which may stand for several of the step's; remat strings
-(`base.remat_name`) count in the step's. Pure numbers.
+(`base.names`) count in the step's. Pure numbers.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import jax
 from filelock import FileLock
 
 from launcher.base import exposed, make_private
-from launcher.base.cache_folder import cache_folder, file_name, processor
 from launcher.base.jax_compat import on_unreadable
+from launcher.base.measurements import cache_folder, file_name, processor
 
 MOST_BYTES = 2 << 30  # the programs that were used least recently go first
 _LOCK = ".lockfile"  # JAX's own names

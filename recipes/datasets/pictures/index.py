@@ -20,7 +20,7 @@ import numpy as np
 
 from launcher.arrays.npz import read_arrays, write_arrays
 from launcher.base import DamagedError
-from launcher.base.cache_folder import cache_folder
+from launcher.base.measurements import cache_folder
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.fingerprint import fingerprint_of
 from launcher.recipes.datasets.pictures.decode import BadPictureError, check_whole, open_picture

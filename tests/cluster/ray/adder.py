@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from launcher.cluster.ray.server_client import ServerClient
+from launcher.cluster.ray.parameter_server import ServerClient
 
 
 class Adder:

@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,10 +19,11 @@ def ports(processes: Iterable[psutil.Process]) -> dict[tuple[str, int], str]:
     for process in processes:
         kind = process.name() if process.pid != os.getpid() else "launcher"
         kind = "ray::Worker" if kind.startswith("ray::Worker") else kind
-        for connection in process.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                ip, port = connection.laddr
-                found.setdefault((ip.removeprefix("::ffff:"), port), kind)
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    ip, port = connection.laddr
+                    found.setdefault((ip.removeprefix("::ffff:"), port), kind)
     return found
 
 

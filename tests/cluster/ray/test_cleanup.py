@@ -18,7 +18,7 @@ import launcher
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.config.machines import Emulated
 
 ONE_DEVICE = emulated_pool(Emulated(gpus=1))
@@ -49,24 +49,28 @@ print("closed", flush=True)
 """
 
 
+def environ_with(*folders):
+    root = Path(launcher.__file__).parents[1]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*folders, root, *sys.path]))}
+
+
+def ended(program, folder, *search):
+    """The end of a program whose argument is `folder`, and which imports from others first."""
+    command = [sys.executable, "-c", program, str(folder)]
+    environ = environ_with(*search or [folder])
+    return subprocess.run(command, capture_output=True, text=True, env=environ)
+
+
 @pytest.fixture
 def run_driver(probe_folder, tmp_path):
     """Start a driver whose worker is up; its standard input and output are pipes."""
     drivers = []
 
     def run(*words, **settings):
-        root = str(Path(launcher.__file__).parents[1])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, "-c", DRIVER, str(tmp_path), *words]
-        search = os.pathsep.join([root, str(probe_folder), os.environ.get("PYTHONPATH", "")])
-        driver = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": search},
-            **settings,
-        )
-        drivers.append(driver)
+        environ = environ_with(probe_folder)
+        drivers.append(driver := subprocess.Popen(command, env=environ, **pipes, **settings))
         assert driver.stdout.readline() == "up 1\n"
         return driver
 
@@ -241,15 +245,8 @@ def signals_while_it_connects():
 @pytest.mark.slow
 def test_signals_that_come_while_ray_connects_are_delivered_afterwards(probe_folder, tmp_path):
     """Ray itself would exit, or abort the process."""
-    root = str(Path(launcher.__file__).parents[1])
     (tmp_path / "ray_hook.py").write_text(RAY_HOOK)
-    search = os.pathsep.join([root, str(probe_folder), str(tmp_path)])
-    run = subprocess.run(
-        [sys.executable, "-c", SIGNALLED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": search},
-    )
+    run = ended(SIGNALLED, tmp_path, probe_folder, tmp_path)
     assert (run.returncode, run.stdout) == (0, "True 1\n"), run.stderr
 
 
@@ -289,28 +286,21 @@ def silent_ray(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.slow
-def test_a_start_says_what_it_waits_for_and_ends_in_time(silent_ray, tmp_path, caplog):
+def stop():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "told"),
+    [
+        (StartLimit(0.4), RayEndedError, r"^Ray did not come up within 0.4 s \(cluster.start_"),
+        (StartLimit(check=stop), KeyboardInterrupt, None),
+    ],
+)
+def test_a_start_ends_in_time_and_where_it_is_asked_to(silent_ray, tmp_path, limit, error, told):
     silent_ray()
-    caplog.set_level("INFO", "launcher")
-    with PrivateRay(ONE_DEVICE, tmp_path, limit=StartLimit(11)) as session:
-        told = r"^Ray did not come up within 11 s \(cluster.start_timeout\)\."
-        with pytest.raises(RayEndedError, match=told):
-            session.spawn(object)
-        (head,) = psutil.Process().children()
-    assert not head.is_running()
-    log = tmp_path / "ray.log"
-    assert caplog.messages == [f"waiting for Ray to come up (see {log}): 10 s so far, at most 11 s"]
-
-
-def test_whoever_looks_in_ends_a_start(silent_ray, tmp_path):
-    silent_ray()
-
-    def stop():
-        raise KeyboardInterrupt
-
-    with PrivateRay(ONE_DEVICE, tmp_path, limit=StartLimit(check=stop)) as session:
-        with pytest.raises(KeyboardInterrupt):
+    with PrivateRay(ONE_DEVICE, tmp_path, limit=limit) as session:
+        with pytest.raises(error, match=told):
             session.spawn(object)
         (head,) = psutil.Process().children()
     assert not head.is_running()
@@ -323,7 +313,7 @@ from pathlib import Path
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.config.machines import Emulated
 
 pool = emulated_pool(Emulated(gpus=1))
@@ -336,36 +326,30 @@ except ClusterError as error:
 
 
 def test_a_ray_that_gives_no_answer_is_given_up(silent_ray, tmp_path):
-    root = str(Path(launcher.__file__).parents[1])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         silent_ray(address)
         program = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n{UNANSWERED}"
-        run = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": root},
-        )
+        run = ended(program, tmp_path, Path(launcher.__file__).parents[1])
     assert run.returncode == 1
     told = f"Ray came up at {address}, but did not answer within 2 s (cluster.start_timeout)."
     assert told in run.stderr.splitlines()
+
+
+STARTED = """
+import pathlib, sys
+{first}
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.ray.private_ray import PrivateRay
+session = PrivateRay(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))
+"""
 
 
 def test_a_program_that_ends_without_a_word_ends_its_session_before_ray_disconnects(tmp_path):
     """Ray asked after that starts another one, of its own accord."""
     at_exit = "print('left:', len(psutil.Process().children()))"
     (tmp_path / "ray.py").write_text(f"import atexit, psutil\natexit.register(lambda: {at_exit})")
-    program = (
-        "import pathlib, sys\n"
-        "from launcher.cluster.devices import DevicePool\n"
-        "from launcher.cluster.ray.private_ray import PrivateRay\n"
-        "session = PrivateRay(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
-    )
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environ
-    )
+    run = ended(STARTED.format(first=""), tmp_path)
     assert (run.returncode, run.stdout, run.stderr) == (0, "left: 0\n", "")
 
 
@@ -376,19 +360,8 @@ def test_a_program_that_ends_without_a_word_ends_its_session_before_ray_disconne
         (False, "Ray was imported before, and this version of it cannot change its settings"),
     ],
 )
-def test_a_ray_that_cannot_be_set_up_any_more_is_refused_and_leaves_nothing(
-    tmp_path, connected, told
-):
+def test_a_ray_that_cannot_be_set_up_any_more_is_refused(tmp_path, connected, told):
     """One that can, as tests/api/a_script.py imports it, reads its settings again."""
     (tmp_path / "ray.py").write_text(f"def is_initialized():\n    return {connected}")
-    program = (
-        "import ray, pathlib, sys\n"
-        "from launcher.cluster.devices import DevicePool\n"
-        "from launcher.cluster.ray.private_ray import PrivateRay\n"
-        "PrivateRay(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
-    )
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environ
-    )
+    run = ended(STARTED.format(first="import ray"), tmp_path)
     assert f"ClusterError: {told}" in run.stderr

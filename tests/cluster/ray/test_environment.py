@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
-from launcher.cluster.ray.environment import ray_environment, worker_environment
+from launcher.cluster.ray.session import ray_environment, worker_environment
 from launcher.hardware.cluster_shape import memory_share
 from launcher.plan import local_shape
 

@@ -23,7 +23,7 @@ from launcher.cluster.ray.existing_ray import (
 )
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.ray_compat import Node
-from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.session import StartLimit
 from launcher.config.machines import Emulated
 
 LONG, SETTING = StartLimit(120.0), "launcher.init(start_timeout=...)"
@@ -169,7 +169,7 @@ def test_the_devices_are_what_is_asked_for_of_what_is_there(nodes, asked, found)
 
 
 @pytest.mark.parametrize("asked", [(3, None), (None, 9), (2, 8)])
-def test_more_gpus_than_there_are(asked):
+def test_more_gpus_than_there_are_are_refused(asked):
     with pytest.raises(ClusterError, match="2 nodes with 8, 4 GPUs"):
         choose_pool([node(8), node(4)], *asked)
 
@@ -181,61 +181,43 @@ TWO = (
 GPUS = tuple(Node(n, f"10.0.0.{i}", {"CPU": 8.0, "GPU": 8.0}) for i, n in enumerate("cd", 3))
 
 
-def check(asked, hosts, nodes=TWO, kind="cpu", each=2):
-    bundle = asked.bundle(each if kind == "gpu" else 0)
-    check_feasible(bundle, DevicePool(kind, hosts, each, "", ""), nodes)
-
-
 @pytest.mark.parametrize(
-    ("asked", "hosts", "nodes", "kind"),
+    ("request_", "hosts", "nodes", "kind", "message"),
     [
-        (ResourceRequest(), 100, TWO, "cpu"),
-        (ResourceRequest(4, {}), 2, TWO, "cpu"),
-        (ResourceRequest(1, {"my_node": 0.1}), 4, TWO, "cpu"),
+        (ResourceRequest(), 100, TWO, "cpu", ""),
+        (ResourceRequest(4), 2, TWO, "cpu", ""),
+        (ResourceRequest(1, {"my_node": 0.1}), 4, TWO, "cpu", ""),
+        (ResourceRequest(0, {"my_node": 0.1}), 10, TWO, "cpu", ""),  # ten times 0.1 is 1
+        (ResourceRequest(8), 2, GPUS, "gpu", ""),
         (
-            ResourceRequest(0, {"my_node": 0.1}),
-            10,
-            TWO,
-            "cpu",
-        ),  # ten times 0.1 is 1
-        (ResourceRequest(8, {}), 2, GPUS, "gpu"),
-    ],
-)
-def test_a_feasible_request_is_accepted(asked, hosts, nodes, kind):
-    check(asked, hosts, nodes, kind)
-
-
-@pytest.mark.parametrize(
-    ("asked", "hosts", "nodes", "kind", "message"),
-    [
-        (
-            ResourceRequest(0, {"no_such": 1}),
-            *(1, TWO, "cpu"),
-            "1 worker demands no_such: 1, which this Ray can never give: 10.0.0.1 has no_such: 0 "
-            "(and my_node); 10.0.0.2 has no_such: 0",
+            *(ResourceRequest(0, {"no_such": 1}), 1, TWO, "cpu"),
+            "1 worker demands no_such: 1, which this Ray can never give: 10.0.0.1 has no_such: 0; "
+            "10.0.0.2 has no_such: 0",
         ),
         (
-            ResourceRequest(3, {"my_node": 1}),
-            *(2, TWO, "cpu"),
+            *(ResourceRequest(3, {"my_node": 1}), 2, TWO, "cpu"),
             "each of 2 workers demands my_node: 1, which this Ray can never give: 10.0.0.1 has "
             "my_node: 1; 10.0.0.2 has my_node: 0",
         ),
         (
-            ResourceRequest(9, {}),
-            *(2, GPUS, "gpu"),
+            *(ResourceRequest(9), 2, GPUS, "gpu"),
             "each of 2 workers demands CPU: 9 on a node of its own, which this Ray can never give: "
             "10.0.0.3 has CPU: 8; 10.0.0.4 has CPU: 8",
         ),
-        # Each is there, but not on one node.
-        (
-            ResourceRequest(5, {"a": 1}),
-            *(1, (Node("x", "x", {"CPU": 9.0}), Node("y", "y", {"a": 1.0})), "cpu"),
+        (  # Each is there, but not on one node.
+            *(ResourceRequest(5, {"a": 1}), 1),
+            *((Node("x", "x", {"CPU": 9.0}), Node("y", "y", {"a": 1.0})), "cpu"),
             "1 worker demands CPU: 5, a: 1, which this Ray can never give: x has CPU: 9, a: 0; y "
             "has CPU: 0, a: 1",
         ),
     ],
 )
-def test_an_infeasible_request_names_what_is_missing(asked, hosts, nodes, kind, message):
-    with pytest.raises(ClusterError) as error:
-        check(asked, hosts, nodes, kind)
-    assert str(error.value) == message
+def test_an_infeasible_request_is_refused_with_what_is_missing(
+    request_, hosts, nodes, kind, message
+):
+    bundle, error = request_.bundle(2 if kind == "gpu" else 0), ""
+    try:
+        check_feasible(bundle, DevicePool(kind, hosts, 2, "", ""), nodes)
+    except ClusterError as refusal:
+        error = str(refusal)
+    assert error == message

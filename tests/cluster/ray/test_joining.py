@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster import progress
+from launcher.cluster import worker_group
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import HungError
-from launcher.cluster.progress import WAITS
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import silent_servers
-from launcher.cluster.worker_group import WorkerGroup
+from launcher.cluster.worker_group import WAITS, WorkerGroup
 from launcher.config.machines import Emulated
 
 
@@ -26,7 +25,7 @@ def test_workers_that_stand_while_they_connect_are_named(method, tmp_path, monke
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from held import Held
 
-    monkeypatch.setattr(progress, "STILL_SECONDS", 4.0)
+    monkeypatch.setattr(worker_group, "STILL_SECONDS", 4.0)
     with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
         workers = session.spawn(Held, method)
         group = WorkerGroup(workers, session.check, 600.0, "cluster.step_timeout")

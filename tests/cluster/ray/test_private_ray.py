@@ -10,11 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from listening import ports
+
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import gather
+from launcher.cluster.worker_group import diagnose
 from launcher.config.machines import Emulated
 
 
@@ -41,21 +44,13 @@ def own_processes():
 
 
 def test_each_host_is_a_process_with_its_own_cpu_devices(workers):
-    places = [worker.submit("place") for worker in workers]
-    assert len({place.result()["pid"] for place in places} | {os.getpid()}) == 3
-    for devices in [worker.submit("devices") for worker in workers]:
-        assert devices.result() == ["cpu", "cpu"]
+    places = [worker.submit("place").result() for worker in workers]
+    assert len({place["pid"] for place in places} | {os.getpid()}) == 3
     assert [worker.name for worker in workers] == ["worker_0", "worker_1"]
-
-
-def test_the_environment_is_set_before_any_import(workers):
-    place = workers[0].submit("place").result()
-    assert (place["jax"], place["platforms"]) == (False, "cpu")
-
-
-def test_a_worker_has_the_driver_s_priority(workers):
-    process = psutil.Process(workers[0].submit("place").result()["pid"])
-    assert process.nice() == psutil.Process().nice()
+    for worker, place in zip(workers, places, strict=True):
+        assert (place["jax"], place["platforms"]) == (False, "cpu")  # set before any import
+        assert psutil.Process(place["pid"]).nice() == psutil.Process().nice()
+        assert worker.submit("devices").result() == ["cpu", "cpu"]
 
 
 def test_a_worker_gets_the_driver_s_folder_search_path_and_variables(
@@ -163,7 +158,7 @@ def test_a_failure_that_follows_from_a_death_is_told_as_the_death(session, probe
         assert error.value.worker == ("worker_0" if died else "worker_1")
 
 
-def test_a_worker_on_another_machine_is_examined_there(session, probe, tmp_path):
+def test_a_worker_on_another_machine_is_examined_there(session, probe, tmp_path, monkeypatch):
     """Here another machine is one that the driver takes for one: Ray finds the node."""
     worker, _ = session.spawn(probe)
     worker.submit("add", 1).result()
@@ -178,14 +173,7 @@ def test_a_worker_on_another_machine_is_examined_there(session, probe, tmp_path)
     assert first.startswith("its process waits")
     assert first.endswith(f"; its stacks (all threads: {worker.log}):")
     assert any(line.endswith(" in wait") for line in lines)
-
-
-def test_a_machine_that_does_not_answer_is_no_mystery(session, probe, monkeypatch):
-    worker, _ = session.spawn(probe)
-    worker.submit("add", 1).result()
-    worker.process()
-    worker._process, worker.elsewhere = None, True
-    monkeypatch.setattr("launcher.cluster.diagnose._NODE_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.cluster.worker_group._DIAGNOSIS_SECONDS", 0.0)
     assert diagnose(worker) == (
         "its process is on another machine, whose state is unknown: "
         "its node did not answer within 0 s"
@@ -193,13 +181,7 @@ def test_a_machine_that_does_not_answer_is_no_mystery(session, probe, monkeypatc
 
 
 def test_ray_listens_on_this_machine_alone(workers):
-    addresses = set()
-    for process in [*own_processes(), psutil.Process()]:
-        with suppress(psutil.NoSuchProcess):  # a worker that an earlier test let go of
-            for connection in process.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    addresses.add(connection.laddr.ip.removeprefix("::ffff:"))
-    assert addresses == {"127.0.0.1"}
+    assert {ip for ip, _ in ports([*own_processes(), psutil.Process()])} == {"127.0.0.1"}
 
 
 def test_the_secret_is_in_no_command_line_environment_or_log(workers, logs):

@@ -9,7 +9,7 @@ import pytest
 
 import launcher
 from launcher.cluster.ray import ray_compat
-from launcher.cluster.ray.ray_compat import Node, connection_problem
+from launcher.cluster.ray.ray_compat import connection_problem
 
 PACKAGE = Path(launcher.__file__).parent
 STAND_ALONE = {"head.py", "worker_actor.py"}  # they run before the package can be imported
@@ -58,23 +58,15 @@ def test_a_ray_of_other_versions_is_said_in_one_line():
 
 
 def test_living_nodes_come_with_most_gpus_first():
+    gpus = {"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}
+    resources = {"b": {}, "a": {}, "dead": {"GPU": 8.0}, "c": gpus}
     found = [
-        {
-            "NodeID": name,
-            "NodeManagerAddress": name,
-            "Alive": name != "dead",
-            "Resources": resources,
-        }
-        for name, resources in {"b": {}, "a": {}, "dead": {"GPU": 8.0}, "c": {"GPU": 1.0}}.items()
+        {"NodeID": n, "NodeManagerAddress": n, "Alive": n != "dead", "Resources": resources[n]}
+        for n in resources
     ]
-    assert [node.node_id for node in ray_compat.nodes_of(found)] == ["c", "a", "b"]
-
-
-def test_a_node_counts_and_names_its_gpus():
-    resources = {"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}
-    node = Node("id", "10.0.0.1", resources)
-    assert (node.gpus, node.gpu_names) == (2, ["H100"])
-    assert (Node("id", "10.0.0.1", {}).gpus, Node("id", "", {}).gpu_names) == (0, [])
+    nodes = ray_compat.nodes_of(found)
+    told = [(node.node_id, node.gpus, node.gpu_names) for node in nodes]
+    assert told == [("c", 2, ["H100"]), ("a", 0, []), ("b", 0, [])]
 
 
 def test_settings_of_ray_all_have_its_prefix_but_for_the_known_one():

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
+from launcher.cluster.ray.session import BackgroundCall, StartLimit, Waiting
 
 
 def counted(calls, needed):
@@ -47,7 +47,8 @@ def test_each_wait_of_a_start_has_its_time():
 
 def test_a_wait_begins_anew_when_one_more_is_up():
     told, calls = [], []
-    waiting = Waiting(StartLimit(1.0), lambda *far: told.append(far))
+    waiting = Waiting(StartLimit(1.0))
+    waiting.advance = lambda *far: told.append(far)
 
     def ready(seconds):
         calls.append(seconds)

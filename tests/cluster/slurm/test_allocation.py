@@ -1,14 +1,11 @@
 """What a task of a job knows about it: from the environment alone."""
 
-import socket
-
 import pytest
 
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.slurm.allocation import (
     Allocation,
     find_allocation,
-    listen,
     own_address,
     settled,
 )
@@ -48,16 +45,6 @@ def test_a_run_without_an_id_has_the_jobs_in_every_attempt() -> None:
 def test_other_nodes_than_the_settings_say_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster.hosts=1, but job 123 has 2 nodes"):
         settled(load(["cluster=slurm"]), HERE)
-
-
-def test_a_job_finds_the_same_port_again_and_the_next_where_it_is_taken() -> None:
-    with listen("123", "127.0.0.1") as first:
-        port = first.getsockname()[1]
-        with listen("123", "127.0.0.1") as second:
-            assert second.getsockname()[1] != port
-            assert socket.create_connection(second.getsockname()).close() is None
-    with listen("123", "127.0.0.1") as again:
-        assert again.getsockname()[1] == port
 
 
 def test_the_address_is_that_of_the_interface_or_of_the_way_to_a_peer() -> None:

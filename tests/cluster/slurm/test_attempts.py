@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.slurm.allocation import Allocation
-from launcher.cluster.slurm.attempts import (
+from launcher.cluster.slurm.allocation import (
+    Allocation,
     Attempt,
     begin,
     finish,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.slurm.script import TAIL, Job, duration, render
+from launcher.cluster.slurm.commands import duration, render
 from launcher.config.compose import load
 
 HERE = Path(__file__).parent
@@ -14,7 +14,8 @@ BY_HAND = HERE.parents[2] / "slurm" / "train.sbatch"
 COMMAND = ["/venv/bin/python", "-m", "launcher", "--frozen", "/home/me/outputs/run/config.yaml"]
 ELEMENT = '/home/me/multirun/s/s-"${SLURM_ARRAY_TASK_ID}"/config.yaml'
 FOLDER = Path("/home/me")
-ONE_RUN = Job("run", FOLDER, "/home/me/outputs/run/logs/slurm-%j.out", COMMAND)
+TAIL = "\n# One task on each node"  # from here on the same in every script
+ONE_RUN = ("run", FOLDER, "/home/me/outputs/run/logs/slurm-%j.out", COMMAND)
 
 # name: (what is set, the job)
 GOLDEN = {
@@ -25,12 +26,9 @@ GOLDEN = {
     ),
     "array_sweep": (
         ["cluster.slurm.exclusive=false", "cluster.slurm.cpus=8"],
-        Job(
-            "s",
-            FOLDER,
-            "/home/me/multirun/s/s-%a/logs/slurm-%A_%a.out",
-            [*COMMAND[:-1], ELEMENT],
-            "0-2%2",
+        (
+            *("s", FOLDER, "/home/me/multirun/s/s-%a/logs/slurm-%A_%a.out"),
+            *([*COMMAND[:-1], ELEMENT], "0-2%2"),
         ),
     ),
     "container": (
@@ -39,7 +37,7 @@ GOLDEN = {
             "cluster.slurm.container.mounts=[/home/me:/home/me,'/data:/data:ro']",
             "cluster.slurm.container.workdir=/home/me",
         ],
-        Job(ONE_RUN.name, FOLDER, ONE_RUN.output, ["python3", *COMMAND[1:]]),
+        (*ONE_RUN[:3], ["python3", *COMMAND[1:]]),
     ),
     "everything_set": (
         [
@@ -66,14 +64,14 @@ GOLDEN = {
             "cluster.slurm.srun_args=['--mpi=none','--export=ALL,A=b c']",
             "cluster.slurm.extra={mail-type: END, comment: 'two words', contiguous: ''}",
         ],
-        Job("run", Path("/home/me/my runs"), "/home/me/my runs/slurm-%j.out", COMMAND),
+        ("run", Path("/home/me/my runs"), "/home/me/my runs/slurm-%j.out", COMMAND),
     ),
 }
 
 
 def rendered(name: str) -> str:
     settings, job = GOLDEN[name]
-    return render(load(["cluster=slurm", *settings]).cluster, job)
+    return render(load(["cluster=slurm", *settings]).cluster, *job)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -94,7 +92,7 @@ def test_bash_and_shellcheck_accept_it(name: str | Path) -> None:
 
 
 def test_the_script_to_submit_by_hand_does_the_same() -> None:
-    assert BY_HAND.read_text().endswith(TAIL)
+    assert BY_HAND.read_text().endswith(rendered("one_node").partition(TAIL)[2])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def test_a_time_limit_has_one_reading(text: str, slurm: str) -> None:
 def test_values_reach_bash_as_they_were_set() -> None:
     """The variables and the words of srun, as bash itself sees them."""
     script = rendered("everything_set")
-    head = script.removesuffix(TAIL).replace("module load cuda/12.6", "true")
+    head = script.partition(TAIL)[0].replace("module load cuda/12.6", "true")
     show = 'printf \'%s\\n\' "$GREETING" "${srun_args[@]}"'
     result = subprocess.run(["bash", "-c", head + show], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.base.log import lines_to
+from launcher.base.output import lines_to
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import pool_shape
 from launcher.config.compose import load

@@ -1,8 +1,9 @@
-"""Words for rematerialisation: a policy, and how many layers it takes together, or at all.
+"""Names in settings whose meaning lies elsewhere: transports, and policies of rematerialisation.
 
-`full` computes every layer again by itself, `full/2` every two layers together, and `full:2` the
-first two layers of each stage (the uniform and the block method of Megatron-LM). `full:2+selective`
-does to the other layers what `selective` says.
+A remat string is a policy, and how many layers it takes together, or at all: `full` recomputes
+every layer by itself, `full/2` every two layers together, and `full:2` the first two layers of each
+stage (the uniform and the block method of Megatron-LM). `full:2+selective` applies `selective` to
+the other layers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import functools
 import re
 from dataclasses import dataclass
 
+# The path of each class, by `cluster.transport`; `auto` takes the first that suits the devices.
+TRANSPORTS = {
+    "pull": "launcher.runtime.transport.pull:PullTransport",
+    "collective": "launcher.runtime.transport.permute:PermuteTransport",
+}
 REMAT_NAMES = (
     "none",
     "full",

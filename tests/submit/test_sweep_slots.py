@@ -8,7 +8,7 @@ from launcher.cluster.devices import Gpus
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.submit import local_sweep
+from launcher.submit import sweep
 
 
 def config(*words: str, jobs: int) -> Config:
@@ -18,8 +18,8 @@ def config(*words: str, jobs: int) -> Config:
 
 def places(gpus: int, *configs: Config, visible: str | None = None) -> list[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_sweep, "find_gpus", lambda environ: Gpus(("H100",) * gpus))
-        return local_sweep.find_slots(configs, {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+        patch.setattr(sweep, "find_gpus", lambda environ: Gpus(("H100",) * gpus))
+        return sweep.find_slots(configs, {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
 
 
 def test_no_two_have_the_same_gpu() -> None:
