@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 
 ADAPTERS = "lora"  # the parameter beside the model's own, and the first word of their names
 

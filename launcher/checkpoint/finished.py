@@ -24,7 +24,7 @@ from launcher.checkpoint.read import (
     stored_tree_of,
 )
 from launcher.checkpoint.train_state import MODEL_PARTS
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 
 
 class FinishedModel:

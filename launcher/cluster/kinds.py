@@ -26,8 +26,7 @@ from launcher.cluster.devices import (
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.allocation import find_allocation
 from launcher.cluster.slurm.commands import check_installed, check_partition, sbatch
-from launcher.config.errors import ConfigError
-from launcher.config.machines import (
+from launcher.config.cluster import (
     CLUSTERS,
     Cluster,
     Described,
@@ -37,6 +36,7 @@ from launcher.config.machines import (
     RayCluster,
     SlurmCluster,
 )
+from launcher.config.errors import ConfigError
 from launcher.hardware import memory_share, usable_bytes
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base import DamagedError, installing
 from launcher.base.reading import read_yaml
+from launcher.config.cluster import SlurmCluster
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
     check_environment,
@@ -37,10 +38,9 @@ from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Place, key_of
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.hydra_compat import composed, searching
-from launcher.config.machines import SlurmCluster
 from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps
 from launcher.config.reader import build, setting_keys
-from launcher.config.schema import SWITCHES, Config, check
+from launcher.config.schema import Config, check
 from launcher.config.sources import (
     ON_COMMAND_LINE,
     Origin,
@@ -312,7 +312,8 @@ def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> N
             raise ConfigError(
                 f"{key} has no effect: this is one run", "Leave it out, or add -m.", [key]
             )
-    for switch in (*SWITCHES, *config.model.switches, *config.dataset.switches):
+    sections = (getattr(config, field.name) for field in dataclasses.fields(config))
+    for switch in (s for section in sections for s in getattr(section, "switches", ())):
         if switch.is_on(config):
             continue
         turned = max(origin.rank(key) for key in switch.by)

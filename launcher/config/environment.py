@@ -21,9 +21,9 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from launcher.config.cluster import SlurmCluster
 from launcher.config.errors import ConfigError
 from launcher.config.fields import FromEnvironment, Place
-from launcher.config.machines import SlurmCluster
 from launcher.config.reader import setting_keys
 from launcher.config.schema import Config
 

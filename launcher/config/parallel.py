@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from launcher.base import REMAT_NAMES, parse_remat
+from launcher.config.cluster import Cluster, Described
 from launcher.config.errors import ConfigError, listed
 from launcher.config.fields import automatic, automatic_choice, choice, number
-from launcher.config.machines import Cluster, Described
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 
 

@@ -24,9 +24,9 @@ from omegaconf import OmegaConf
 
 from launcher.base import DamagedError
 from launcher.base.reading import read_yaml, yaml_node
+from launcher.config.cluster import CLUSTERS, Emulated, Local
 from launcher.config.environment import COMMAND_LINE_ONLY, command_at, leaves, not_allowed
 from launcher.config.errors import ConfigError
-from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.overrides import COMMAND_LINE
 from launcher.config.parallel import METHODS, Replay
 from launcher.config.reader import collections, text_keys

@@ -51,6 +51,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.hydra_compat import Callbacks, searching
 from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, quoted
+from launcher.config.sections import MAXIMIZED
 from launcher.config.sources import (
     SWEEPER,
     SWEEPER_GROUP,
@@ -60,7 +61,6 @@ from launcher.config.sources import (
     refuse_useless,
     scalars,
 )
-from launcher.config.tasks import MAXIMIZED
 
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _OF_SWEEPER = re.compile(r"\+{0,2}hydra[./]sweeper\b")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from launcher.config.training import Checkpoint, Train
+from launcher.config.sections import Checkpoint, Train
 from launcher.driver.record.best import Best
 from launcher.driver.record.recorder import Recorder, is_evaluated, profiled_step
 from launcher.driver.record.samples import Samples

@@ -15,7 +15,7 @@ from launcher.checkpoint.layout import read_metadata
 from launcher.cluster.errors import HungError
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
-from launcher.config.training import Checkpoint
+from launcher.config.sections import Checkpoint
 from launcher.driver.folder.identity import fingerprints
 from launcher.plan import Plan
 from launcher.report.text import shown_path

@@ -20,8 +20,8 @@ from launcher.cluster.ray.head_process import end, start_head
 from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
 from launcher.cluster.slurm.allocation import Allocation, own_address
 from launcher.cluster.slurm.rendezvous import Answer, ask, join, rejoin
+from launcher.config.cluster import slurm_of
 from launcher.config.errors import ConfigError
-from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.driver.folder.private_files import private_files
 from launcher.stop import Stop

@@ -23,7 +23,7 @@ from launcher.cluster.slurm.attempts import (
     worth_retrying,
 )
 from launcher.cluster.slurm.rendezvous import open_rendezvous
-from launcher.config.machines import slurm_of
+from launcher.config.cluster import slurm_of
 from launcher.config.schema import Config
 from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import make_folder

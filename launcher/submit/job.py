@@ -24,9 +24,9 @@ from launcher.cluster.kinds import kind_of
 from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.commands import job_state
 from launcher.cluster.slurm.script import SCRIPT, Job, render
+from launcher.config.cluster import slurm_cluster, slurm_of
 from launcher.config.environment import commands_in, in_shell
 from launcher.config.errors import ConfigError
-from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, delete_on_error

@@ -16,11 +16,11 @@ from launcher.base import answer, complain
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.slurm.commands import job_states
 from launcher.cluster.slurm.script import SCRIPT
+from launcher.config.cluster import slurm_of
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
-from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
-from launcher.config.tasks import Sweep
+from launcher.config.sections import Sweep
 from launcher.driver.run import guarded
 from launcher.report.console import make_console
 from launcher.report.sweep import print_comparison, report_sweep

@@ -23,12 +23,20 @@ from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
-from launcher.config.schema import Config, Run
+from launcher.config.schema import Config
+from launcher.config.sections import Run
 from launcher.config.sweep import Batch, Outcome
 from launcher.driver.folder.private_files import private_files
 from launcher.report.console import make_console
-from launcher.report.sweep import is_done, print_comparison, report_sweep
-from launcher.report.sweep_results import Row, objective_of, result_of, write_results
+from launcher.report.sweep import (
+    Row,
+    is_done,
+    objective_of,
+    print_comparison,
+    report_sweep,
+    result_of,
+    write_results,
+)
 from launcher.submit.placing import place_sweep
 from launcher.submit.points import (
     DONE,

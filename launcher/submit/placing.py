@@ -11,10 +11,11 @@ from pathlib import Path
 
 from launcher.base import answer, complain
 from launcher.cluster.kinds import kind_of
+from launcher.config.cluster import slurm_of
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
-from launcher.config.machines import slurm_of
-from launcher.config.schema import Config, Run
+from launcher.config.schema import Config
+from launcher.config.sections import Run
 from launcher.driver.planning.check import check
 
 _FOLDER = "multirun"  # unless run.dir says otherwise

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from launcher.checkpoint.adapters import ADAPTERS, adapted_kernel, adapters_of, without_adapters
 from launcher.checkpoint.names import flat_name, map_named, matches
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 from launcher.recipes import InputError, Model
 from launcher.trace import (
     Equation,

@@ -17,7 +17,7 @@ import optax
 
 from launcher.checkpoint.adapters import ADAPTERS
 from launcher.checkpoint.names import Picks, check_pattern, map_named, matches
-from launcher.config.optimizers import CustomOptimizer, Group, Optimizer, Scheduled
+from launcher.config.optimizer import CustomOptimizer, Group, Optimizer, Scheduled
 from launcher.recipes import InputError, users_module
 from launcher.train.muon import scale_by_muon_or_adam
 

@@ -17,9 +17,9 @@ from launcher.cluster.devices import (
 from launcher.cluster.kinds import find_devices
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.allocation import Allocation
+from launcher.config.cluster import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.machines import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
 from launcher.driver.planning import check
 from launcher.driver.planning.cluster_from_config import shape_of
 from launcher.submit.local_sweep import find_slots

@@ -11,12 +11,12 @@ import pytest
 from launcher.__main__ import main
 from launcher.cli.command import _EXAMPLES
 from launcher.cluster.kinds import kind_of
+from launcher.config.cluster import CLUSTERS
 from launcher.config.compose import Point, from_dict, load, load_points, to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.families import find_datasets, find_models
 from launcher.config.folders import CONF
-from launcher.config.machines import CLUSTERS
-from launcher.config.optimizers import OPTIMIZERS
+from launcher.config.optimizer import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.reader import build, setting_keys

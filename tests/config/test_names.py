@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import launcher
-from launcher.config.machines import CLUSTERS
+from launcher.config.cluster import CLUSTERS
 from launcher.config.parallel import METHODS
 
 SOURCES = Path(launcher.__file__).parent

@@ -1,12 +1,13 @@
 """What depends on a switch is refused while that is off, but not what a file says below it."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.schema import DATASETS, MODELS, SWITCHES
+from launcher.config.schema import Config
 
 CLI = "(on the command line)"
 MLP = "model=mlp dataset=synthetic model.widths=[8,8]"
@@ -70,8 +71,10 @@ def test_what_has_no_effect_is_refused(words: str, key: str) -> None:
 
 
 def test_every_switch_is_tried() -> None:
-    families = (*MODELS.values(), *DATASETS.values())
-    for switch in (*SWITCHES, *(switch for family in families for switch in family.switches)):
+    kinds = [field.metadata.get("variants") for field in fields(Config)]
+    sections = [type(section) for section in vars(Config()).values()]
+    classes = (*sections, *(one for kind in kinds if kind for one in kind.classes.values()))
+    for switch in (switch for one in classes for switch in getattr(one, "switches", ())):
         assert any(key.startswith(switch.keys) for _, key in REFUSED), switch.keys
 
 

@@ -6,8 +6,7 @@ import math
 import pytest
 
 from launcher.driver.record.recorder import warm_up
-from launcher.report.metrics import measured, median, performance
-from launcher.report.summary import Summary
+from launcher.report.summary import Summary, measured, median, performance
 
 
 def test_rates_are_amounts_over_time():

@@ -6,7 +6,7 @@ import pytest
 
 from launcher.plan import local_shape
 from launcher.plan.plan import Plan, ProfiledLayers, RunnerUp, StagePlan
-from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
+from launcher.report.plan_table import beside_measured, plan_tables, predicted_memory
 from launcher.report.summary import Summary
 
 

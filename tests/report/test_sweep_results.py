@@ -7,7 +7,7 @@ from matplotlib.image import imread
 
 from launcher.config.compose import load
 from launcher.report.summary import Summary, write_summary
-from launcher.report.sweep_results import PICTURE, TABLE, Row, objective_of, write_results
+from launcher.report.sweep import PICTURE, TABLE, Row, objective_of, write_results
 
 
 def finished(folder, name, **results):

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
+from launcher.config.cluster import Slurm
 from launcher.config.errors import ConfigError, advice
-from launcher.config.machines import Slurm
 
 # Messages of Slurm's commands when the controller, and not the request, is at fault.
 _OUTAGE = re.compile(

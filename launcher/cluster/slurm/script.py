@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.config.cluster import Slurm, SlurmCluster, minutes
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Slurm, SlurmCluster, minutes
 
 SCRIPT = "job.sbatch"  # its name in a run's folder
 

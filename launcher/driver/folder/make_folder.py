@@ -12,7 +12,8 @@ from pathlib import Path
 
 from launcher.base import FULL, exposed, named
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config, Run
+from launcher.config.schema import Config
+from launcher.config.sections import Run
 from launcher.driver.folder.private_files import OTHERS, is_own
 
 _OF_THE_DISK = FULL | {errno.EIO}  # errors of the disk, not of a setting

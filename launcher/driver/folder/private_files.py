@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher.config.schema import Run
+from launcher.config.sections import Run
 
 OTHERS = 0o077  # permissions of the group and of others
 

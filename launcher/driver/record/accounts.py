@@ -15,8 +15,8 @@ from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.wall_clock import WallClock, with_lost
 from launcher.plan import Plan
-from launcher.report.breakdown.goodput import Goodput
-from launcher.report.breakdown.step_breakdown import (
+from launcher.report.breakdown import (
+    Goodput,
     Known,
     StepBreakdown,
     break_down,

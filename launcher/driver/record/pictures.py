@@ -10,12 +10,11 @@ from typing import Any
 
 from launcher.base import write_whole
 from launcher.plan import Plan, timeline
-from launcher.report.breakdown import step_breakdown
-from launcher.report.breakdown.step_breakdown import StepBreakdown
-from launcher.report.pages.plots import plot_loss, plot_memory
+from launcher.report import breakdown as step_breakdown
+from launcher.report.breakdown import StepBreakdown
+from launcher.report.pages.plots import plot_loss, plot_memory, plot_timeline
 from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import FILE, read_timeline
-from launcher.report.pages.timeline_plot import plot_timeline
 from launcher.report.summary import REPORT, Summary
 
 TIMELINE = Path("plots/timeline.png")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from launcher.base import SpanRecorder
-from launcher.config.training import Train
+from launcher.config.sections import Train
 from launcher.driver.callback import Callbacks
 from launcher.driver.record.timelines import Timelines
 from launcher.driver.record.wall_clock import WallClock
-from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown import Goodput
 from launcher.report.trackers.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal
 

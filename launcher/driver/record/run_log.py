@@ -29,21 +29,25 @@ from launcher.driver.record.pictures import ARTIFACTS, TIMELINE, draw_pictures, 
 from launcher.driver.record.recorder import FINITE, Recorder, warm_up
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import Plan, describe_plan, timeline
-from launcher.report.breakdown.step_breakdown import (
+from launcher.report.breakdown import (
     StepBreakdown,
     breakdown_tables,
     in_summary,
     print_breakdown,
 )
-from launcher.report.console import line_printer
+from launcher.report.console import ConsoleTracker, line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
-from launcher.report.metrics import measured, performance
-from launcher.report.pages.plot_process import PlotProcess
-from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
-from launcher.report.step_lines import ConsoleTracker
-from launcher.report.summary import Summary, print_summary, write_summary
-from launcher.report.trackers.registry import open_trackers, openers
-from launcher.report.trackers.tracker import CompositeTracker, Metrics, TrackedRun, Tracker
+from launcher.report.pages.plots import PlotProcess
+from launcher.report.plan_table import beside_measured, plan_tables, predicted_memory
+from launcher.report.summary import Summary, measured, performance, print_summary, write_summary
+from launcher.report.trackers.tracker import (
+    CompositeTracker,
+    Metrics,
+    TrackedRun,
+    Tracker,
+    open_trackers,
+    openers,
+)
 from launcher.stop import ENDINGS
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from launcher.driver.callback import Callback
-from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown import Goodput
 
 _MOST_LOST = 100_000  # steps since a checkpoint
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
+from launcher.config import sections
 from launcher.stop import Stop
 
 if TYPE_CHECKING:
@@ -87,8 +88,10 @@ TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the
 
 
 def register(task: type[TaskKind]) -> type[TaskKind]:
-    """Register a task by its name, as a decorator of its class."""
+    """Register a task by its name, a value of the setting `task`, as a decorator of its class."""
     TASKS[task.name] = task
+    if task.name not in sections.TASKS:
+        sections.TASKS.append(task.name)
     return task
 
 

@@ -6,13 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launcher.report.breakdown.goodput import PHASES
-from launcher.report.breakdown.step_breakdown import StepBreakdown
-from launcher.report.pages.charts import Chart, chart, metric
-from launcher.report.pages.page import page_from
-from launcher.report.pages.timeline_plot import measured_picture, predicted_picture
-from launcher.report.pages.timelines import legend, together
-from launcher.report.plan_record import beside_measured, plan_tables
+from launcher.report.breakdown import PHASES, StepBreakdown
+from launcher.report.pages.page import Chart, chart, legend, metric, page_from, together
+from launcher.report.pages.plots import measured_picture, predicted_picture
+from launcher.report.plan_table import beside_measured, plan_tables
 from launcher.report.run_record import ended_well
 from launcher.report.summary import Summary
 from launcher.report.text import (

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.report.pages.charts import Chart, Series, chart
-from launcher.report.pages.page import page_from
+from launcher.report.pages.page import Chart, Series, chart, page_from
 from launcher.report.run_record import ended_well
 from launcher.report.text import bytes_text, loss_text, seconds_text
 

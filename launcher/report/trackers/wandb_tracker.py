@@ -14,10 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.config.tracking import Wandb
+from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.queued import first_line
-from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
 
 if TYPE_CHECKING:
     import wandb

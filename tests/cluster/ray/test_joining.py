@@ -12,7 +12,7 @@ from launcher.cluster.progress import WAITS
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import silent_servers
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import gather
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.recorder import Recorder
 from launcher.driver.record.timelines import Timelines
 from launcher.plan import local_shape
-from launcher.report.breakdown.step_breakdown import read_breakdown
+from launcher.report.breakdown import read_breakdown
 from launcher.train import worker as worker_module
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

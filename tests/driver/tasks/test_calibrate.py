@@ -10,8 +10,8 @@ import pytest
 from launcher.base.log import lines_to
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import pool_shape
+from launcher.config.cluster import Emulated
 from launcher.config.compose import load
-from launcher.config.machines import Emulated
 from launcher.driver.tasks.calibrate import Calibrate
 from launcher.hardware.gpu_memory import memory_share
 from launcher.plan.profile import calibration

@@ -15,8 +15,8 @@ from launcher.base.spans import Clock
 from launcher.plan import local_shape
 from launcher.plan.breakdown import predicted_seconds
 from launcher.plan.pipeline import timeline
-from launcher.report.breakdown.goodput import Goodput
-from launcher.report.breakdown.step_breakdown import (
+from launcher.report.breakdown import (
+    Goodput,
     Known,
     break_down,
     breakdown_tables,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.report.breakdown.goodput import PHASES, Goodput
+from launcher.report.breakdown import PHASES, Goodput
 
 
 def test_the_phases_add_up_to_the_wall_time_and_training_is_what_was_good():

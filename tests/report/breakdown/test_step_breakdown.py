@@ -5,10 +5,10 @@ import json
 import pytest
 
 from launcher.base.files import DamagedError
-from launcher.report.breakdown.goodput import Goodput
-from launcher.report.breakdown.step_breakdown import (
+from launcher.report.breakdown import (
     FILE,
     PARTS,
+    Goodput,
     LinkWait,
     Memory,
     StageBreakdown,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from launcher.report.pages.plot_process import PlotProcess
-from launcher.report.pages.timeline_plot import plot_timeline
+from launcher.report.pages.plots import PlotProcess, plot_timeline
 from launcher.schedule import Kind, Task, TimedTask
 
 pytestmark = pytest.mark.devices

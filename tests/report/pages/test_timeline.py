@@ -6,8 +6,8 @@ import json
 import pytest
 
 from launcher.base.spans import Clock, Span, SpanRecorder, clock_of
+from launcher.report.pages.plots import measured_picture, plot_timeline
 from launcher.report.pages.timeline import ProcessSpans, Timeline, chrome_trace, read_timeline
-from launcher.report.pages.timeline_plot import measured_picture, plot_timeline
 from launcher.schedule import SCHEDULES, simulate
 
 ORIGIN = 1_700_000_000_000_000_000
@@ -157,7 +157,7 @@ def test_a_mesh_is_busy_from_its_first_device_to_its_last_and_idle_where_nothing
 def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path, monkeypatch, measured):
     figures = []
     monkeypatch.setattr(
-        "launcher.report.pages.timeline_plot.save_figure",
+        "launcher.report.pages.plots.save_figure",
         lambda figure, path: figures.append(figure),
     )
     timeline = simulate(SCHEDULES["gpipe"].tasks(2, 4), lambda task: 0.01)
@@ -172,7 +172,7 @@ def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path, monkeypatc
 def test_the_legend_has_transfers_where_there_are_some(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(
-        "launcher.report.pages.timeline_plot.save_figure",
+        "launcher.report.pages.plots.save_figure",
         lambda figure, path: figures.append(figure),
     )
     timeline = simulate(SCHEDULES["gpipe"].tasks(2, 1), lambda task: 0.01)

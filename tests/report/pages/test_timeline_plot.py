@@ -5,9 +5,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from launcher.report.pages import timeline_plot
-from launcher.report.pages.plots import IDLE
-from launcher.report.pages.timeline_plot import TASK_COLOURS, plot_timeline
+from launcher.report.pages import plots as timeline_plot
+from launcher.report.pages.plots import IDLE, TASK_COLOURS, plot_timeline
 from launcher.schedule import SCHEDULES, Kind, bubble_fraction, simulate
 
 

@@ -7,8 +7,7 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.report.pages.plots import plot_loss
-from launcher.report.trackers.registry import open_trackers, openers
-from launcher.report.trackers.tracker import TrackedRun
+from launcher.report.trackers.tracker import TrackedRun, open_trackers, openers
 
 CONFIG = {"model": {"hidden_size": 98765}}
 

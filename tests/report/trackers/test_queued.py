@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from launcher.report.trackers import queued
-from launcher.report.trackers.queued import QueuedTracker
-from launcher.report.trackers.tracker import Tracker
+from launcher.report.trackers import tracker as queued
+from launcher.report.trackers.tracker import QueuedTracker, Tracker
 
 
 class Gate(Tracker):

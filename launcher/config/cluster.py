@@ -296,6 +296,22 @@ class SlurmCluster(Hosts):
     kind: str = "slurm"
     gpus: int | None = number(8, minimum=1)
     slurm: Slurm = field(default_factory=Slurm)
+    switches = (
+        Switch(
+            ("cluster.slurm.container.mounts", "cluster.slurm.container.workdir"),
+            ("cluster.slurm.container.image",),
+            lambda c: c.cluster.slurm.container.image is not None,
+            "without cluster.slurm.container.image there is no container",
+            "name an image",
+        ),
+        Switch(
+            ("cluster.slurm.gpu_type", "cluster.slurm.gres"),
+            ("cluster.slurm.emulated",),
+            lambda c: not c.cluster.slurm.emulated,
+            "cluster.slurm.emulated=true asks for no GPUs",
+            "leave that out",
+        ),
+    )
 
     @property
     def holds_secrets(self) -> bool:
@@ -379,6 +395,15 @@ class Described(Cluster):
     device: Device = field(default_factory=Device)
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
     clause = "which is only planned for"
+    switches = (
+        Switch(
+            ("cluster.links.inter_host_gb_per_second",),
+            ("cluster.hosts",),
+            lambda c: c.cluster.hosts > 1,
+            "cluster.hosts=1 has no link to another host",
+            "set cluster.hosts",
+        ),
+    )
 
     @property
     def title(self) -> str:
@@ -432,30 +457,3 @@ def slurm_cluster(cluster: Cluster) -> SlurmCluster:
 def slurm_of(cluster: Cluster) -> Slurm:
     """Return what a job asks of Slurm, of a cluster that is known to be Slurm's."""
     return slurm_cluster(cluster).slurm
-
-
-SWITCHES = (
-    Switch(
-        ("cluster.links.inter_host_gb_per_second",),
-        ("cluster.hosts",),
-        lambda c: not isinstance(c.cluster, Described) or c.cluster.hosts > 1,
-        "cluster.hosts=1 has no link to another host",
-        "set cluster.hosts",
-    ),
-    Switch(
-        ("cluster.slurm.container.mounts", "cluster.slurm.container.workdir"),
-        ("cluster.slurm.container.image",),
-        lambda c: (
-            not isinstance(c.cluster, SlurmCluster) or c.cluster.slurm.container.image is not None
-        ),
-        "without cluster.slurm.container.image there is no container",
-        "name an image",
-    ),
-    Switch(
-        ("cluster.slurm.gpu_type", "cluster.slurm.gres"),
-        ("cluster.slurm.emulated",),
-        lambda c: not isinstance(c.cluster, SlurmCluster) or not c.cluster.slurm.emulated,
-        "cluster.slurm.emulated=true asks for no GPUs",
-        "leave that out",
-    ),
-)

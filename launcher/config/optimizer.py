@@ -54,6 +54,15 @@ class Optimizer:
     train_only: str | None = None
     ema: float | None = number(None, minimum=0.0, maximum=1.0)
     lora: Lora = field(default_factory=Lora)
+    switches: ClassVar[tuple[Switch, ...]] = (
+        Switch(
+            ("optimizer.lora.alpha", "optimizer.lora.pattern"),
+            ("optimizer.lora.rank",),
+            lambda c: c.optimizer.lora.rank > 0,
+            "optimizer.lora.rank=0 makes no adapters",
+            "set optimizer.lora.rank",
+        ),
+    )
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""
@@ -95,7 +104,31 @@ class Scheduled(Optimizer):
     weight_decay: float = number(0.0, minimum=0.0)
     clip_norm: float | None = number(1.0, minimum=0.0)
     groups: list[Group] = field(default_factory=list)
-    scaling: ClassVar[str]
+    scaling = ""
+    switches = (
+        Switch(
+            ("optimizer.final_learning_rate",),
+            ("optimizer.decay",),
+            lambda c: c.optimizer.decay != "constant",
+            "optimizer.decay=constant ends at the rate where it begins",
+            "use optimizer.decay=cosine or linear",
+        ),
+        Switch(
+            ("optimizer.decay_fraction",),
+            ("optimizer.decay",),
+            lambda c: c.optimizer.decay == "wsd",
+            "that is the decay of optimizer.decay=wsd",
+            "use that",
+        ),
+        Switch(
+            ("optimizer.restarts",),
+            ("optimizer.decay",),
+            lambda c: c.optimizer.decay == "cosine_restarts",
+            "there are restarts with optimizer.decay=cosine_restarts",
+            "use that",
+        ),
+        *Optimizer.switches,
+    )
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""
@@ -171,40 +204,3 @@ optimizer(
     eps=1e-8,
 )
 OPTIMIZERS["custom"] = CustomOptimizer
-
-
-def _decay(config: Any) -> str | None:
-    """Return how the learning rate decays; None: a custom optimizer decides that."""
-    return getattr(config.optimizer, "decay", None)
-
-
-SWITCHES = (
-    Switch(
-        ("optimizer.final_learning_rate",),
-        ("optimizer.decay",),
-        lambda c: _decay(c) != "constant",
-        "optimizer.decay=constant ends at the rate where it begins",
-        "use optimizer.decay=cosine or linear",
-    ),
-    Switch(
-        ("optimizer.decay_fraction",),
-        ("optimizer.decay",),
-        lambda c: _decay(c) in ("wsd", None),
-        "that is the decay of optimizer.decay=wsd",
-        "use that",
-    ),
-    Switch(
-        ("optimizer.restarts",),
-        ("optimizer.decay",),
-        lambda c: _decay(c) in ("cosine_restarts", None),
-        "there are restarts with optimizer.decay=cosine_restarts",
-        "use that",
-    ),
-    Switch(
-        ("optimizer.lora.alpha", "optimizer.lora.pattern"),
-        ("optimizer.lora.rank",),
-        lambda c: c.optimizer.lora.rank > 0,
-        "optimizer.lora.rank=0 makes no adapters",
-        "set optimizer.lora.rank",
-    ),
-)
