@@ -223,6 +223,21 @@ class StepBreakdown:
         """Return one of `PARTS`, with zero seconds if no device was recorded."""
         return next((part for part in self.parts if part.name == name), StepPart(name, 0.0, 0.0))
 
+    @property
+    def longer_step_seconds(self) -> float:
+        """The longer one of the predicted and the measured step."""
+        return max(self.predicted_step_seconds, self.measured_step_seconds or 0.0)
+
+    @property
+    def large_parts(self) -> list[StepPart]:
+        """The parts that are shown: those of 1 % of the step or more."""
+        least = _SMALL * self.longer_step_seconds
+        return [
+            part
+            for part in self.parts
+            if max(abs(part.predicted_seconds), abs(part.measured_seconds)) >= least
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able data, with the derived sums beside the parts."""
         tree = dataclasses.asdict(self)
@@ -426,11 +441,9 @@ def print_breakdown(console: Console, breakdown: StepBreakdown) -> None:
     """
     if not breakdown.parts:
         return
-    step = max(breakdown.predicted_step_seconds, breakdown.measured_step_seconds or 0.0)
     rows = [
-        (part.name, *(seconds_text(s) if s else "-" for s in both))
-        for part in breakdown.parts
-        if max(map(abs, both := (part.predicted_seconds, part.measured_seconds))) >= _SMALL * step
+        (p.name, *(seconds_text(s or None) for s in (p.predicted_seconds, p.measured_seconds)))
+        for p in breakdown.large_parts
     ]
     names = (f"step {breakdown.step}", "predicted", "measured")
     console.print()

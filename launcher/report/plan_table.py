@@ -185,7 +185,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         tokens: tokens of a sample, None where samples have none.
     """
     console.print()
-    console.print(_headline(plan), style="bold", soft_wrap=True)
+    console.print(headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
     for words in (*shardings_in_words(plan), *plan.notes):
         console.print(words, soft_wrap=True)
@@ -269,7 +269,7 @@ def server_line(plan: Plan) -> str:
     )
 
 
-def _headline(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
     """Return the plan in one line: method, stages, schedule, microbatches, devices."""
     hosts = {host for stage in plan.stages for host in stage.hosts}
     remat = {_remat_in_words(stage) for stage in plan.stages}

@@ -99,6 +99,12 @@ class Summary:
     wandb_url: str | None = None
     wandb_sync_command: str | None = None
 
+    @property
+    def ending(self) -> str:
+        """How the run ended, after how many steps and how long."""
+        steps = f"{self.exit_reason.rstrip('.')}: {self.steps} step{'' if self.steps == 1 else 's'}"
+        return f"{steps} in {clock_text(self.total_seconds)}" if self.total_seconds else steps
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name for JSON: a number that is not finite becomes None."""
         fields = dataclasses.asdict(self)
@@ -132,42 +138,49 @@ def print_summary(
         summary: the summary of the run.
         resume_command: the command that resumes the run, where there is one.
     """
-    done = ended_well(summary.exit_reason)
-    ending = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
-    if summary.total_seconds is not None:
-        ending += f" in {clock_text(summary.total_seconds)}"
+    style = "bold green" if ended_well(summary.exit_reason) else "bold red"
     console.print()
-    style = "bold green" if done else "bold red"
-    console.print(f"{summary.exit_reason.rstrip('.')}: {ending}", style=style, soft_wrap=True)
-    for name, value in [*_results(summary), *_whereabouts(run_dir, summary, resume_command)]:
+    console.print(summary.ending, style=style, soft_wrap=True)
+    lines = [
+        (name, f"{value} ({note})" if note else value) for name, value, note in results(summary)
+    ]
+    for name, value in [
+        *lines,
+        *_mishaps(summary),
+        *_whereabouts(run_dir, summary, resume_command),
+    ]:
         console.print(Text.assemble((f"  {name:<10}  ", "dim"), value), soft_wrap=True)
 
 
-def _results(summary: Summary) -> list[tuple[str, str]]:
-    """Return the results of training as (name, value) lines."""
+def results(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return the results of a run: the name of each, its value, and what to know beside it."""
     lines = []
+    predicted = summary.predicted_step_seconds
     if summary.steps:
         final = "not finite" if summary.final_loss is None else loss_text(summary.final_loss)
-        lines.append(("loss", f"{final} (from {loss_text(summary.first_loss)})"))
+        lines.append(("loss", final, f"from {loss_text(summary.first_loss)}"))
     if summary.eval_loss is not None:
-        lines.append(("eval loss", loss_text(summary.eval_loss)))
+        lines.append(("eval loss", loss_text(summary.eval_loss), ""))
     if summary.step_seconds_median is not None:
-        lines.append(("step time", _beside_prediction(summary)))
+        note = f"predicted {seconds_text(predicted)}" if predicted else ""
+        lines.append(("step time", seconds_text(summary.step_seconds_median), note))
     if summary.samples_per_second is not None:
-        lines.append(("throughput", _throughput(summary)))
+        lines.append(("throughput", _throughput(summary), ""))
     if summary.bubble_fraction is not None:
-        predicted = percent_text(summary.predicted_bubble_fraction)
-        lines.append(("bubble", f"{percent_text(summary.bubble_fraction)} (predicted {predicted})"))
+        note = f"predicted {percent_text(summary.predicted_bubble_fraction)}"
+        lines.append(("bubble", percent_text(summary.bubble_fraction), note))
     if summary.num_parameters is not None:
-        size = f"{count_text(summary.num_parameters)} parameters"
+        size, note = f"{count_text(summary.num_parameters)} parameters", ""
         if summary.peak_memory_bytes is not None:
             size += f", {bytes_text(summary.peak_memory_bytes)} at most on a device"
             if summary.predicted_peak_memory_bytes is not None:
-                size += f" (predicted {bytes_text(summary.predicted_peak_memory_bytes)})"
-        lines.append(("model", size))
+                note = f"predicted {bytes_text(summary.predicted_peak_memory_bytes)}"
+        lines.append(("model", size, note))
     if summary.goodput is not None:
-        lines.append(("goodput", _goodput(summary)))
-    return lines + _mishaps(summary)
+        lines.append(("goodput", *_goodput(summary)))
+    if summary.cost is not None:
+        lines.append(("cost", f"{summary.cost:,.2f}", ""))
+    return lines
 
 
 def _mishaps(summary: Summary) -> list[tuple[str, str]]:
@@ -201,25 +214,17 @@ def _whereabouts(
     if summary.wandb_sync_command:
         lines.append(("wandb", f"offline; to upload: {summary.wandb_sync_command}"))
     if resume_command:
-        lines.append(("go on", resume_command))
+        lines.append(("resume", resume_command))
     return lines
 
 
-def _beside_prediction(summary: Summary) -> str:
-    text = seconds_text(summary.step_seconds_median)
-    if summary.predicted_step_seconds:
-        text += f" (predicted {seconds_text(summary.predicted_step_seconds)})"
-    return text
-
-
-def _goodput(summary: Summary) -> str:
+def _goodput(summary: Summary) -> tuple[str, str]:
+    """Return the share of the wall time that trained, and other phases of 1 % or more."""
     spent = summary.goodput_seconds
     wall = sum(spent.values())
     rest = [(s, name) for name, s in spent.items() if name != "training" and s >= 0.01 * wall]
     words = ", ".join(f"{name} {seconds_text(s)}" for s, name in sorted(rest, reverse=True))
-    text = f"{percent_text(summary.goodput)} of {clock_text(wall)} trained"
-    text += f" ({words})" if words else ""
-    return text if summary.cost is None else f"{text}; cost {summary.cost:,.2f}"
+    return f"{percent_text(summary.goodput)} of {clock_text(wall)} trained", words
 
 
 def _throughput(summary: Summary) -> str:

@@ -99,7 +99,7 @@ done: 200 steps in 0:43
   plots       outputs/gpt-1/plots (loss.png, timeline.png)
   checkpoint  outputs/gpt-1/checkpoints
   wandb       offline; to upload: wandb sync outputs/gpt-1/wandb/offline-run-*
-  go on       python -m launcher run.id=gpt-1 train.steps=400
+  resume      python -m launcher run.id=gpt-1 train.steps=400
 """
     )
 
@@ -116,4 +116,4 @@ def test_a_diverged_loss_is_named(tmp_path):
 
 def test_long_commands_stay_on_their_line(tmp_path):
     command = "python -m launcher " + "key=value " * 30
-    assert f"  go on       {command}\n" in printed(tmp_path, DONE, command)
+    assert f"  resume      {command}\n" in printed(tmp_path, DONE, command)

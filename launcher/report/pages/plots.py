@@ -175,6 +175,7 @@ SMALLEST_NUMBER = 4.0  # points
 MOST_NUMBERED_TASKS = 2000  # more numbers would be unreadable and slow to draw
 _HEIGHT = 0.86  # of a box, in rows
 _MARGIN = 1.5  # inches beside the axes
+Arrow = tuple[tuple[int, float], tuple[int, float]]
 _ARROW: dict[str, Any] = {"color": INK, "linewidth": 0.7, "marker": "o", "markersize": 2.5}
 
 
@@ -205,7 +206,7 @@ class Picture:
     title: str
     rows: Sequence[str]
     boxes: Sequence[Box]
-    arrows: Sequence[tuple[tuple[int, float], tuple[int, float]]]
+    arrows: Sequence[Arrow]
     idle_until: float
     total: float
 
@@ -230,13 +231,12 @@ def plot_timeline(
     Returns:
         `path`.
     """
-    pictures = [predicted_picture(timeline, title, step_seconds)]
+    pictures: list[Picture] = []
     for step in sorted(measured or {})[-1:]:
-        if found := measured_picture((measured or {})[step], f"measured, step {step}"):
-            pictures = [
-                predicted_picture(timeline, f"{title}, predicted".lstrip(", "), step_seconds)
-            ]
-            pictures.append(found)
+        if picture := measured_picture((measured or {})[step], f"measured, step {step}"):
+            pictures = [picture]
+            title = f"{title}, predicted".lstrip(", ")
+    pictures.insert(0, predicted_picture(timeline, title, step_seconds))
     total = max(picture.total for picture in pictures)
     boxes = max(len(picture.boxes) / len(picture.rows) for picture in pictures)
     width = min(24.0, max(9.0, 0.2 * boxes + 5.0))
@@ -264,17 +264,30 @@ def predicted_picture(
     timeline: Sequence[TimedTask], title: str, step_seconds: float | None
 ) -> Picture:
     """Return the timeline that the plan expects; see `plot_timeline`."""
-    meshes = 1 + max(timed.mesh for timed in timeline)
+    meshes = range(1 + max(timed.mesh for timed in timeline))
     end = max(timed.end for timed in timeline)
     total = max(end, step_seconds or 0.0)
-    busy = sum(timed.end - timed.start for timed in timeline)
-    boxes = [
-        Box(t.mesh, t.task.kind.value, t.start, t.end, t.task.microbatch) for t in timeline
-    ] + [Box(mesh, "update", end, total) for mesh in range(meshes) if total > end]
-    stages = [{timed.task.stage for timed in timeline if timed.mesh == m} for m in range(meshes)]
-    figures = f"{seconds_text(total)} a step, {percent_text(1 - busy / (end * meshes))} idle"
+    boxes = [Box(t.mesh, t.task.kind.value, t.start, t.end, t.task.microbatch) for t in timeline]
+    boxes += [Box(mesh, "update", end, total) for mesh in meshes if total > end]
+    stages = [{timed.task.stage for timed in timeline if timed.mesh == m} for m in meshes]
+    return _picture(title, stages, boxes, (), end)
+
+
+def _picture(
+    title: str,
+    stages: Sequence[set[int]],
+    boxes: Sequence[Box],
+    arrows: Sequence[Arrow],
+    end: float,
+) -> Picture:
+    """Return a timeline with its figures: `end` is the last task's, `stages` those of the rows."""
+    total = max(box.end for box in boxes)
+    busy = sum(_covered([b for b in boxes if b.row == row], end) for row in range(len(stages)))
+    figures = f"{seconds_text(total)} a step, {percent_text(1 - busy / (end * len(stages)))} idle"
     heading = f"{title}: {figures}" if title else figures
-    return Picture(heading, [_stages(found) for found in stages], boxes, (), end, total)
+    rows = [f"stage{'s' * (len(s) != 1)} {', '.join(map(str, sorted(s)))}" for s in stages]
+    in_order = sorted(boxes, key=lambda box: (box.kind == "gradient sum", box.start))
+    return Picture(heading, rows, in_order, arrows, end, total)
 
 
 def measured_picture(spans: Sequence[Span], title: str) -> Picture | None:
@@ -287,37 +300,30 @@ def measured_picture(spans: Sequence[Span], title: str) -> Picture | None:
         if span.lane.startswith("device") and span.kind not in ("collective", "other"):
             key = span.about["mesh"], span.kind, span.name, span.about["program"]
             merged.setdefault((*key, span.about.get("microbatch")), []).append(span)
-    tasks = [key for key in merged if key[1] in TASK_COLOURS]
-    if not tasks:
+    if not any(kind in TASK_COLOURS for _, kind, *_ in merged):
         return None
-    origin = min(span.start for found in merged.values() for span in found)
+    origin = min(span.start for same in merged.values() for span in same)
 
     def since(time: int) -> float:
         return (time - origin) / 1e9
 
-    def box(key: tuple[Any, ...], row: int) -> Box:
-        found = merged[key]
-        start, end = min(s.start for s in found), max(s.end for s in found)
-        number = key[4] if key in tasks else None
-        return Box(row, key[1], since(start), since(end), number)
-
-    meshes = sorted({key[0] for key in merged})
-    row_of = {mesh: row for row, mesh in enumerate(meshes)}
-    boxes = [box(key, row_of[key[0]]) for key in merged]
-    stages: list[set[int]] = [set() for _ in meshes]
-    for key in tasks:
-        stages[row_of[key[0]]].add(merged[key][0].about["stage"])
+    row_of = {mesh: row for row, mesh in enumerate(sorted({mesh for mesh, *_ in merged}))}
+    boxes: list[Box] = []
+    stages: list[set[int]] = [set() for _ in row_of]
+    for (mesh, kind, *_, microbatch), same in merged.items():
+        start, end = min(s.start for s in same), max(s.end for s in same)
+        is_task = kind in TASK_COLOURS
+        number = microbatch if is_task else None
+        boxes.append(Box(row_of[mesh], kind, since(start), since(end), number))
+        if is_task:
+            stages[row_of[mesh]].add(same[0].about["stage"])
     arrows = [
         ((row_of[s.about["src_mesh"]], since(s.start)), (row_of[s.about["dst_mesh"]], since(s.end)))
         for s in spans
         if s.kind == "transfer" and {s.about["src_mesh"], s.about["dst_mesh"]} <= row_of.keys()
     ]
-    end = max(b.end for b in boxes if b.kind in TASK_COLOURS)
-    total = max(b.end for b in boxes)
-    busy = sum(_covered([b for b in boxes if b.row == row], end) for row in row_of.values())
-    idle = 1 - busy / (end * len(meshes))
-    heading = f"{title}: {seconds_text(total)} a step, {percent_text(idle)} idle"
-    return Picture(heading, [_stages(found) for found in stages], boxes, arrows, end, total)
+    last = max(box.end for box in boxes if box.kind in TASK_COLOURS)
+    return _picture(title, stages, boxes, arrows, last)
 
 
 def _covered(boxes: Sequence[Box], end: float) -> float:
@@ -327,10 +333,6 @@ def _covered(boxes: Sequence[Box], end: float) -> float:
         covered += max(0.0, min(box.end, end) - max(box.start, until))
         until = max(until, box.end)
     return covered
-
-
-def _stages(stages: set[int]) -> str:
-    return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, sorted(stages)))}"
 
 
 def _draw(axes: Axes, picture: Picture, factor: float, inches_per_second: float) -> None:
