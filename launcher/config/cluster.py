@@ -141,7 +141,6 @@ def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"cluster.slurm.env: {name!r} cannot name an environment variable",
                 "Use letters, digits and '_'.",
-                ["cluster.slurm.env"],
             )
 
 
@@ -153,7 +152,6 @@ def _too_short(slurm: Slurm) -> Iterator[ConfigError]:
             f"cluster.slurm.time={slurm.time} is not above the {lead} s before its end at which "
             f"cluster.slurm.signal={slurm.signal} has the run save and end",
             "Give the job more time, or the signal fewer seconds.",
-            ["cluster.slurm.time", "cluster.slurm.signal"],
         )
 
 
@@ -163,7 +161,6 @@ def _set_twice(slurm: Slurm) -> Iterator[ConfigError]:
             f"cluster.slurm.gres={slurm.gres} and cluster.slurm.gpu_type={slurm.gpu_type} both "
             "ask for GPUs",
             "Leave one out.",
-            ["cluster.slurm.gres", "cluster.slurm.gpu_type"],
         )
 
 
@@ -221,7 +218,6 @@ class Cluster:
                 f"cluster.gpus={self.gpus} cannot be shared evenly by "
                 f"cluster.hosts={self.hosts} hosts",
                 "cluster.gpus is the total over all hosts: make it a multiple.",
-                ["cluster.gpus", "cluster.hosts"],
             )
 
 
@@ -253,7 +249,6 @@ class Local(Machines):
             yield ConfigError(
                 f"cluster=local is this one machine, not cluster.hosts={self.hosts}",
                 "Use cluster=emulated to emulate several hosts on it.",
-                ["cluster.hosts"],
             )
         yield from super().check()
 
@@ -276,7 +271,6 @@ class Hosts(Machines):
                 f"cluster.transport={self.transport} moves arrays between processes, and "
                 "cluster.hosts=1 is one",
                 "Leave it at auto.",
-                ["cluster.transport", "cluster.hosts"],
             )
 
 
@@ -325,7 +319,6 @@ class SlurmCluster(Hosts):
             yield ConfigError(
                 "cluster.gpus is not set, and cluster=slurm must know how many to ask for",
                 "Give the number in total, over all nodes.",
-                ["cluster.gpus"],
             )
         yield from _misspelt(self.slurm)
         yield from _too_short(self.slurm)
@@ -359,16 +352,11 @@ class RayCluster(Hosts):
         for name, amount in self.resources.items():
             if name in ("CPU", "GPU"):
                 setting = {"CPU": "cluster.num_cpus", "GPU": "cluster.gpus"}[name]
-                yield ConfigError(
-                    f"cluster.resources.{name} cannot be set here",
-                    f"Use {setting}.",
-                    ["cluster.resources"],
-                )
+                yield ConfigError(f"cluster.resources.{name} cannot be set here", f"Use {setting}.")
             if amount <= 0:
                 yield ConfigError(
                     f"cluster.resources.{name}={amount:g} demands nothing",
                     "Give an amount above 0, or leave it out.",
-                    ["cluster.resources"],
                 )
 
 

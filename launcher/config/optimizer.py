@@ -70,7 +70,6 @@ class Optimizer:
             yield ConfigError(
                 "optimizer.ema=1 would keep the first parameters forever",
                 "Use a number below 1, such as 0.999.",
-                ["optimizer.ema"],
             )
 
 
@@ -135,16 +134,13 @@ class Scheduled(Optimizer):
         yield from super().check()
         if self.clip_norm == 0:
             yield ConfigError(
-                "optimizer.clip_norm=0 would make every gradient zero",
-                "Use null for no clipping.",
-                ["optimizer.clip_norm"],
+                "optimizer.clip_norm=0 would make every gradient zero", "Use null for no clipping."
             )
         if self.final_learning_rate > self.learning_rate:
             yield ConfigError(
                 f"optimizer.final_learning_rate={self.final_learning_rate:g} is above "
                 f"optimizer.learning_rate={self.learning_rate:g}",
                 "The rate decays from the second to the first.",
-                ["optimizer.final_learning_rate", "optimizer.learning_rate"],
             )
 
     @property

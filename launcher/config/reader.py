@@ -140,7 +140,7 @@ def _variant(variants: Variants, tree: Any, key: str) -> type:
         return kinds[kind]
     if kind is None:
         remedy = f"It says which kind of {key} this is: {', '.join(kinds)}."
-        raise ConfigError(f"{named} is not set", remedy)
+        raise ConfigError(f"{named} is not set", remedy, keys=())
     problem = f"{named} must be one of {', '.join(kinds)}, not {shown(kind)}"
     raise ConfigError(problem, f"Choose one with {key}=OPTION.", [named])
 

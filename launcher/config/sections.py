@@ -27,19 +27,15 @@ class Run:
             yield ConfigError(
                 f"run.id={self.id!r} cannot name a folder and a Weights & Biases run",
                 "Use letters, digits, '.', '_' and '-'.",
-                ["run.id"],
             )
         if self.id is not None and len(self.id) > _LONGEST_NAME:
             yield ConfigError(
                 f"run.id={self.id[:20]}… has {len(self.id)} characters; a folder's name has at "
                 f"most {_LONGEST_NAME}",
                 "Choose a shorter one.",
-                ["run.id"],
             )
         if self.resume == "must" and self.id is None:
-            yield ConfigError(
-                "run.resume=must does not say which run", "Give run.id=VALUE.", ["run.resume"]
-            )
+            yield ConfigError("run.resume=must does not say which run", "Give run.id=VALUE.")
 
 
 @dataclass(frozen=True)
@@ -114,14 +110,12 @@ class Train:
             yield ConfigError(
                 f"train.keep_best={self.keep_best} is not a metric of an evaluation",
                 "Name one as eval_loss, with eval_ before its name.",
-                ["train.keep_best"],
             )
         can_restart = not isinstance(cluster, Machines) or cluster.max_restarts > 0
         if self.non_finite == "rollback" and not can_restart:
             yield ConfigError(
                 "train.non_finite=rollback is a restart, and cluster.max_restarts=0 allows none",
                 "Use train.non_finite=stop or skip, or allow restarts.",
-                ["train.non_finite", "cluster.max_restarts"],
             )
 
 

@@ -70,6 +70,26 @@ class Source:
         """The file's content with line numbers, read once; raises as `yaml_node`."""
         return yaml_node(self.path)
 
+    @functools.cached_property
+    def lines(self) -> Mapping[str, int]:
+        """The line (from 1) at which each dotted key is set."""
+        return dict(_lines(self.node, self.package))
+
+    @functools.cached_property
+    def content(self) -> Any:
+        """The file's content as plain data, with its interpolations."""
+        return OmegaConf.to_container(OmegaConf.load(self.path))
+
+    def section(self, name: str) -> Tree:
+        """Return the file's settings of a section; none where it sets no table."""
+        if not isinstance(self.content, dict):
+            return {}
+        part: Any = {key: value for key, value in self.content.items() if key != "defaults"}
+        for package in reversed(self.package.split(".") if self.package else ()):
+            part = {package: part}
+        section = part.get(name)
+        return section if isinstance(section, dict) else {}
+
     def place(self, node: yaml.Node) -> str:
         """Return the place of a node in words."""
         return f"in {short(self.path)}:{node.start_mark.line + 1}"
@@ -97,7 +117,7 @@ class Origin:
         if rank < 0:
             return ""
         source = self.sources[rank]
-        return f"in {short(source.path)}:{_line(source, key)}"
+        return f"in {short(source.path)}:{source.lines[key]}"
 
     def rank(self, key: str) -> int:
         """Return how late `key` was set: `ON_COMMAND_LINE`, the index in `sources`, or -1."""
@@ -109,7 +129,7 @@ class Origin:
             if not is_option and any(_related(one, key) for one, _ in leaves(said, value)):
                 return ON_COMMAND_LINE
         places = reversed(list(enumerate(self.sources)))
-        return next((place for place, source in places if _line(source, key)), -1)
+        return next((place for place, source in places if key in source.lines), -1)
 
     def is_users(self, key: str) -> bool:
         """Return whether `key` was set in a user's file, and not by ours after it."""
@@ -127,24 +147,13 @@ def _related(said: str, key: str) -> bool:
     return said == key or said.startswith(key + ".") or key.startswith(said + ".")
 
 
-def _line(source: Source, key: str) -> int:
-    """Return the line (from 1) at which `source` sets `key`; 0 if it does not."""
-    prefix = source.package.split(".") if source.package else []
-    path = key.split(".")
-    if path[: len(prefix)] != prefix:
-        return 0
-    node = source.node
-    line = 0
-    for name in path[len(prefix) :]:
-        if not isinstance(node, yaml.MappingNode):
-            return 0
-        for name_node, value_node in reversed(node.value):
-            if name_node.value == name:
-                line, node = name_node.start_mark.line + 1, value_node
-                break
-        else:
-            return 0
-    return line
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """Yield the dotted keys below a node with their lines."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            key = f"{prefix}.{name.value}" if prefix else str(name.value)
+            yield key, name.start_mark.line + 1
+            yield from _lines(value, key)
 
 
 def refuse_useless(source: Source, commands_allowed: bool) -> None:
@@ -220,7 +229,7 @@ def choices(content: Any) -> dict[str, str]:
     """
     defaults = content.get("defaults") if isinstance(content, dict) else None
     return {
-        str(name).removeprefix("override ").lstrip("/").partition("@")[0]: str(choice)
+        _group(f"defaults.{name}"): str(choice)
         for entry in defaults or ()
         if isinstance(entry, dict)
         for name, choice in entry.items()
@@ -308,10 +317,9 @@ def without_leftovers(
         for o in overrides
         if o.key_or_group in sections and not isinstance(o.value(), dict)
     }
-    content = functools.cache(_content)
-    users = [(source, content(source)) for source in sources if not source.is_own]
+    users = [source for source in sources if not source.is_own]
     options = {
-        name: content(source)
+        name: source.content
         for name in chosen
         for source in sources
         if source.package == name and source.path.stem == chosen[name]
@@ -319,42 +327,42 @@ def without_leftovers(
     kinds = _kinds(tree, users, overrides, options)
     for group in dict.fromkeys((*chosen, *kinds)):
         files = [one for one in sources if one.package.partition(".")[0] in ("", group)]
-        parts = [(one, _part(one, content(one), group)) for one in files]
+        key, kind = kinds.get(group, ("", None))
         kept = [
-            part
-            for source, part in parts
-            if _is_chosen(source, content(source), group, chosen.get(group))
-            and all(part.get(key, kind) == kind for key, kind in kinds.get(group, {}).items())
+            source.section(group)
+            for source in files
+            if _is_chosen(source, group, chosen.get(group))
+            and source.section(group).get(key, kind) == kind
         ]
-        if len(kept) == len(parts):
+        if len(kept) == len(files):
             continue
         section: Tree = {}
         for part in kept:
             section = _merged(section, part)
-        for key in _said(overrides, group):
-            section = _merged(section, _only(tree[group], key))
+        for names in _said(overrides, group):
+            section = _merged(section, _only(tree[group], names))
         tree = {**tree, group: section}
     return tree
 
 
 def _kinds(
     tree: Tree,
-    files: Sequence[tuple[Source, Any]],
+    files: Sequence[Source],
     overrides: Sequence[Override],
     options: Mapping[str, Any],
-) -> dict[str, Tree]:
+) -> dict[str, tuple[str, Any]]:
     """Return the kinds of sections whose kind the user sets; settings of other kinds are dropped.
 
     The command line comes first, then the option that it chose, then the user's files.
 
     Args:
         tree: all settings.
-        files: the user's files, and what is in them.
+        files: the user's files.
         overrides: what the command line says.
         options: by section, what the file says that the command line has chosen.
 
     Returns:
-        By section a table of one: the setting that names the kind, and the kind.
+        By section the setting that names the kind, and the kind.
     """
     found = {}
     for field in dataclasses.fields(Config):
@@ -364,32 +372,17 @@ def _kinds(
         on_command_line = [variants.key] in _said(overrides, name)
         option = options.get(name)
         if not on_command_line and isinstance(option, dict) and variants.key in option:
-            found[name] = {variants.key: option[variants.key]}
-        elif on_command_line or any(variants.key in _part(*file, name) for file in files):
-            found[name] = {variants.key: section[variants.key]}
+            found[name] = variants.key, option[variants.key]
+        elif on_command_line or any(variants.key in file.section(name) for file in files):
+            found[name] = variants.key, section[variants.key]
     return found
 
 
-def _is_chosen(source: Source, content: Any, group: str, option: str | None) -> bool:
+def _is_chosen(source: Source, group: str, option: str | None) -> bool:
     """Return whether a file applies to the chosen option."""
     if option is None or source.package == group:
         return True
-    return choices(content).get(group, option) == option
-
-
-def _content(source: Source) -> Any:
-    return OmegaConf.to_container(OmegaConf.load(source.path))
-
-
-def _part(source: Source, content: Any, group: str) -> Tree:
-    """Return a file's settings of the section `group`."""
-    if not isinstance(content, dict):
-        return {}
-    part: Any = {name: value for name, value in content.items() if name != "defaults"}
-    for name in reversed(source.package.split(".") if source.package else ()):
-        part = {name: part}
-    found = part.get(group)
-    return found if isinstance(found, dict) else {}
+    return choices(source.content).get(group, option) == option
 
 
 def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
@@ -438,12 +431,12 @@ def with_runs_settings(
     said = {override.key_or_group for override in overrides}
     for source in sources:
         if not source.package and source.path.name != "config.yaml":  # all others come after it
-            content = OmegaConf.to_container(OmegaConf.load(source.path))
-            assert isinstance(content, dict)
-            said |= choices(content).keys() | {
-                key for name, value in content.items() for key, _ in leaves(str(name), value)
+            said |= choices(source.content).keys() | {
+                key for name, value in source.content.items() for key, _ in leaves(str(name), value)
             }
-    for shorthand, names in shorthands_of(tree.get("model")).items():
+    model = tree.get("model")
+    kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
+    for shorthand, names in kind.shorthands.items() if kind else ():
         if f"model.{shorthand}" in said:
             said |= {f"model.{name}" for name in names}
     taken = {
@@ -465,12 +458,6 @@ def _names_kind(section: str, said: Set[str]) -> bool:
     (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
     variants = field.metadata.get("variants")
     return variants is not None and f"{section}.{variants.key}" in said
-
-
-def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:
-    """Return the shorthands of a model."""
-    kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
-    return kind.shorthands if kind else {}
 
 
 def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:

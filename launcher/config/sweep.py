@@ -288,7 +288,7 @@ def _sweeper_settings(
 
 def _is_learning(node: DictConfig) -> bool:
     """Return whether the sweeper's next points depend on earlier results."""
-    return not node.hydra.sweeper._target_.endswith(".BasicSweeper")
+    return not node.hydra.sweeper["_target_"].endswith(".BasicSweeper")
 
 
 def _points_in_all(node: DictConfig) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -47,18 +48,10 @@ def make_console(file: TextIO | None = None) -> RunConsole:
 
     It is as wide as the terminal, or 100 columns off one.
     """
-    console = RunConsole(file=file, highlight=False, markup=False, emoji=False)
-    if console.file.isatty():
-        return console
-    return RunConsole(
-        file=file,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        force_terminal=False,
-        force_interactive=False,
-        width=PLAIN_WIDTH,
-    )
+    plain: dict[str, Any] = {}
+    if not (file or sys.stdout).isatty():
+        plain = {"force_terminal": False, "force_interactive": False, "width": PLAIN_WIDTH}
+    return RunConsole(file=file, highlight=False, markup=False, emoji=False, **plain)
 
 
 class RunConsole(Console):

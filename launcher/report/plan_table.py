@@ -41,45 +41,27 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
 
     They hold the stages, their shardings, the runners-up and the measured layers.
     """
-    stages = Rows(
-        [
-            "stage",
-            "layers",
-            "hosts",
-            "devices",
-            "data",
-            "model",
-            "parameters",
-            "remat",
-            "forward_seconds",
-            "backward_seconds",
-            "update_seconds",
-            "memory_bytes",
-        ],
-        [
-            [
-                index,
-                ranges_text(stage.layers),
-                len(stage.hosts),
-                len(stage.devices),
-                *stage.logical_mesh,
-                stage.num_parameters,
-                stage.remat,
-                stage.forward_seconds,
-                stage.backward_seconds,
-                stage.update_seconds,
-                stage.memory_bytes,
-            ]
-            for index, stage in enumerate(plan.stages)
-        ],
-    )
-    others = [list(dataclasses.astuple(other)) for other in plan.runners_up]
-    profiled = [
-        [ranges_text(found.layers), *list(dataclasses.astuple(found))[1:]]
-        for found in plan.profiled
+    stages = [
+        {
+            "stage": index,
+            "layers": ranges_text(stage.layers),
+            "hosts": len(stage.hosts),
+            "devices": len(stage.devices),
+            "data": stage.logical_mesh[0],
+            "model": stage.logical_mesh[1],
+            "parameters": stage.num_parameters,
+            "remat": stage.remat,
+            "forward_seconds": stage.forward_seconds,
+            "backward_seconds": stage.backward_seconds,
+            "update_seconds": stage.update_seconds,
+            "memory_bytes": stage.memory_bytes,
+        }
+        for index, stage in enumerate(plan.stages)
     ]
+    others = [list(dataclasses.astuple(other)) for other in plan.runners_up]
+    profiled = [[ranges_text(p.layers), *dataclasses.astuple(p)[1:]] for p in plan.profiled]
     tables = {
-        "plan/stages": stages,
+        "plan/stages": Rows(list(stages[0]), [list(stage.values()) for stage in stages]),
         "plan/shardings": Rows(["what"], [[words] for words in shardings_in_words(plan)]),
         "plan/runners_up": Rows(["plan", "predicted_step_seconds", "why"], others),
         "plan/profiled_layers": Rows(

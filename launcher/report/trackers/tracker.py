@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -107,36 +108,22 @@ class Tracker:
         """
 
 
+def _forwarded(name: str) -> Any:
+    def method(self: ForwardingTracker, *given: Any) -> None:
+        self.forward(methodcaller(name, *given))
+
+    return method
+
+
 class ForwardingTracker(Tracker):
     """Forwards every call; subclasses define how in `forward`."""
+
+    table, rewind, log = map(_forwarded, ("table", "rewind", "log"))
+    image, artifact, alert = map(_forwarded, ("image", "artifact", "alert"))
 
     def forward(self, call: Callable[[Tracker], None]) -> None:
         """Make `call` on the tracker or trackers behind this one."""
         raise NotImplementedError
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Forward a table."""
-        self.forward(lambda to: to.table(name, columns, rows))
-
-    def rewind(self, first_step: int) -> None:
-        """Forward a restart."""
-        self.forward(lambda to: to.rewind(first_step))
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Forward the metrics of a step."""
-        self.forward(lambda to: to.log(step, metrics))
-
-    def image(self, name: str, path: Path) -> None:
-        """Forward a picture."""
-        self.forward(lambda to: to.image(name, path))
-
-    def artifact(self, name: str, path: Path) -> None:
-        """Forward a file or folder."""
-        self.forward(lambda to: to.artifact(name, path))
-
-    def alert(self, title: str, text: str) -> None:
-        """Forward an alert."""
-        self.forward(lambda to: to.alert(title, text))
 
 
 @dataclass(frozen=True)
@@ -152,10 +139,7 @@ class CompositeTracker(ForwardingTracker):
 
     def summary_fields(self) -> dict[str, Any]:
         """Return the fields of all trackers together."""
-        fields: dict[str, Any] = {}
-        for tracker in self.trackers:
-            fields.update(tracker.summary_fields())
-        return fields
+        return {k: v for tracker in self.trackers for k, v in tracker.summary_fields().items()}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Finish every tracker, even where one fails; its error is raised at the end."""
@@ -235,10 +219,7 @@ class QueuedTracker(ForwardingTracker):
             return
         try:
             call(self._tracker)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # wandb passes the end of its service on as an exit
+        except (Exception, SystemExit) as error:  # so wandb passes on the end of its service
             self._failed = True
             _log.warning(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
 
@@ -251,15 +232,12 @@ def first_line(error: BaseException) -> str:
 Opener = Callable[[TrackedRun], Tracker | None]
 _AnyOpener = TypeVar("_AnyOpener", bound=Opener)
 
-_log = logging.getLogger(__name__)
-
 OURS = {  # imported when chosen
     "wandb": "launcher.report.trackers.wandb_tracker.open_wandb",
     "tensorboard": "launcher.report.trackers.tensorboard_tracker.TensorBoardTracker",
     "mlflow": "launcher.report.trackers.mlflow_tracker.MlflowTracker",
 }
 TRACKERS: dict[str, Opener] = {}
-NONE_CHOSEN: Mapping[str, Opener] = {}
 
 
 def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
@@ -314,9 +292,7 @@ def _opener(name: str) -> Opener:
     return opener
 
 
-def open_trackers(
-    run: TrackedRun, chosen: Mapping[str, Opener] = NONE_CHOSEN
-) -> tuple[Tracker, ...]:
+def open_trackers(run: TrackedRun, chosen: Mapping[str, Opener]) -> tuple[Tracker, ...]:
     """Open trackers for a run; one that cannot be opened is reported.
 
     Args:

@@ -296,4 +296,4 @@ def test_the_module_of_a_users_model_may_register_one(tmp_path, monkeypatch):
     words = ["model=custom", "model.module=net_with_tracker", f"model.options={fields}"]
     build_program(load([*words, "dataset=synthetic", "allow_modules=[net_with_tracker]"]))
     run = TrackedRun("r", tmp_path, {"wandb": {"mode": "disabled"}})
-    assert [type(tracker).__name__ for tracker in open_trackers(run)] == ["QueuedTracker"]
+    assert [type(tracker).__name__ for tracker in open_trackers(run, {})] == ["QueuedTracker"]

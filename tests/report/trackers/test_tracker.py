@@ -100,7 +100,7 @@ def test_registered_trackers_are_opened_in_order_and_may_decline(registry, run, 
         def __init__(self, run):
             super().__init__(calls, run.folder.name)
 
-    for tracker in open_trackers(run):
+    for tracker in open_trackers(run, {}):
         call_all(tracker)
     names = ("mine", run.folder.name)
     assert (
@@ -119,7 +119,7 @@ def test_one_that_cannot_be_opened_is_reported_and_the_others_are_opened(registr
 
     register("a")(cannot)
     register("b")(lambda run: Tracker())
-    assert len(open_trackers(run)) == 1
+    assert len(open_trackers(run, {})) == 1
     assert caplog.messages == ["a: ValueError; the run is not recorded there"]
 
 
@@ -127,7 +127,7 @@ def test_one_that_cannot_be_opened_is_reported_and_the_others_are_opened(registr
 def test_one_that_fails_is_reported_once_and_left_out(fails, registry, run, caplog):
     calls = []
     register("a")(lambda run: Recording(calls, "a", fails=CALLS[fails][0]))
-    (tracker,) = open_trackers(run)
+    (tracker,) = open_trackers(run, {})
     for _ in range(2):
         call_all(tracker)
     reached = [call[1] for call in calls if call[1] != "summary_fields"]
