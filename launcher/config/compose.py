@@ -38,7 +38,7 @@ from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Place, key_of
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.hydra_compat import composed, searching
-from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps
+from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse, refuse_sweeps
 from launcher.config.reader import build, setting_keys
 from launcher.config.schema import Config, check
 from launcher.config.sources import (
@@ -56,9 +56,6 @@ from launcher.config.sources import (
 PRIMARY = "config"  # the file that composing begins with
 # Settings that only files of earlier versions hold.
 _DELETED = (("sweep", "resubmit"), ("sweep", "stop_early"))
-# A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
-# the file has been checked. This override comes first.
-NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 # Groups of Hydra's own about running a job: more files to read and merge than ours. Its
 # sweeper stays, as files may choose one for `-m`.
 _NOTHING_OF_HYDRA = tuple(
@@ -233,8 +230,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
 
 def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False) -> Config:
     groups = find_groups(folders)
-    said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
-    said += NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
+    said = [*all_for_hydra(overrides, folders), *_NOTHING_OF_HYDRA]
     allowed = _allowed(overrides)
     sources: list[Source] = []
 

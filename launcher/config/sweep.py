@@ -40,7 +40,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.compose import (
-    NO_OTHER_FOLDERS,
     PRIMARY,
     Asked,
     no_option,
@@ -48,9 +47,9 @@ from launcher.config.compose import (
     translated,
 )
 from launcher.config.errors import ConfigError
-from launcher.config.folders import find_groups, search_folders
+from launcher.config.folders import search_folders
 from launcher.config.hydra_compat import Callbacks, searching
-from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, quoted
+from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse, quoted
 from launcher.config.sections import MAXIMIZED
 from launcher.config.sources import (
     SWEEPER,
@@ -260,8 +259,7 @@ def _sweeper_settings(
         if group == SWEEPER_GROUP and option.strip() not in known:
             raise no_option(group, option.strip(), known, COMMAND_LINE)
     fixed = [one for one in overrides if not one.is_sweep_override()]
-    groups, own = find_groups(folders), find_groups(folders[-1:])
-    words = [*(for_hydra(one, groups, own) for one in fixed), NO_OTHER_FOLDERS]
+    words = all_for_hydra(fixed, folders)
     sources = _sources([*words, *of_sweeper], fixed, folders, loader)
     in_files = frozenset(_said_in(sources))
     ours = f"hydra.sweep.dir={quoted(str(scratch))}"
@@ -282,7 +280,7 @@ def _sweeper_settings(
             where=COMMAND_LINE,
         )
     _fill_in(sweeper, said, in_files, _values(fixed, node))
-    _settle_params(sweeper, overrides, sources, loader)
+    _settle_params(sweeper, overrides, sources, loader, _is_learning(node))
     return node
 
 
@@ -388,6 +386,7 @@ def _settle_params(
     overrides: Sequence[Override],
     sources: Sequence[Source],
     loader: ConfigLoader,
+    learns: bool,
 ) -> None:
     """Drop settings of the command line from `hydra.sweeper.params`; check the rest.
 
@@ -407,7 +406,7 @@ def _settle_params(
         except ConfigError:
             problem, remedy = f"{text} cannot be read", "Write KEY: VALUES, as after -m."
             raise ConfigError(f"{SWEPT}: {problem}", remedy, where=where) from None
-        if not _is_learning(OmegaConf.create({"hydra": {"sweeper": sweeper}})):
+        if not learns:
             _refuse_unlisted([override], where)
 
 
