@@ -434,9 +434,7 @@ def with_runs_settings(
             said |= choices(source.content).keys() | {
                 key for name, value in source.content.items() for key, _ in leaves(str(name), value)
             }
-    model = tree.get("model")
-    kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
-    for shorthand, names in kind.shorthands.items() if kind else ():
+    for shorthand, names in shorthands_of(tree.get("model")).items():
         if f"model.{shorthand}" in said:
             said |= {f"model.{name}" for name in names}
     taken = {
@@ -458,6 +456,12 @@ def _names_kind(section: str, said: Set[str]) -> bool:
     (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
     variants = field.metadata.get("variants")
     return variants is not None and f"{section}.{variants.key}" in said
+
+
+def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:
+    """Return the shorthands of a model."""
+    kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
+    return kind.shorthands if kind else {}
 
 
 def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
