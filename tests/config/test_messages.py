@@ -1,7 +1,5 @@
 """Every wrong setting gets one line that says what is wrong, where it was said and what to do."""
 
-from pathlib import Path
-
 import pytest
 
 from launcher.__main__ import main
@@ -535,7 +533,7 @@ FILES += [
 ]
 
 
-def answer(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def answer(argv, capsys):
     code = main(argv)
     out, err = capsys.readouterr()
     return code, out, err
@@ -543,13 +541,7 @@ def answer(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, st
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("command", "message"), COMMAND_LINES, ids=[c for c, _ in COMMAND_LINES])
-def test_wrong_command_line(
-    command: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_command_line(command, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert answer(command.split(" "), capsys) == (2, "", f"launcher: {message}\n")
     assert list(tmp_path.iterdir()) == []
@@ -557,15 +549,7 @@ def test_wrong_command_line(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("file", "text", "command", "message"), FILES, ids=[f[3] for f in FILES])
-def test_wrong_file(
-    file: str,
-    text: str,
-    command: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_file(file, text, command, message, tmp_path, monkeypatch, capsys):
     path = tmp_path / "my_conf" / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -583,13 +567,7 @@ def test_wrong_file(
     ],
     ids=["latin-1", "binary", "a folder"],
 )
-def test_a_file_that_is_no_text(
-    content: bytes | None,
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_that_is_no_text(content, told, tmp_path, monkeypatch, capsys):
     path = tmp_path / "my_conf" / "recipe" / "mine.yaml"
     path.parent.mkdir(parents=True)
     if content is None:
@@ -610,9 +588,7 @@ ENDLESS = "model: &a {name: custom, module: x, options: {b: *a}}"
     "content",
     ["", "3", "- a", "train: {steps: 1", "train: 3", "b: [}", "run: &a {id: *a}", ENDLESS],
 )
-def test_a_frozen_file_that_holds_no_settings(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_file_that_holds_no_settings(content, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(content)
     code, out, err = answer(["--frozen", str(path)], capsys)
@@ -620,9 +596,7 @@ def test_a_frozen_file_that_holds_no_settings(
     assert str(path) in err
 
 
-def test_a_frozen_file_cannot_allow_its_own_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_file_cannot_allow_its_own_code(tmp_path, capsys):
     path = tmp_path / "config.yaml"
     options = "{input_size: 2, output_size: 2}"
     model = f"{{name: custom, module: json.decoder, options: {options}}}"
@@ -634,9 +608,7 @@ def test_a_frozen_file_cannot_allow_its_own_code(
     assert answer(["--frozen", str(path), "allow_modules=[json]"], capsys)[0] == 0
 
 
-def test_what_a_file_says_of_allow_modules_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_file_says_of_allow_modules_does_not_count(tmp_path, monkeypatch, capsys):
     """Even where it goes unnoticed: it is the command line that is asked."""
     monkeypatch.setattr(compose, "refuse_useless", lambda *_: None)
     recipe = tmp_path / "recipe" / "mine.yaml"
@@ -652,9 +624,7 @@ def test_what_a_file_says_of_allow_modules_does_not_count(
     assert answer([*command, "allow_modules=['json']"], capsys)[0] == 0
 
 
-def test_missing_config_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_config_dir(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert answer(["--config-dir", "nowhere"], capsys) == (
         2,
@@ -664,9 +634,7 @@ def test_missing_config_dir(
     )
 
 
-def test_an_unused_broken_file_does_not_hide_the_right_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_broken_file_does_not_hide_the_right_message(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipes = tmp_path / "my_conf" / "recipe"
     recipes.mkdir(parents=True)
@@ -682,3 +650,41 @@ def test_an_unused_broken_file_does_not_hide_the_right_message(
         "launcher: my_conf/optimizer/own.yaml has defaults with an entry that is not "
         "'group: option'. It must hold names and values.\n"
     )
+
+
+OPTIONS = "# @package _global_\nmodel:\n  options:\n    a0: &a0 {x: 1, y: 2}\n"
+BOUNDLESS = {
+    "an endless anchor": f"{OPTIONS}    b: &b [*b]\n",
+    "brackets": f"{OPTIONS}    b: {'[' * 9999}{']' * 9999}\n",
+    "its size": OPTIONS + "#\n" * 200_000,
+    "digits": f"{OPTIONS}    b: {'9' * 5000}\n",
+    "no date": f"{OPTIONS}    b: 2026-02-31\n",
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", BOUNDLESS)
+def test_a_settings_file_beyond_all_bounds(name, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "conf" / "recipe" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(BOUNDLESS[name])
+    monkeypatch.chdir(tmp_path)
+    for words in (["--config-dir", "conf", "recipe=mine"], ["--frozen", str(path)]):
+        assert main([*words]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"train.steps={'9' * 5000}",
+        f"a={'[' * 2000}{']' * 2000}",
+        f"a={'(' * 3000}",
+    ],
+)
+def test_a_word_beyond_all_bounds(word, capsys):
+    assert main([word, "task=check"]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), "cannot be read as key=value" in err) == (1, True)
+    assert len(err) < 400

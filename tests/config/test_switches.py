@@ -1,7 +1,6 @@
 """What depends on a switch is refused while that is off, but not what a file says below it."""
 
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -63,14 +62,14 @@ REFUSED = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("words", "key"), REFUSED, ids=lambda text: text.rpartition(" ")[2])
-def test_what_has_no_effect_is_refused(words: str, key: str) -> None:
+def test_what_has_no_effect_is_refused(words, key):
     with pytest.raises(
         ConfigError, match=rf"^{key}\S* has no effect: .* \(on the command line\)\."
     ):
         load(words.split())
 
 
-def test_every_switch_is_tried() -> None:
+def test_every_switch_is_tried():
     kinds = [field.metadata.get("variants") for field in fields(Config)]
     sections = [type(section) for section in vars(Config()).values()]
     classes = (*sections, *(one for kind in kinds if kind for one in kind.classes.values()))
@@ -78,7 +77,7 @@ def test_every_switch_is_tried() -> None:
         assert any(key.startswith(switch.keys) for _, key in REFUSED), switch.keys
 
 
-def test_the_whole_line() -> None:
+def test_the_whole_line():
     with pytest.raises(ConfigError) as caught:
         load(["wandb.mode=disabled", "wandb.tags=[a]"])
     assert str(caught.value) == (
@@ -87,13 +86,13 @@ def test_the_whole_line() -> None:
     )
 
 
-def mine(folder: Path, text: str) -> list[str]:
+def mine(folder, text):
     (folder / "recipe").mkdir()
     (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     return [str(folder)]
 
 
-def test_what_a_recipe_says_below_the_switch_is_passed_over(tmp_path: Path) -> None:
+def test_what_a_recipe_says_below_the_switch_is_passed_over(tmp_path):
     load(["recipe=smoke", "train.eval_every=0"])
     folder = mine(tmp_path, "train: {eval_batches: 4}\nwandb: {project: p}")
     assert load(["recipe=mine"], folder).train.eval_batches == 4
@@ -101,12 +100,12 @@ def test_what_a_recipe_says_below_the_switch_is_passed_over(tmp_path: Path) -> N
     assert config.train.eval_every == 0
 
 
-def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_contradicts_itself_is_refused(tmp_path):
     folder = mine(tmp_path, "train:\n  eval_every: 0\n  eval_batches: 4")
     with pytest.raises(ConfigError, match=r"eval_batches has no effect: .*mine\.yaml:4\)"):
         load(["recipe=mine"], folder)
 
 
-def test_defaults_that_a_file_writes_out_are_no_contradiction(tmp_path: Path) -> None:
+def test_defaults_that_a_file_writes_out_are_no_contradiction(tmp_path):
     folder = mine(tmp_path, "train: {eval_every: 0, eval_batches: 8}\nsweep: {dir: null}")
     assert load(["recipe=mine"], folder).train.eval_every == 0
