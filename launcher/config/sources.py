@@ -23,9 +23,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from launcher.base import DamagedError
-from launcher.base.reading import read_yaml, yaml_node
+from launcher.base.reading import join_key, read_yaml, yaml_node
 from launcher.config.cluster import CLUSTERS, Emulated, Local
-from launcher.config.environment import COMMAND_LINE_ONLY, command_at, leaves, not_allowed
+from launcher.config.environment import COMMAND_LINE_ONLY, below, command_at, leaves, not_allowed
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import COMMAND_LINE
 from launcher.config.parallel import METHODS, Replay
@@ -105,19 +105,17 @@ class Origin:
 
     def of(self, keys: Sequence[str]) -> str:
         """Return the places of `keys` in words; "" for defaults of the schema."""
-        found = {key: place for key in keys if (place := self._of_one(key))}
+        ranks = {key: self.rank(key) for key in keys}
+        found = {
+            key: COMMAND_LINE
+            if rank == ON_COMMAND_LINE
+            else f"in {short(self.sources[rank].path)}:{self.sources[rank].lines[key]}"
+            for key, rank in ranks.items()
+            if rank >= 0
+        }
         if len(keys) == 1 or len(set(found.values())) == 1 == len(found) / len(keys):
             return next(iter(found.values()), "")
         return ", ".join(f"{key} {place}" for key, place in found.items())
-
-    def _of_one(self, key: str) -> str:
-        rank = self.rank(key)
-        if rank == ON_COMMAND_LINE:
-            return COMMAND_LINE
-        if rank < 0:
-            return ""
-        source = self.sources[rank]
-        return f"in {short(source.path)}:{source.lines[key]}"
 
     def rank(self, key: str) -> int:
         """Return how late `key` was set: `ON_COMMAND_LINE`, the index in `sources`, or -1."""
@@ -126,7 +124,9 @@ class Origin:
             is_option = said in self.groups and not isinstance(value, dict)
             if is_option and key in (said, f"{said}.name") and key != "cluster.name":
                 return ON_COMMAND_LINE  # that one is no option's name
-            if not is_option and any(_related(one, key) for one, _ in leaves(said, value)):
+            if not is_option and any(
+                below(one, (key,)) or below(key, (one,)) for one, _ in leaves(said, value)
+            ):
                 return ON_COMMAND_LINE
         places = reversed(list(enumerate(self.sources)))
         return next((place for place, source in places if key in source.lines), -1)
@@ -139,19 +139,14 @@ class Origin:
 
 def short(path: Path) -> str:
     """Return `path` relative to the working directory if it is below it, otherwise in full."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _related(said: str, key: str) -> bool:
-    return said == key or said.startswith(key + ".") or key.startswith(said + ".")
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
     """Yield the dotted keys below a node with their lines."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            key = f"{prefix}.{name.value}" if prefix else str(name.value)
+            key = join_key(prefix, name.value)
             yield key, name.start_mark.line + 1
             yield from _lines(value, key)
 
@@ -195,30 +190,26 @@ def _check_scalar(
             _check_sweeper_value(key, node, commands_allowed, where)
         return
     chosen = _group(key.removeprefix(f"{source.package}."))
+    is_nothing = node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
+    is_number = node.style is None and node.tag in _NUMBERS
     if node.tag == _NULL and chosen in _NEEDED:
         # Hydra drops the option that was chosen before, and the schema would fill it in again.
-        raise ConfigError(
-            f"{chosen}: null chooses nothing, and every run needs a {chosen}",
-            "Name an option, or leave the line out.",
-            where=where,
-        )
-    if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
-        raise ConfigError(
+        problem = f"{chosen}: null chooses nothing, and every run needs a {chosen}"
+        remedy = "Name an option, or leave the line out."
+    elif top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
+        problem = (
             f"{top} can be set only on the command line: a file that allows itself would "
-            "protect from nothing",
-            f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line.",
-            where=where,
+            "protect from nothing"
         )
-    is_nothing = node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
-    if not commands_allowed and not is_nothing and (command := command_at(key, node.value)):
+        remedy = f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line."
+    elif not commands_allowed and not is_nothing and (command := command_at(key, node.value)):
         raise not_allowed(command, where)
-    is_number = node.style is None and node.tag in _NUMBERS
-    if is_number and key not in text_keys() and _ODD.fullmatch(node.value):
-        raise ConfigError(
-            f"{key}: {node.value} is read as {yaml.safe_load(node.value)}",
-            "Write numbers with decimal digits, and without a 0 in front.",
-            where=where,
-        )
+    elif is_number and key not in text_keys() and _ODD.fullmatch(node.value):
+        problem = f"{key}: {node.value} is read as {yaml.safe_load(node.value)}"
+        remedy = "Write numbers with decimal digits, and without a 0 in front."
+    else:
+        return
+    raise ConfigError(problem, remedy, where=where)
 
 
 def choices(content: Any) -> dict[str, str]:
@@ -257,16 +248,13 @@ def _problem(file: Path) -> str:
         return ""
     if not isinstance(root, yaml.MappingNode):
         return "does not hold settings"
-    said = (value for name, value in reversed(root.value) if name.value == "defaults")
-    defaults = next(said, None)
-    if defaults is None:
-        return ""
-    if not isinstance(defaults, yaml.SequenceNode):
-        return "has defaults that are not a list, such as [override /model: gpt]"
-    for entry in defaults.value:
-        fine = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
-        if not fine and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
-            return "has defaults with an entry that is not 'group: option'"
+    for defaults in [value for name, value in root.value if name.value == "defaults"][-1:]:
+        if not isinstance(defaults, yaml.SequenceNode):
+            return "has defaults that are not a list, such as [override /model: gpt]"
+        for entry in defaults.value:
+            is_text = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
+            if not is_text and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
+                return "has defaults with an entry that is not 'group: option'"
     return ""
 
 
@@ -289,15 +277,14 @@ def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
             yield from _nodes(item, key)
     elif isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            yield from _nodes(value, f"{key}.{name.value}" if key else str(name.value))
+            yield from _nodes(value, join_key(key, name.value))
 
 
 def _group(key: str) -> str:
     """Return the group of an entry of a defaults list; "" for any other value."""
-    said, _, word = key.partition(".")
-    return (
-        word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""
-    )
+    section, _, group = key.partition(".")
+    name = group.removeprefix("override ").lstrip("/").partition("@")[0]
+    return name if section == "defaults" else ""
 
 
 def without_leftovers(

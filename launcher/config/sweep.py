@@ -291,10 +291,9 @@ def _is_learning(node: DictConfig) -> bool:
 
 def _points_in_all(node: DictConfig) -> int | None:
     """Return the number of points that an adaptive sweeper will ask for, if it is configured."""
-    for name in ("n_trials", "budget", "max_trials"):  # Optuna, Nevergrad, Ax
-        if isinstance(found := OmegaConf.select(node, f"{SWEEPER}.{name}"), int):
-            return found
-    return None
+    names = ("n_trials", "budget", "max_trials")  # Optuna, Nevergrad, Ax
+    found = (OmegaConf.select(node, f"{SWEEPER}.{name}") for name in names)
+    return next((count for count in found if isinstance(count, int)), None)
 
 
 def _sources(
@@ -346,8 +345,8 @@ def _values(fixed: Sequence[Override], node: DictConfig) -> Mapping[str, Any]:
     found = {one.key_or_group: one.value() for one in fixed}
     for key in ("run.seed", "sweep.jobs", "sweep.objective"):
         value = OmegaConf.select(node, key, throw_on_resolution_failure=False)
-        if key not in found and value is not None:
-            found[key] = value
+        if value is not None:
+            found.setdefault(key, value)
     return found
 
 
@@ -365,20 +364,17 @@ def _fill_in(
             "Leave it out: sweep.json in the sweep's folder holds its points.",
             where=COMMAND_LINE,
         )
-    seed = ours.get("run.seed", 0)
-    jobs = ours.get("sweep.jobs", 1)
+    seed, jobs = ours.get("run.seed", 0), ours.get("sweep.jobs", 1)
+    best = "maximize" if ours.get("sweep.objective") in MAXIMIZED else "minimize"
     wanted = {"n_jobs": jobs, "num_workers": jobs, "max_failure_rate": 1.0, "seed": seed}
     for place, prefix in ((sweeper, ""), (sweeper.get("sampler"), "sampler.")):
-        for name, value in wanted.items() if isinstance(place, DictConfig) else ():
+        options = wanted if prefix else {**wanted, "direction": best}
+        for name, value in options.items() if isinstance(place, DictConfig) else ():
             key = f"{SWEEPER}.{prefix}{name}"
-            is_said = key in in_files or any(text.startswith(f"{key}=") for text in said)
-            if name in place and not is_said:
+            is_set = key in in_files or any(text.startswith(f"{key}=") for text in said)
+            if name in place and not is_set:
                 with open_dict(place):
                     place[name] = value
-    objective = str(ours.get("sweep.objective", ""))
-    is_said = f"{SWEEPER}.direction" in in_files or any("direction=" in text for text in said)
-    if "direction" in sweeper and not is_said:
-        sweeper.direction = "maximize" if objective in MAXIMIZED else "minimize"
 
 
 def _settle_params(
@@ -404,8 +400,8 @@ def _settle_params(
         try:
             (override,) = parse([text], loader)
         except ConfigError:
-            problem, remedy = f"{text} cannot be read", "Write KEY: VALUES, as after -m."
-            raise ConfigError(f"{SWEPT}: {problem}", remedy, where=where) from None
+            remedy = "Write KEY: VALUES, as after -m."
+            raise ConfigError(f"{SWEPT}: {text} cannot be read", remedy, where=where) from None
         if not learns:
             _refuse_unlisted([override], where)
 

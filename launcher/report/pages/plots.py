@@ -13,6 +13,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,22 +53,17 @@ def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str = "")
 
     figure, [axes] = canvas(width=8.0, height=4.5)
     steps, losses = _series(records, "train/loss")
-    line: dict[str, Any] = {
-        "linewidth": 1.8,
-        "color": TRAIN,
-        "marker": "o" if len(losses) == 1 else "",
-    }
+    name, marker = "train", "o" if len(losses) == 1 else ""
     if len(losses) >= SMOOTHED_FROM:
         axes.plot(steps, losses, color=TRAIN, alpha=0.3, linewidth=0.8)
-        smooth = smoothed(losses, window=2 * (len(losses) // 40) + 1)
-        axes.plot(steps, smooth, label=f"train (smoothed): {loss_text(smooth[-1])}", **line)
-    elif losses:
-        axes.plot(steps, losses, label=f"train: {loss_text(losses[-1])}", **line)
-    eval_steps, evals = _series(records, "eval/loss")
-    if evals:
-        line = {"linewidth": 1.2, "color": EVAL, "marker": "o", "markersize": 4.5}
-        axes.plot(eval_steps, evals, label=f"validation: {loss_text(evals[-1])}", **line)
-    if losses or evals:
+        name, losses = "train (smoothed)", smoothed(losses, window=2 * (len(losses) // 40) + 1)
+    train: dict[str, Any] = {"linewidth": 1.8, "color": TRAIN, "marker": marker}
+    other: dict[str, Any] = {"linewidth": 1.2, "color": EVAL, "marker": "o", "markersize": 4.5}
+    evals = *_series(records, "eval/loss"), "validation", other
+    for places, values, label, style in ((steps, losses, name, train), evals):
+        if values:
+            axes.plot(places, values, label=f"{label}: {loss_text(values[-1])}", **style)
+    if losses or evals[1]:
         axes.legend(frameon=False, labelcolor=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
@@ -168,9 +164,9 @@ TASK_COLOURS = {
     "backward_weight": "#CC79A7",
     "forward_backward": "#F0E442",
 }
-OTHER_TASK = "#009E73"
-UPDATE = "#0072B2"
-SUM = "#D55E00"
+COLOURS = defaultdict(
+    lambda: "#009E73", TASK_COLOURS | {"update": "#0072B2", "gradient sum": "#D55E00"}
+)
 SMALLEST_NUMBER = 4.0  # points
 MOST_NUMBERED_TASKS = 2000  # more numbers would be unreadable and slow to draw
 _HEIGHT = 0.86  # of a box, in rows
@@ -346,7 +342,7 @@ def _draw(axes: Axes, picture: Picture, factor: float, inches_per_second: float)
             axes.broken_barh(
                 [(b.start * factor, (b.end - b.start) * factor) for b in boxes if b.row == row],
                 (row + 0.21, 0.22) if is_sum else (row - _HEIGHT / 2, _HEIGHT),
-                facecolor=_colour(kind),
+                facecolor=COLOURS[kind],
                 edgecolor="white",
                 linewidth=0.6 if is_fine and (is_sum or kind in TASK_COLOURS) else 0.0,
                 zorder=3 if is_sum else 2,
@@ -368,14 +364,12 @@ def _draw(axes: Axes, picture: Picture, factor: float, inches_per_second: float)
 def _number(boxes: Sequence[Box], axes: Axes, factor: float, inches_per_second: float) -> None:
     """Write each microbatch's number into its box, all in one size, where there is room."""
     longest = max((len(str(box.number)) for box in boxes), default=1)
-    points = [(b.end - b.start) * inches_per_second * 72 / (0.75 * longest) for b in boxes]
-    fitting = [
-        (box, size) for box, size in zip(boxes, points, strict=True) if size >= SMALLEST_NUMBER
-    ]
+    points = 72 * inches_per_second / (0.75 * longest)  # of a number, for each second of a box
+    fitting = [box for box in boxes if (box.end - box.start) * points >= SMALLEST_NUMBER]
     if fitting:
-        places = [((box.start + box.end) / 2 * factor, box.row) for box, _ in fitting]
-        size = min(9.0, *(size for _, size in fitting))
-        _write([str(box.number) for box, _ in fitting], places, size, axes)
+        places = [((box.start + box.end) / 2 * factor, box.row) for box in fitting]
+        size = min(9.0, *((box.end - box.start) * points for box in fitting))
+        _write([str(box.number) for box in fitting], places, size, axes)
 
 
 def _write(
@@ -413,27 +407,18 @@ def _write(
     axes.add_collection(written, autolim=False)
 
 
-def _colour(kind: str) -> str:
-    named = {"update": UPDATE, "gradient sum": SUM}
-    return TASK_COLOURS.get(kind) or named.get(kind, OTHER_TASK)
-
-
 def _legend(kinds: Sequence[str], transfers: bool) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    sums_apart = "gradient sum" in kinds
-    found = [
-        Patch(color=_colour(kind), label=_label(kind, sums_apart)) for kind in dict.fromkeys(kinds)
+    labels = {} if "gradient sum" in kinds else {"update": "gradient sums, update"}
+    labels["gradient sum"] = "gradient sums"
+    handles = [
+        Patch(color=COLOURS[kind], label=labels.get(kind, kind.replace("_", ", ")))
+        for kind in dict.fromkeys(kinds)
     ]
-    found.append(Patch(color=IDLE, label="idle (bubble)"))
-    return [*found, *([Line2D([], [], label="transfer", **_ARROW)] if transfers else [])]
-
-
-def _label(kind: str, sums_apart: bool) -> str:
-    if kind == "update":
-        return "update" if sums_apart else "gradient sums, update"
-    return "gradient sums" if kind == "gradient sum" else kind.replace("_", ", ")
+    handles.append(Patch(color=IDLE, label="idle (bubble)"))
+    return [*handles, *([Line2D([], [], label="transfer", **_ARROW)] if transfers else [])]
 
 
 _PROGRAM = f"from {__name__} import main; main()"
