@@ -185,7 +185,7 @@ class StepBreakdown:
         samples_per_second: of `measured_step_seconds`, as the following.
         tokens_per_second: None where samples have no tokens.
         mfu: model FLOPs utilisation, a fraction of one; None where the device's peak is unknown.
-        mfu_with_remat: the same with the operations that are computed again.
+        mfu_with_remat: the same with the recomputed operations.
         memory: of the fullest device.
         sentence: where measured and predicted step differ by over 25 %: which assumption failed,
             and what to do.
@@ -258,15 +258,13 @@ class StepBreakdown:
         except (LookupError, TypeError, AttributeError) as error:
             raise DamagedError(f"this is not a step's breakdown: {error}") from error
 
-    def save(self, folder: Path) -> Path:
-        """Write `accounting.json` into a run's folder, whole or not at all; return its path.
+    def save(self, folder: Path) -> None:
+        """Write `accounting.json` into a run's folder, whole or not at all.
 
         Raises:
             OSError: it cannot be written.
         """
-        path = folder / FILE
-        write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
-        return path
+        write_whole(folder / FILE, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -39,7 +39,7 @@ from launcher.report.trackers.tracker import Metrics, Tracker
 PLAIN_WIDTH = 100
 SILENCE = 30.0  # seconds without a line of a phase on a pipe
 
-# Of a disk behind standard output (full, over quota, broken) or a closed terminal (EIO).
+# Errors of a full, limited or broken disk behind standard output, or of a closed terminal (EIO).
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 

@@ -65,7 +65,8 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
         "plan/shardings": Rows(["what"], [[words] for words in shardings_in_words(plan)]),
         "plan/runners_up": Rows(["plan", "predicted_step_seconds", "why"], others),
         "plan/profiled_layers": Rows(
-            ["layers", "model", "rows", "forward_seconds", "backward_seconds", "failure"], profiled
+            ["layers", "model", "examples", "forward_seconds", "backward_seconds", "failure"],
+            profiled,
         ),
     }
     return {name: table for name, table in tables.items() if table.rows}
@@ -110,11 +111,11 @@ def shardings_in_words(plan: Plan) -> list[str]:
 
     For example `stages 0-1: 12 arrays cut along model: mlp.linear_fc1.kernel, …`.
     """
-    of: dict[str, list[int]] = {}
+    stages_of: dict[str, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         for words in _stage_in_words(stage):
-            of.setdefault(words, []).append(index)
-    return [f"{_stages(stages)}: {words}" for words, stages in of.items()]
+            stages_of.setdefault(words, []).append(index)
+    return [f"{_stages(stages)}: {words}" for words, stages in stages_of.items()]
 
 
 def _stage_in_words(stage: StagePlan) -> list[str]:
@@ -128,7 +129,7 @@ def _stage_in_words(stage: StagePlan) -> list[str]:
         lines.append(f"the batch cut in {data} along data")
     rows = [n for n in stage.shardings if _is_batch(n) and "model" in stage.shardings[n]]
     if rows:
-        lines.append(f"each row of the batch cut in {model} along model: {_examples(rows)}")
+        lines.append(f"each example cut in {model} along model: {_examples(rows)}")
     for along, names in groups.items():
         kept = [name for name in names if not _is_batch(name)]
         if along and kept:
@@ -177,7 +178,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         if line:
             console.print(line, soft_wrap=True)
     if plan.profiled:
-        console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
+        console.print("\nmeasured layers, by the number of examples:", soft_wrap=True)
         console.print(_profile_table(plan))
     if plan.runners_up:
         console.print("runners-up:", soft_wrap=True)
@@ -197,14 +198,14 @@ def bottleneck(plan: Plan) -> str:
     each = plan.mesh_seconds
     slowest = max(range(len(each)), key=each.__getitem__)
     busy = plan.num_micro_batches * each[slowest]
-    of = [index for index, mesh in enumerate(plan.mesh_of) if mesh == slowest]
+    stages = [index for index, mesh in enumerate(plan.mesh_of) if mesh == slowest]
     once = max(stage.update_seconds for stage in plan.stages)
     # Devices that share a machine are faster than these seconds while others wait.
     share = percent_text(min(1.0, busy / plan.predicted_step_seconds))
     link, occupied = max(link_seconds(plan).items(), key=lambda one: one[1], default=("", 0.0))
     slower = f"; the link {link} is occupied {seconds_text(occupied)}"
     return (
-        f"bottleneck: stage{'s' if of[1:] else ''} {ranges_text(of)}, busy {share} of the step; "
+        f"bottleneck: {_stages(stages)}, busy {share} of the step; "
         f"gradient sums and update {seconds_text(once)}{slower if occupied > busy + once else ''}"
     )
 
@@ -313,7 +314,7 @@ def _profile_table(plan: Plan) -> Table:
         seconds = seconds_text(one.forward_seconds), seconds_text(one.backward_seconds)
         known = (str(one.rows), *seconds) if not one.failure else ("-", "-", "-")
         rows.append((ranges_text(one.layers), str(one.model), *known, one.failure))
-    return table_of(("layers", "model", "rows", "forward", "backward", ""), rows, ("",))
+    return table_of(("layers", "model", "examples", "forward", "backward", ""), rows, ("",))
 
 
 def predictions(plan: Plan, tokens: int | None = None) -> str:

@@ -41,11 +41,9 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
     """
     settings = Wandb(**run.config["wandb"])
     asked = settings.mode or os.environ.get("WANDB_MODE", "")
+    if asked not in ("", "online", "offline", "disabled"):
+        _log.warning(f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out")
     if asked not in ("", "online", "offline"):
-        if asked != "disabled":
-            _log.warning(
-                f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out"
-            )
         return None
     mode: Mode = "offline" if asked == "offline" else "online"
     try:
@@ -62,8 +60,8 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
         # wandb is missing or broken, or the key is malformed.
         _log.warning(f"wandb: {first_line(error)}; recording offline")
         mode = "offline"
-    attempts: tuple[Mode, ...] = ("online", "offline") if mode == "online" else ("offline",)
-    for attempt in attempts:
+    modes: tuple[Mode, ...] = ("online", "offline")
+    for attempt in modes[modes.index(mode) :]:
         try:
             return WandbTracker(settings, attempt, run)
         except Exception as error:
