@@ -77,11 +77,9 @@ def test_each_family_has_a_recipe_for_eight_gpus_or_for_a_laptop():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("file", DEVICES, ids=lambda file: file.stem)
-def test_a_datasheet_is_for_described_clusters_and_for_devices_that_are_here(file, tmp_path):
+def test_a_datasheet_is_for_described_clusters_and_for_devices_that_are_here(file, tmp_path, mine):
     (defaults,) = re.findall(r"^#   (defaults: .*)$", file.read_text(), re.MULTILINE)
-    (tmp_path / "cluster").mkdir()
-    mine = "kind: described\nname: mine\ngpus: 8\n"
-    (tmp_path / "cluster" / "mine.yaml").write_text(f"{defaults}\n{mine}")
+    mine(f"{defaults}\nkind: described\nname: mine\ngpus: 8\n", "cluster/mine")
     shape = kind_of(load(["cluster=mine", "task=plan"], [str(tmp_path)]).cluster).shape(None)
     here = local_shape(8, 1, shape.device_kind)
     between = {"inter_host": shape.inter_host, "latency": shape.latency}
@@ -93,9 +91,8 @@ def test_clusters_take_their_devices_from_datasheets():
         assert "device:" not in re.sub("#.*", "", file.read_text()), file
 
 
-def test_a_device_that_there_is_not(tmp_path, capsys):
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "mine.yaml").write_text("defaults: [/device@_here_: h10, _self_]\n")
+def test_a_device_that_there_is_not(tmp_path, capsys, mine):
+    mine("defaults: [/device@_here_: h10, _self_]\n", "cluster/mine")
     assert main(["--config-dir", str(tmp_path), "cluster=mine"]) == 2
     assert capsys.readouterr().err == (
         f"launcher: There is no device=h10 (in {tmp_path}/cluster/mine.yaml). Did you mean h100?\n"
@@ -215,27 +212,20 @@ def test_what_a_recipe_says_of_its_own_choice_does_not_stick_to_another():
     assert other == load(["model=mlp", "dataset=synthetic"]).model
 
 
-def test_a_file_may_hold_a_list_of_tables(tmp_path):
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\noptimizer:\n  groups:\n    - {pattern: '*.bias', weight_decay: 0}\n"
-    )
+def test_a_file_may_hold_a_list_of_tables(tmp_path, mine):
+    mine("optimizer:\n  groups:\n    - {pattern: '*.bias', weight_decay: 0}\n")
     (group,) = load(["recipe=mine"], [str(tmp_path)]).optimizer.groups
     assert (group.pattern, group.weight_decay) == ("*.bias", 0)
 
 
-def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_path):
+def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_path, mine):
     """And files before and after it keep their turn; the environment is asked at the end."""
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "parallel").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /model: mlp\n"
+    mine(
+        "defaults:\n  - override /model: mlp\n"
         "parallel: {num_micro_batches: 8}\noptimizer: {learning_rate: 1e-4}\n"
         "model: {num_layers: 7}\n"
     )
-    (tmp_path / "parallel" / "mine.yaml").write_text(
-        "defaults: [manual, _self_]\nremat: ${oc.env:REMAT,full}\n"
-    )
+    mine("defaults: [manual, _self_]\nremat: ${oc.env:REMAT,full}\n", "parallel/mine")
     folders = [str(tmp_path)]
     config = load(["recipe=mine", "parallel=mine", "model=gpt", "model.num_heads=2"], folders)
     assert (config.parallel.num_micro_batches, config.parallel.remat) == (8, "full")
@@ -244,7 +234,7 @@ def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_
     assert config.model == load(["model.num_heads=2"]).model
 
 
-def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path):
+def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path, mine):
     for name in ("manual", "data"):
         chosen = load([f"parallel={name}", "parallel.remat=full"])
         for words in (
@@ -253,10 +243,7 @@ def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path):
             [f"+parallel={name}", "+parallel.remat=full"],
         ):
             assert load(words) == chosen
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\nparallel: {method: zero3, num_micro_batches: 2}\n"
-    )
+    mine("parallel: {method: zero3, num_micro_batches: 2}\n")
     config = load(["recipe=mine"], [str(tmp_path)])
     assert config.parallel == Zero3(num_micro_batches=2)
     assert load(["recipe=mine", "parallel.remat=full"], [str(tmp_path)]).parallel.remat == "full"
@@ -271,10 +258,9 @@ def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path):
     ],
 )
 def test_an_option_on_the_command_line_beats_the_kind_that_a_recipe_names(
-    section, said, chosen, tmp_path
+    section, said, chosen, tmp_path, mine
 ):
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{section}: {said}\n")
+    mine(f"{section}: {said}\n")
     words = [f"{section}={chosen}"]
     assert load(["recipe=mine", *words], [str(tmp_path)]) == load(words)
 
@@ -317,25 +303,18 @@ def test_null_clears_a_text_setting_and_quotes_make_it_text():
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("typed", ["1e3", "1.0e3", "1E3", "1_000", "1000.0"])
-def test_a_whole_number_may_have_an_exponent(typed, tmp_path):
+def test_a_whole_number_may_have_an_exponent(typed, tmp_path, mine):
     steps = load([f"train.steps={typed}"]).train.steps
     assert (steps, type(steps)) == (1000, int)
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        f"# @package _global_\ntrain: {{steps: {typed}}}\n"
-    )
+    mine(f"train: {{steps: {typed}}}\n")
     assert load(["recipe=mine"], [str(tmp_path)]).train.steps == 1000
 
 
 def test_a_whole_number_of_a_variable_is_one(monkeypatch):
-    monkeypatch.setenv("STEPS", "1e3")
-    steps = load(["train.steps=${oc.env:STEPS}"]).train.steps
-    assert (steps, type(steps)) == (1000, int)
-
-
-def test_numbers_may_come_as_text_from_the_environment(monkeypatch):
-    monkeypatch.setenv("STEPS", "12")
-    assert load(["train.steps=${oc.env:STEPS}"]).train.steps == 12
+    for text, number in {"1e3": 1000, "12": 12}.items():
+        monkeypatch.setenv("STEPS", text)
+        steps = load(["train.steps=${oc.env:STEPS}"]).train.steps
+        assert (steps, type(steps)) == (number, int)
 
 
 def test_a_resolved_configuration_survives_json():
@@ -343,16 +322,11 @@ def test_a_resolved_configuration_survives_json():
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
-def test_users_own_groups_and_files(tmp_path):
-    conf = tmp_path / "conf with spaces"
-    for file, text in {
-        "model/small.yaml": "name: mlp\nnum_layers: 2\n",
-        "dataset/synthetic.yaml": "name: synthetic\nnum_samples: 8\n",
-        "debug/short.yaml": "# @package _global_\ntrain: {steps: 1}\n",
-    }.items():
-        (conf / file).parent.mkdir(parents=True, exist_ok=True)
-        (conf / file).write_text(text)
-    config = load(["model=small", "dataset=synthetic", "+debug=short"], [str(conf)])
+def test_users_own_groups_and_files(mine):
+    mine("name: mlp\nnum_layers: 2\n", "model/small")
+    mine("name: synthetic\nnum_samples: 8\n", "dataset/synthetic")
+    conf = mine("# @package _global_\ntrain: {steps: 1}\n", "debug/short")
+    config = load(["model=small", "dataset=synthetic", "+debug=short"], conf)
     assert config.model == MLPOptions(num_layers=2)
     # A file of the user's beats the project's of the same name.
     assert config.dataset.num_samples == 8
@@ -362,9 +336,8 @@ def test_users_own_groups_and_files(tmp_path):
     assert load(["model=mlp", "dataset=synthetic"]).dataset.num_samples == 4096
 
 
-def test_a_dataset_of_the_users_own(tmp_path):
-    (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / "books.yaml").write_text("name: text\npath: /data/books\n")
+def test_a_dataset_of_the_users_own(tmp_path, mine):
+    mine("name: text\npath: /data/books\n", "dataset/books")
     assert load(["dataset=books"], [str(tmp_path)]).dataset == Text(path="/data/books")
 
 
@@ -428,10 +401,8 @@ def test_a_table_on_the_command_line_sets_what_is_in_it_and_no_more(word, sectio
 
 
 @pytest.mark.parametrize("default", ["/recipe: mine", "mine"])
-def test_files_that_choose_one_another_without_end_are_refused(default, tmp_path, capsys):
-    (tmp_path / "recipe").mkdir()
-    text = f"# @package _global_\ndefaults:\n  - {default}\n"
-    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+def test_files_that_choose_one_another_without_end_are_refused(default, tmp_path, capsys, mine):
+    mine(f"defaults:\n  - {default}\n")
     assert main(["--config-dir", str(tmp_path), "recipe=mine", "task=check"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

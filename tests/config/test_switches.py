@@ -86,26 +86,20 @@ def test_the_whole_line():
     )
 
 
-def mine(folder, text):
-    (folder / "recipe").mkdir()
-    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
-    return [str(folder)]
-
-
-def test_what_a_recipe_says_below_the_switch_is_passed_over(tmp_path):
+def test_what_a_recipe_says_below_the_switch_is_passed_over(mine):
     load(["recipe=smoke", "train.eval_every=0"])
-    folder = mine(tmp_path, "train: {eval_batches: 4}\nwandb: {project: p}")
+    folder = mine("train: {eval_batches: 4}\nwandb: {project: p}")
     assert load(["recipe=mine"], folder).train.eval_batches == 4
     config = load(["recipe=mine", "train.eval_every=0", "wandb.mode=disabled"], folder)
     assert config.train.eval_every == 0
 
 
-def test_a_file_that_contradicts_itself_is_refused(tmp_path):
-    folder = mine(tmp_path, "train:\n  eval_every: 0\n  eval_batches: 4")
+def test_a_file_that_contradicts_itself_is_refused(mine):
+    folder = mine("train:\n  eval_every: 0\n  eval_batches: 4")
     with pytest.raises(ConfigError, match=r"eval_batches has no effect: .*mine\.yaml:4\)"):
         load(["recipe=mine"], folder)
 
 
-def test_defaults_that_a_file_writes_out_are_no_contradiction(tmp_path):
-    folder = mine(tmp_path, "train: {eval_every: 0, eval_batches: 8}\nsweep: {dir: null}")
+def test_defaults_that_a_file_writes_out_are_no_contradiction(mine):
+    folder = mine("train: {eval_every: 0, eval_batches: 8}\nsweep: {dir: null}")
     assert load(["recipe=mine"], folder).train.eval_every == 0
