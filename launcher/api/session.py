@@ -41,7 +41,7 @@ from launcher.cluster.ray.ray_compat import Node
 from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.config.machines import Local
+from launcher.config.cluster import Local
 from launcher.hardware import JAX_MEMORY_SHARE, WorkerInfo, memory_share
 from launcher.plan import ClusterShape, Plan, local_shape
 from launcher.plan.methods import Method

@@ -26,7 +26,7 @@ from launcher.checkpoint.train_state import (
     flat_name,
     without_adapters,
 )
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 
 
 class FinishedModel:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 from launcher.recipes import InputError
 
 MODEL_PARTS = ("params", "model_state")  # what of a state is the model's, and an evaluation reads

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from launcher.base import DISTRIBUTION, answer, complain
+from launcher.cli import Parser
 from launcher.config.errors import ConfigError, advice
 from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from launcher.cluster.kinds import ClusterKind
-    from launcher.config.parallel import Parallel
     from launcher.config.schema import Config
 
 _EXAMPLES = """\
@@ -74,21 +74,13 @@ def run(argv: Sequence[str], stop: Stop) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            f"The command line is wrong: {message}",
-            "Settings are written key=value, without dashes; --help shows the rest.",
-        )
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
+        "The command line is wrong",
+        "Settings are written key=value, without dashes; --help shows the rest.",
         prog="launcher",
         description="Plan, launch and train the model that the settings describe.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings and options")
     flag = parser.add_argument
@@ -285,22 +277,13 @@ def _checked(config: Config) -> str:
     """Return the summary line of `task=check`."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
     layers = config.model.layers or "unknown"
+    known = [getattr(parallel, name) for name in ("plan", "schedule") if hasattr(parallel, name)]
+    if hasattr(parallel, "num_micro_batches"):
+        known.append(f"num_micro_batches={parallel.num_micro_batches or 'auto'}")
     return (
         f"The settings are fine: model={config.model.name} ({layers} layers), "
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
-        f"parallel={parallel.method} ({', '.join(_method_settings(parallel))}), "
+        f"parallel={parallel.method} ({', '.join(known)}), "
         f"cluster={cluster.title}."
     )
-
-
-def _method_settings(parallel: Parallel) -> Iterator[str]:
-    """Yield the settings of the parallel method that the line shows."""
-    from launcher.config.parallel import Pipelined, Planned, Replay
-
-    if isinstance(parallel, Replay):
-        yield parallel.plan
-    if isinstance(parallel, Pipelined):
-        yield parallel.schedule
-    if isinstance(parallel, Planned):
-        yield f"num_micro_batches={parallel.num_micro_batches or 'auto'}"

@@ -3,7 +3,7 @@
 Hydra's code answers, given our folders of settings. Its entry point is not called: it ends with
 code 1 for a wrong setting, where a wrong setting ends with 2 here, and composes without the schema.
 
-The scripts for bash, zsh and fish, `completion.*`, are our own: Hydra's know no `python -m`, and in
+The scripts for bash, zsh and fish, `completion.*`, are custom: Hydra's know no `python -m`, and in
 zsh they call what only bash has. The words come from Hydra, by `-sc query`.
 """
 
@@ -20,32 +20,14 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 
-from launcher.config.compose import NO_OTHER_FOLDERS, PRIMARY, load
+from launcher.config.compose import PRIMARY, load
 from launcher.config.errors import ConfigError
-from launcher.config.folders import find_groups, search_folders
+from launcher.config.folders import search_folders
 from launcher.config.hydra_compat import Hydra, get_args_parser, searching
-from launcher.config.overrides import for_hydra, parse
+from launcher.config.overrides import all_for_hydra, parse
 from launcher.config.sweep import PointLauncher, split_arguments
 
-_UNINSTALL = {
-    "bash": r"""
-for _launcher_name in launcher python python3; do
-    [[ $(complete -p "$_launcher_name" 2>/dev/null) == *_launcher_completion* ]] &&
-        complete -r "$_launcher_name"
-done
-unset -f _launcher_completion
-unset _launcher_name
-""",
-    "zsh": r"""
-compdef -d launcher python python3
-unfunction _launcher_completion
-(( $+functions[_python] )) && compdef _python python python3
-""",
-    "fish": r"""
-complete -e -c launcher
-functions -e _launcher_completion
-""",
-}
+SHELLS = ("bash", "zsh", "fish")
 
 
 @contextmanager
@@ -69,10 +51,7 @@ def _checked(arguments: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
     """Return the command line as Hydra is to see it; raise ConfigError if a setting is wrong."""
     ours, of_sweeper = split_arguments(arguments)
     load(ours, config_dirs)
-    folders = search_folders(config_dirs)
-    groups, own = find_groups(folders), find_groups(folders[-1:])
-    said = [for_hydra(override, groups, own) for override in parse(ours)]
-    return [*said, *of_sweeper, NO_OTHER_FOLDERS]
+    return [*all_for_hydra(parse(ours), search_folders(config_dirs)), *of_sweeper]
 
 
 def print_info(info: str, arguments: Sequence[str], config_dirs: Sequence[str]) -> None:
@@ -124,14 +103,11 @@ def complete(commands: Sequence[str]) -> None:
             'In bash: eval "$(launcher -sc install=bash)".',
         )
     [(command, shell)] = asked
-    if shell not in _UNINSTALL:
-        shells = ", ".join(_UNINSTALL)
-        raise ConfigError(f"-sc {command}={shell}: no such shell", f"Use {shells}.")
-    if command == "install":
-        sys.stdout.write(Path(__file__).with_name(f"completion.{shell}").read_text())
-        return
-    if command == "uninstall":
-        sys.stdout.write(_UNINSTALL[shell].lstrip())
+    if shell not in SHELLS:
+        raise ConfigError(f"-sc {command}={shell}: no such shell", f"Use {', '.join(SHELLS)}.")
+    if command != "query":
+        script = "completion." if command == "install" else "completion.uninstall."
+        sys.stdout.write(Path(__file__).with_name(f"{script}{shell}").read_text())
         return
     line = os.environ.get("COMP_LINE", "")
     if not line:

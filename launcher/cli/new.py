@@ -5,7 +5,6 @@ The files are the templates beside this module. Nothing that is there is written
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import keyword
 import math
@@ -16,11 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 import yaml
 
 from launcher.base import answer
+from launcher.cli import Parser
 from launcher.config.errors import ConfigError
 
 HELP = """\
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: the words are wrong, or the folder cannot be made.
     """
-    parser = _Parser(prog="launcher new", add_help=False, allow_abbrev=False)
+    parser = Parser("launcher new", "Write launcher new my_project.")
     parser.add_argument("folder", nargs="?")
     parser.add_argument("-h", "--help", action="store_true")
     words = parser.parse_args(argv)
@@ -55,11 +54,6 @@ def main(argv: Sequence[str]) -> int:
     lines += [f"  {path}" for path in files]
     lines += ["", "to train it:", f"  cd {shlex.quote(str(folder))}", f"  {training_command(name)}"]
     return answer("\n".join(lines))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"launcher new: {message}", "Write launcher new my_project.")
 
 
 def training_command(name: str) -> str:

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from launcher.base import answer, write_whole
+from launcher.cli import Parser
 from launcher.config.errors import ConfigError, advice
 from launcher.report.console import far_text, make_console, table_of
 from launcher.report.run_record import (
@@ -82,14 +83,9 @@ def main(argv: Sequence[str]) -> int:
     return actions[action]()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"launcher runs: {message}", "launcher runs --help shows what there is.")
-
-
 def read_words(argv: Sequence[str]) -> argparse.Namespace:
     """Return the words of a command line; raise ConfigError for wrong ones."""
-    parser = _Parser(prog="launcher runs", add_help=False, allow_abbrev=False)
+    parser = Parser("launcher runs", "launcher runs --help shows what there is.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--dir", action="append")

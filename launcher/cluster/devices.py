@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base import installing
+from launcher.config.cluster import Cluster
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Cluster
 
 STAND_INS = 4  # emulated devices unless the user asks for a number
 _MOST_STAND_INS = 64  # for cluster=local: more is a slip, or meant for another machine

@@ -24,8 +24,7 @@ from launcher.cluster.devices import (
     node_gpus,
 )
 from launcher.cluster.slurm.allocation import find_allocation
-from launcher.config.errors import ConfigError
-from launcher.config.machines import (
+from launcher.config.cluster import (
     CLUSTERS,
     Cluster,
     Described,
@@ -35,6 +34,7 @@ from launcher.config.machines import (
     RayCluster,
     SlurmCluster,
 )
+from launcher.config.errors import ConfigError
 from launcher.hardware import memory_share, usable_bytes
 
 if TYPE_CHECKING:

@@ -23,8 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base import DamagedError, installing
 from launcher.base.reading import read_yaml
+from launcher.config.cluster import SlurmCluster
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
+    below,
     check_environment,
     check_sizes,
     commands_in,
@@ -37,10 +39,9 @@ from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Place, key_of
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.hydra_compat import composed, searching
-from launcher.config.machines import SlurmCluster
-from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps
+from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse, refuse_sweeps
 from launcher.config.reader import build, setting_keys
-from launcher.config.schema import SWITCHES, Config, check
+from launcher.config.schema import Config, check
 from launcher.config.sources import (
     ON_COMMAND_LINE,
     Origin,
@@ -56,16 +57,13 @@ from launcher.config.sources import (
 PRIMARY = "config"  # the file that composing begins with
 # Settings that only files of earlier versions hold.
 _DELETED = (("sweep", "resubmit"), ("sweep", "stop_early"))
-# A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
-# the file has been checked. This override comes first.
-NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 # Groups of Hydra's own about running a job: more files to read and merge than ours. Its
 # sweeper stays, as files may choose one for `-m`.
 _NOTHING_OF_HYDRA = tuple(
     f"~hydra/{group}"
     for group in (
-        *("env", "help", "hydra_help", "hydra_logging"),
-        *("job_logging", "launcher", "output"),
+        *("env", "help", "hydra_help", "hydra_logging", "job_logging", "launcher"),
+        "output",
     )
 )
 
@@ -131,17 +129,17 @@ def load_points(
     Raises ConfigError where there are several points, and all are wrong in the same way.
     """
     folders = search_folders(config_dirs)
-    made: list[Point] = []
+    points: list[Point] = []
     wrong: dict[str, ConfigError] = {}
     for one in asked:
         try:
             config = _load(parse(one.overrides), folders, in_sweep=True)
-            made.append(Point(one.overrides, one.label, config))
+            points.append(Point(one.overrides, one.label, config))
         except ConfigError as error:
             wrong[one.label] = error
-    if not made and len({str(error) for error in wrong.values()}) == 1:
+    if not points and len(set(map(str, wrong.values()))) == 1:
         raise next(iter(wrong.values()))
-    return made, wrong
+    return points, wrong
 
 
 def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
@@ -233,8 +231,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
 
 def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False) -> Config:
     groups = find_groups(folders)
-    said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
-    said += NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
+    said = [*all_for_hydra(overrides, folders), *_NOTHING_OF_HYDRA]
     allowed = _allowed(overrides)
     sources: list[Source] = []
 
@@ -276,20 +273,25 @@ def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> It
     """Yield the files that Hydra's defaults list stands for, without Hydra's own."""
     for default in defaults:
         name = str(default.config_path).removesuffix(".yaml")  # Hydra accepts it, too
-        folder = next((one for one in folders if (one / f"{name}.yaml").is_file()), None)
-        if folder is not None:
-            yield Source(folder / f"{name}.yaml", default.package or "", folder == folders[-1])
+        if (path := _file_of(name, folders)) is not None:
+            yield Source(path, default.package or "", path.is_relative_to(folders[-1]))
         elif not name.startswith("hydra/"):
             raise ConfigError(f"There is no {name}.yaml among the files of settings")
+
+
+def _file_of(name: str, folders: Sequence[Path]) -> Path | None:
+    """Return the file of settings of this name, in the first folder that has one."""
+    paths = (folder / f"{name}.yaml" for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _refuse_misplaced(
     tree: Mapping[Any, Any], groups: Mapping[str, Sequence[str]], sources: Sequence[Source]
 ) -> None:
     """Refuse a recipe without its package line, which fills a section that does not exist."""
-    names = {field.name for field in dataclasses.fields(Config)}
+    misplaced = (groups.keys() & tree.keys()) - Config.__dataclass_fields__.keys()
     for source in sources:
-        if source.package in groups and source.package in tree and source.package not in names:
+        if source.package in misplaced:
             raise ConfigError(
                 f"{short(source.path)} sets {source.package}.*, which is not a section",
                 "Begin the file with the line '# @package _global_'.",
@@ -309,19 +311,18 @@ def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> N
     """
     for key in () if in_sweep else _OF_SWEEPS:
         if origin.rank(key) == ON_COMMAND_LINE:
-            raise ConfigError(
-                f"{key} has no effect: this is one run", "Leave it out, or add -m.", [key]
-            )
-    for switch in (*SWITCHES, *config.model.switches, *config.dataset.switches):
+            raise ConfigError(f"{key} has no effect: this is one run", "Leave it out, or add -m.")
+    sections = (getattr(config, field.name) for field in dataclasses.fields(config))
+    for switch in (s for section in sections for s in getattr(section, "switches", ())):
         if switch.is_on(config):
             continue
         turned = max(origin.rank(key) for key in switch.by)
-        for key in _settings_below(switch.keys):
-            said = origin.rank(key)
-            is_said = said == ON_COMMAND_LINE or (
+        for key in setting_keys():
+            rank = origin.rank(key) if below(key, switch.keys) else -1
+            is_set = rank == ON_COMMAND_LINE or (
                 origin.is_users(key) and _value(config, key) not in (None, _default(config, key))
             )
-            if is_said and said >= turned:
+            if is_set and rank >= turned:
                 raise ConfigError(
                     f"{key} has no effect: {switch.off}",
                     f"Leave it out, or {switch.remedy}.",
@@ -329,29 +330,21 @@ def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> N
                 )
 
 
-def _settings_below(keys: tuple[str, ...]) -> Iterator[str]:
-    return (
-        known
-        for known in setting_keys()
-        if any(known == key or known.startswith(f"{key}.") for key in keys)
-    )
-
-
 def _value(config: Config, key: str) -> Any:
     """Return the value of a setting; None if its variant has no such setting."""
-    found: Any = config
+    value: Any = config
     for name in key.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 def _default(config: Config, key: str) -> Any:
     section, _, name = key.rpartition(".")
-    for field in dataclasses.fields(_value(config, section) if section else config):
-        if field.name == name:
-            made = field.default_factory
-            return field.default if made is dataclasses.MISSING else made()
-    return None
+    fields = {f.name: f for f in dataclasses.fields(_value(config, section) if section else config)}
+    if name not in fields:
+        return None
+    factory = fields[name].default_factory
+    return fields[name].default if factory is dataclasses.MISSING else factory()
 
 
 # OSError and ValueError: a settings file that cannot be read, or holds no text or no YAML.
@@ -395,11 +388,10 @@ def translated(
 
 def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigError:
     """Return the error for a defaults list that overrides a group that does not exist."""
-    path = next((f / f"{file}.yaml" for f in folders if (f / f"{file}.yaml").is_file()), Path(file))
     return ConfigError(
         f"There is no group {group} for 'override /{group}' to choose from",
         advice(group, list(find_groups(folders)), "Groups"),
-        where=f"in {short(path)}",
+        where=f"in {short(_file_of(file, folders) or Path(file))}",
     )
 
 

@@ -21,9 +21,9 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from launcher.config.cluster import SlurmCluster
 from launcher.config.errors import ConfigError
 from launcher.config.fields import FromEnvironment, Place
-from launcher.config.machines import SlurmCluster
 from launcher.config.reader import setting_keys
 from launcher.config.schema import Config
 
@@ -158,7 +158,7 @@ def check_sizes(texts: Mapping[Place, str]) -> None:
     This comes before anything that would print its value or copy it to the model's dimensions.
     """
     for key in map(dotted, texts):
-        if _below(key, ("model.sizes",)):
+        if below(key, ("model.sizes",)):
             raise _refused(key, "is a table of sizes, not one model's", "Set the model's own.")
 
 
@@ -166,19 +166,20 @@ def check_environment(config: Config, texts: Mapping[Place, str]) -> None:
     """Raise ConfigError for a setting of those at `texts` that a variable may not fill."""
     for place, text in texts.items():
         key = dotted(place)
-        if not _below(key, setting_keys()):
+        if not below(key, setting_keys()):
             raise _refused(key, "is a whole section, which no variable can hold", "Write it out.")
-        if _below(key, _SHOWN):
+        if below(key, _SHOWN):
             raise _refused(key, "is shown and sent to others", _by_the_shell(key))
         if not isinstance(config.cluster, SlurmCluster):
             continue
-        if _below(key, _IN_SCRIPT) and not _below(key, _NOT_IN_SCRIPT):
+        if below(key, _IN_SCRIPT) and not below(key, _NOT_IN_SCRIPT):
             raise _refused(key, "is written into the job's script", _by_the_shell(key))
-        if _below(key, ("cluster.slurm.env",)) and (len(place) == 3 or in_shell(text) is None):
+        if below(key, ("cluster.slurm.env",)) and (len(place) == 3 or in_shell(text) is None):
             raise _refused(key, "is more than a job's script can ask for", "Write ${oc.env:NAME}.")
 
 
-def _below(key: str, keys: tuple[str, ...]) -> bool:
+def below(key: str, keys: tuple[str, ...]) -> bool:
+    """Return whether a setting is one of `keys` or within one of these sections."""
     return any(f"{key}.".startswith(f"{name}.") for name in keys)
 
 
@@ -193,12 +194,10 @@ def _by_the_shell(key: str) -> str:
 
 def command_at(key: str, value: str) -> str | None:
     """Return the setting that runs code and that a file's `value` at `key` would set."""
-    for command in _COMMANDS:
-        if f"{key}.".startswith(f"{command}."):
-            return key
-        if command.startswith(f"{key}.") and "${" in value:  # a section from somewhere else
-            return command
-    return None
+    if below(key, _COMMANDS):
+        return key
+    within = (command for command in _COMMANDS if command.startswith(f"{key}."))
+    return next(within, None) if "${" in value else None  # a section from somewhere else
 
 
 def not_allowed(command: str, where: str = "") -> ConfigError:

@@ -6,8 +6,11 @@ The command line prints it as one line and exits with 2. Standard library only.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
+# A dotted name in prose: not a value, which follows = or a quote, nor a path.
+_NAMED = re.compile(r"(?<![\w.'\"/=])[a-z_]\w*(?:\.[a-z_]\w*)+")
 _SHOWN = 100  # characters of a wrong value that a message repeats
 
 
@@ -17,13 +20,16 @@ class ConfigError(Exception):
     Args:
         problem: what is wrong, naming the setting; a sentence without its full stop.
         remedy: what to do about it; whole sentences.
-        keys: the dotted names of the settings at fault, whose places `compose` adds.
+        keys: the dotted names of the settings at fault, whose places `compose` adds; by default
+            those that the problem names.
         where: their places, such as "on the command line".
     """
 
     def __init__(
-        self, problem: str, remedy: str = "", keys: Sequence[str] = (), where: str = ""
+        self, problem: str, remedy: str = "", keys: Sequence[str] | None = None, where: str = ""
     ) -> None:
+        if keys is None:
+            keys = list(dict.fromkeys(_NAMED.findall(problem)))
         super().__init__(problem, remedy, tuple(keys), where)
         self.problem = problem.rstrip(".")
         self.remedy = remedy

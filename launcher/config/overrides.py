@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,10 +17,13 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import OverrideParseException
 
 from launcher.config.errors import ConfigError, shown
-from launcher.config.folders import PARTS
+from launcher.config.folders import PARTS, find_groups
 from launcher.config.reader import text_keys
 
 COMMAND_LINE = "on the command line"
+# A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
+# the file has been checked. This override comes first.
+NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 _LONGEST = 1000  # characters of an argument that a message repeats
 
 
@@ -90,7 +94,13 @@ def _has_leading_zero(override: Override) -> bool:
     return "." in key and key not in text_keys() and bool(re.fullmatch(r"[+-]?0[0-9_]+", value))
 
 
-def for_hydra(
+def all_for_hydra(overrides: Sequence[Override], folders: Sequence[Path]) -> list[str]:
+    """Return the command line as Hydra is to see it, which looks into no other folder."""
+    groups, own = find_groups(folders), find_groups(folders[-1:])
+    return [*(_for_hydra(override, groups, own) for override in overrides), NO_OTHER_FOLDERS]
+
+
+def _for_hydra(
     override: Override, groups: Mapping[str, Sequence[str]], own_groups: Collection[str]
 ) -> str:
     """Return the override as Hydra is to see it: options chosen, values forced in.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from launcher.base import REMAT_NAMES, parse_remat
+from launcher.config.cluster import Cluster, Described
 from launcher.config.errors import ConfigError, listed
 from launcher.config.fields import automatic, automatic_choice, choice, number
-from launcher.config.machines import Cluster, Described
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 
 
@@ -79,7 +79,6 @@ class Planned(Parallel):
                 f"train.global_batch_size={batch} cannot be cut into "
                 f"parallel.num_micro_batches={pieces} equal microbatches",
                 f"Use train.global_batch_size={_multiples(batch, pieces)}.",
-                ["train.global_batch_size", "parallel.num_micro_batches"],
             )
         if self.cost == "profile" and isinstance(cluster, Described):
             yield ConfigError(
@@ -108,7 +107,6 @@ class Data(Planned):
                 f"parallel.num_micro_batches={pieces}) cannot be shared evenly by "
                 f"cluster.gpus={gpus} devices",
                 f"Make train.global_batch_size a multiple of {pieces * gpus}.",
-                ["train.global_batch_size", "parallel.num_micro_batches", "cluster.gpus"],
             )
 
 
@@ -195,7 +193,6 @@ class StageSettings(Pipelined):
                 f"parallel.num_stages={stages} is more than {asked}",
                 "A stage is at least one layer: ask for fewer stages, or raise "
                 f"{'parallel' if self.num_layers else 'model'}.num_layers.",
-                ["parallel.num_stages"],
             )
         sharing = training_schedules(interleaves=True)
         if gpus is not None and stages > gpus and self.schedule not in sharing:
@@ -203,7 +200,6 @@ class StageSettings(Pipelined):
                 f"parallel.num_stages={stages} is more than cluster.gpus={gpus}",
                 "A stage needs a device of its own, except with parallel.schedule="
                 f"{listed(sharing)}: ask for fewer stages or more devices.",
-                ["parallel.num_stages", "cluster.gpus"],
             )
 
 

@@ -140,7 +140,7 @@ def _variant(variants: Variants, tree: Any, key: str) -> type:
         return kinds[kind]
     if kind is None:
         remedy = f"It says which kind of {key} this is: {', '.join(kinds)}."
-        raise ConfigError(f"{named} is not set", remedy)
+        raise ConfigError(f"{named} is not set", remedy, keys=())
     problem = f"{named} must be one of {', '.join(kinds)}, not {shown(kind)}"
     raise ConfigError(problem, f"Choose one with {key}=OPTION.", [named])
 
@@ -182,17 +182,13 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
     _check_choice(metadata, value, key)
     if not isinstance(value, int | float):
         return
-    minimum, maximum = metadata.get("minimum"), metadata.get("maximum")
-    if maximum is None:
-        maximum = LARGEST if isinstance(value, int) else _LARGEST_FLOAT
-    if minimum is not None and value < minimum:
-        raise ConfigError(
-            f"{key} must be at least {_plain(minimum)}, not {shown(value)}", keys=[key]
-        )
-    if value > maximum:
-        raise ConfigError(
-            f"{key} must be at most {_plain(maximum)}, not {shown(value)}", keys=[key]
-        )
+    least, most = metadata.get("minimum"), metadata.get("maximum")
+    if most is None:
+        most = LARGEST if isinstance(value, int) else _LARGEST_FLOAT
+    if (least is not None and value < least) or value > most:
+        which, bound = ("most", most) if value > most else ("least", least)
+        number = str(bound) if isinstance(bound, int) else f"{bound:g}"
+        raise ConfigError(f"{key} must be at {which} {number}, not {shown(value)}", keys=[key])
 
 
 def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
@@ -217,10 +213,6 @@ def _check_line(value: str, key: str) -> None:
     """Raise ConfigError for text that is not one printable line."""
     if not value.isprintable():
         raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
-
-
-def _plain(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:

@@ -1,7 +1,7 @@
 """The whole tree of settings: a frozen dataclass for each section of the YAML, and `check`.
 
 `reader` fills the tree strictly from plain data. Each section is a module with its dataclasses, the
-rules that no single field can state (`check`) and the settings that need another one (`SWITCHES`);
+rules that no single field can state (`check`) and the settings that need another one (`switches`);
 models and datasets have a class for each family in `recipes` (`families`). The defaults equal those
 of the YAML files, as a test asserts; they serve files that leave a key out.
 """
@@ -13,29 +13,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.config import machines, optimizers, tasks, tracking, training
+from launcher.config.cluster import CLUSTERS, Cluster, Local, RayCluster, SlurmCluster
 from launcher.config.errors import ConfigError
 from launcher.config.families import DatasetOptions, ModelOptions, find_datasets, find_models
-from launcher.config.fields import FromEnvironment, choice, number, variants
-from launcher.config.machines import CLUSTERS, Cluster, Local, RayCluster, SlurmCluster
-from launcher.config.optimizers import OPTIMIZERS, AdamW, CustomOptimizer, Optimizer
+from launcher.config.fields import FromEnvironment, variants
+from launcher.config.optimizer import OPTIMIZERS, AdamW, CustomOptimizer, Optimizer
 from launcher.config.parallel import METHODS, Auto, Parallel
-from launcher.config.tasks import Evaluate, Export, Generate, Prepare, Sweep, Tokenize
-from launcher.config.tracking import Report, Wandb
-from launcher.config.training import Train
-
-_LONGEST_NAME = 255  # bytes, of a folder
-
-
-@dataclass(frozen=True)
-class Run:
-    """Identity and folder of the run, `<dir>/<id>/`."""
-
-    id: str | None = None  # null: a fresh one is made, <model>-<utc time>-<4 hex>
-    dir: str = "outputs"
-    resume: str = choice("auto", "auto", "never", "must")
-    seed: int = number(0, minimum=0, maximum=2**32 - 1)
-    shared: bool = False  # others may read the folder, as far as the user's umask lets them
+from launcher.config.sections import (
+    TASKS,
+    Evaluate,
+    Export,
+    Generate,
+    Prepare,
+    Report,
+    Run,
+    Sweep,
+    Tokenize,
+    Train,
+    Wandb,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +79,7 @@ class Config:
     value of a variable.
     """
 
-    task: str = choice(
-        *("train", "train", "plan", "check", "calibrate", "export", "generate", "evaluate"),
-        *("submit", "sweep_status", "prepare_data", "tokenize"),
-    )
+    task: str = field(default="train", metadata={"choices": TASKS})
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
     hooks: list[str] = field(default_factory=list)
@@ -113,12 +106,6 @@ class Config:
     )
 
 
-SWITCHES = (
-    *(*training.SWITCHES, *optimizers.SWITCHES, *tracking.SWITCHES, *tasks.SWITCHES),
-    *machines.SWITCHES,
-)
-
-
 def check(config: Config) -> None:
     """Raise the first contradiction between settings as a ConfigError.
 
@@ -131,7 +118,7 @@ def check(config: Config) -> None:
 def _contradictions(config: Config) -> Iterator[ConfigError]:
     model, cluster = config.model, config.cluster
     yield from _check_modules(config)
-    yield from _check_run(config.run)
+    yield from config.run.check()
     yield from model.check()
     yield from config.dataset.check(model)
     yield from config.optimizer.check()
@@ -171,26 +158,6 @@ def _check_modules(config: Config) -> Iterator[ConfigError]:
                 f"If you trust it, add allow_modules=[{module}] on the command line.",
                 [key],
             )
-
-
-def _check_run(run: Run) -> Iterator[ConfigError]:
-    if run.id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.id):
-        yield ConfigError(
-            f"run.id={run.id!r} cannot name a folder and a Weights & Biases run",
-            "Use letters, digits, '.', '_' and '-'.",
-            ["run.id"],
-        )
-    if run.id is not None and len(run.id) > _LONGEST_NAME:
-        yield ConfigError(
-            f"run.id={run.id[:20]}… has {len(run.id)} characters; a folder's name has at most "
-            f"{_LONGEST_NAME}",
-            "Choose a shorter one.",
-            ["run.id"],
-        )
-    if run.resume == "must" and run.id is None:
-        yield ConfigError(
-            "run.resume=must does not say which run", "Give run.id=VALUE.", ["run.resume"]
-        )
 
 
 def _check_task(config: Config) -> Iterator[ConfigError]:

@@ -23,10 +23,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from launcher.base import DamagedError
-from launcher.base.reading import read_yaml, yaml_node
-from launcher.config.environment import COMMAND_LINE_ONLY, command_at, leaves, not_allowed
+from launcher.base.reading import join_key, read_yaml, yaml_node
+from launcher.config.cluster import CLUSTERS, Emulated, Local
+from launcher.config.environment import COMMAND_LINE_ONLY, below, command_at, leaves, not_allowed
 from launcher.config.errors import ConfigError
-from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.overrides import COMMAND_LINE
 from launcher.config.parallel import METHODS, Replay
 from launcher.config.reader import collections, text_keys
@@ -70,6 +70,26 @@ class Source:
         """The file's content with line numbers, read once; raises as `yaml_node`."""
         return yaml_node(self.path)
 
+    @functools.cached_property
+    def lines(self) -> Mapping[str, int]:
+        """The line (from 1) at which each dotted key is set."""
+        return dict(_lines(self.node, self.package))
+
+    @functools.cached_property
+    def content(self) -> Any:
+        """The file's content as plain data, with its interpolations."""
+        return OmegaConf.to_container(OmegaConf.load(self.path))
+
+    def section(self, name: str) -> Tree:
+        """Return the file's settings of a section; none where it sets no table."""
+        if not isinstance(self.content, dict):
+            return {}
+        part: Any = {key: value for key, value in self.content.items() if key != "defaults"}
+        for package in reversed(self.package.split(".") if self.package else ()):
+            part = {package: part}
+        section = part.get(name)
+        return section if isinstance(section, dict) else {}
+
     def place(self, node: yaml.Node) -> str:
         """Return the place of a node in words."""
         return f"in {short(self.path)}:{node.start_mark.line + 1}"
@@ -85,19 +105,17 @@ class Origin:
 
     def of(self, keys: Sequence[str]) -> str:
         """Return the places of `keys` in words; "" for defaults of the schema."""
-        found = {key: place for key in keys if (place := self._of_one(key))}
+        ranks = {key: self.rank(key) for key in keys}
+        found = {
+            key: COMMAND_LINE
+            if rank == ON_COMMAND_LINE
+            else f"in {short(self.sources[rank].path)}:{self.sources[rank].lines[key]}"
+            for key, rank in ranks.items()
+            if rank >= 0
+        }
         if len(keys) == 1 or len(set(found.values())) == 1 == len(found) / len(keys):
             return next(iter(found.values()), "")
         return ", ".join(f"{key} {place}" for key, place in found.items())
-
-    def _of_one(self, key: str) -> str:
-        rank = self.rank(key)
-        if rank == ON_COMMAND_LINE:
-            return COMMAND_LINE
-        if rank < 0:
-            return ""
-        source = self.sources[rank]
-        return f"in {short(source.path)}:{_line(source, key)}"
 
     def rank(self, key: str) -> int:
         """Return how late `key` was set: `ON_COMMAND_LINE`, the index in `sources`, or -1."""
@@ -106,10 +124,12 @@ class Origin:
             is_option = said in self.groups and not isinstance(value, dict)
             if is_option and key in (said, f"{said}.name") and key != "cluster.name":
                 return ON_COMMAND_LINE  # that one is no option's name
-            if not is_option and any(_related(one, key) for one, _ in leaves(said, value)):
+            if not is_option and any(
+                below(one, (key,)) or below(key, (one,)) for one, _ in leaves(said, value)
+            ):
                 return ON_COMMAND_LINE
         places = reversed(list(enumerate(self.sources)))
-        return next((place for place, source in places if _line(source, key)), -1)
+        return next((place for place, source in places if key in source.lines), -1)
 
     def is_users(self, key: str) -> bool:
         """Return whether `key` was set in a user's file, and not by ours after it."""
@@ -119,32 +139,16 @@ class Origin:
 
 def short(path: Path) -> str:
     """Return `path` relative to the working directory if it is below it, otherwise in full."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def _related(said: str, key: str) -> bool:
-    return said == key or said.startswith(key + ".") or key.startswith(said + ".")
-
-
-def _line(source: Source, key: str) -> int:
-    """Return the line (from 1) at which `source` sets `key`; 0 if it does not."""
-    prefix = source.package.split(".") if source.package else []
-    path = key.split(".")
-    if path[: len(prefix)] != prefix:
-        return 0
-    node = source.node
-    line = 0
-    for name in path[len(prefix) :]:
-        if not isinstance(node, yaml.MappingNode):
-            return 0
-        for name_node, value_node in reversed(node.value):
-            if name_node.value == name:
-                line, node = name_node.start_mark.line + 1, value_node
-                break
-        else:
-            return 0
-    return line
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """Yield the dotted keys below a node with their lines."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            key = join_key(prefix, name.value)
+            yield key, name.start_mark.line + 1
+            yield from _lines(value, key)
 
 
 def refuse_useless(source: Source, commands_allowed: bool) -> None:
@@ -186,30 +190,26 @@ def _check_scalar(
             _check_sweeper_value(key, node, commands_allowed, where)
         return
     chosen = _group(key.removeprefix(f"{source.package}."))
+    is_nothing = node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
+    is_number = node.style is None and node.tag in _NUMBERS
     if node.tag == _NULL and chosen in _NEEDED:
         # Hydra drops the option that was chosen before, and the schema would fill it in again.
-        raise ConfigError(
-            f"{chosen}: null chooses nothing, and every run needs a {chosen}",
-            "Name an option, or leave the line out.",
-            where=where,
-        )
-    if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
-        raise ConfigError(
+        problem = f"{chosen}: null chooses nothing, and every run needs a {chosen}"
+        remedy = "Name an option, or leave the line out."
+    elif top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
+        problem = (
             f"{top} can be set only on the command line: a file that allows itself would "
-            "protect from nothing",
-            f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line.",
-            where=where,
+            "protect from nothing"
         )
-    is_nothing = node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
-    if not commands_allowed and not is_nothing and (command := command_at(key, node.value)):
+        remedy = f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line."
+    elif not commands_allowed and not is_nothing and (command := command_at(key, node.value)):
         raise not_allowed(command, where)
-    is_number = node.style is None and node.tag in _NUMBERS
-    if is_number and key not in text_keys() and _ODD.fullmatch(node.value):
-        raise ConfigError(
-            f"{key}: {node.value} is read as {yaml.safe_load(node.value)}",
-            "Write numbers with decimal digits, and without a 0 in front.",
-            where=where,
-        )
+    elif is_number and key not in text_keys() and _ODD.fullmatch(node.value):
+        problem = f"{key}: {node.value} is read as {yaml.safe_load(node.value)}"
+        remedy = "Write numbers with decimal digits, and without a 0 in front."
+    else:
+        return
+    raise ConfigError(problem, remedy, where=where)
 
 
 def choices(content: Any) -> dict[str, str]:
@@ -220,7 +220,7 @@ def choices(content: Any) -> dict[str, str]:
     """
     defaults = content.get("defaults") if isinstance(content, dict) else None
     return {
-        str(name).removeprefix("override ").lstrip("/").partition("@")[0]: str(choice)
+        _group(f"defaults.{name}"): str(choice)
         for entry in defaults or ()
         if isinstance(entry, dict)
         for name, choice in entry.items()
@@ -248,16 +248,13 @@ def _problem(file: Path) -> str:
         return ""
     if not isinstance(root, yaml.MappingNode):
         return "does not hold settings"
-    said = (value for name, value in reversed(root.value) if name.value == "defaults")
-    defaults = next(said, None)
-    if defaults is None:
-        return ""
-    if not isinstance(defaults, yaml.SequenceNode):
-        return "has defaults that are not a list, such as [override /model: gpt]"
-    for entry in defaults.value:
-        fine = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
-        if not fine and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
-            return "has defaults with an entry that is not 'group: option'"
+    for defaults in [value for name, value in root.value if name.value == "defaults"][-1:]:
+        if not isinstance(defaults, yaml.SequenceNode):
+            return "has defaults that are not a list, such as [override /model: gpt]"
+        for entry in defaults.value:
+            is_text = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
+            if not is_text and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
+                return "has defaults with an entry that is not 'group: option'"
     return ""
 
 
@@ -280,15 +277,14 @@ def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
             yield from _nodes(item, key)
     elif isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            yield from _nodes(value, f"{key}.{name.value}" if key else str(name.value))
+            yield from _nodes(value, join_key(key, name.value))
 
 
 def _group(key: str) -> str:
     """Return the group of an entry of a defaults list; "" for any other value."""
-    said, _, word = key.partition(".")
-    return (
-        word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""
-    )
+    section, _, group = key.partition(".")
+    name = group.removeprefix("override ").lstrip("/").partition("@")[0]
+    return name if section == "defaults" else ""
 
 
 def without_leftovers(
@@ -308,10 +304,9 @@ def without_leftovers(
         for o in overrides
         if o.key_or_group in sections and not isinstance(o.value(), dict)
     }
-    content = functools.cache(_content)
-    users = [(source, content(source)) for source in sources if not source.is_own]
+    users = [source for source in sources if not source.is_own]
     options = {
-        name: content(source)
+        name: source.content
         for name in chosen
         for source in sources
         if source.package == name and source.path.stem == chosen[name]
@@ -319,42 +314,42 @@ def without_leftovers(
     kinds = _kinds(tree, users, overrides, options)
     for group in dict.fromkeys((*chosen, *kinds)):
         files = [one for one in sources if one.package.partition(".")[0] in ("", group)]
-        parts = [(one, _part(one, content(one), group)) for one in files]
+        key, kind = kinds.get(group, ("", None))
         kept = [
-            part
-            for source, part in parts
-            if _is_chosen(source, content(source), group, chosen.get(group))
-            and all(part.get(key, kind) == kind for key, kind in kinds.get(group, {}).items())
+            source.section(group)
+            for source in files
+            if _is_chosen(source, group, chosen.get(group))
+            and source.section(group).get(key, kind) == kind
         ]
-        if len(kept) == len(parts):
+        if len(kept) == len(files):
             continue
         section: Tree = {}
         for part in kept:
             section = _merged(section, part)
-        for key in _said(overrides, group):
-            section = _merged(section, _only(tree[group], key))
+        for names in _said(overrides, group):
+            section = _merged(section, _only(tree[group], names))
         tree = {**tree, group: section}
     return tree
 
 
 def _kinds(
     tree: Tree,
-    files: Sequence[tuple[Source, Any]],
+    files: Sequence[Source],
     overrides: Sequence[Override],
     options: Mapping[str, Any],
-) -> dict[str, Tree]:
+) -> dict[str, tuple[str, Any]]:
     """Return the kinds of sections whose kind the user sets; settings of other kinds are dropped.
 
     The command line comes first, then the option that it chose, then the user's files.
 
     Args:
         tree: all settings.
-        files: the user's files, and what is in them.
+        files: the user's files.
         overrides: what the command line says.
         options: by section, what the file says that the command line has chosen.
 
     Returns:
-        By section a table of one: the setting that names the kind, and the kind.
+        By section the setting that names the kind, and the kind.
     """
     found = {}
     for field in dataclasses.fields(Config):
@@ -364,32 +359,17 @@ def _kinds(
         on_command_line = [variants.key] in _said(overrides, name)
         option = options.get(name)
         if not on_command_line and isinstance(option, dict) and variants.key in option:
-            found[name] = {variants.key: option[variants.key]}
-        elif on_command_line or any(variants.key in _part(*file, name) for file in files):
-            found[name] = {variants.key: section[variants.key]}
+            found[name] = variants.key, option[variants.key]
+        elif on_command_line or any(variants.key in file.section(name) for file in files):
+            found[name] = variants.key, section[variants.key]
     return found
 
 
-def _is_chosen(source: Source, content: Any, group: str, option: str | None) -> bool:
+def _is_chosen(source: Source, group: str, option: str | None) -> bool:
     """Return whether a file applies to the chosen option."""
     if option is None or source.package == group:
         return True
-    return choices(content).get(group, option) == option
-
-
-def _content(source: Source) -> Any:
-    return OmegaConf.to_container(OmegaConf.load(source.path))
-
-
-def _part(source: Source, content: Any, group: str) -> Tree:
-    """Return a file's settings of the section `group`."""
-    if not isinstance(content, dict):
-        return {}
-    part: Any = {name: value for name, value in content.items() if name != "defaults"}
-    for name in reversed(source.package.split(".") if source.package else ()):
-        part = {name: part}
-    found = part.get(group)
-    return found if isinstance(found, dict) else {}
+    return choices(source.content).get(group, option) == option
 
 
 def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
@@ -438,10 +418,8 @@ def with_runs_settings(
     said = {override.key_or_group for override in overrides}
     for source in sources:
         if not source.package and source.path.name != "config.yaml":  # all others come after it
-            content = OmegaConf.to_container(OmegaConf.load(source.path))
-            assert isinstance(content, dict)
-            said |= choices(content).keys() | {
-                key for name, value in content.items() for key, _ in leaves(str(name), value)
+            said |= choices(source.content).keys() | {
+                key for name, value in source.content.items() for key, _ in leaves(str(name), value)
             }
     for shorthand, names in shorthands_of(tree.get("model")).items():
         if f"model.{shorthand}" in said:

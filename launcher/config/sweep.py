@@ -40,7 +40,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.compose import (
-    NO_OTHER_FOLDERS,
     PRIMARY,
     Asked,
     no_option,
@@ -48,9 +47,10 @@ from launcher.config.compose import (
     translated,
 )
 from launcher.config.errors import ConfigError
-from launcher.config.folders import find_groups, search_folders
+from launcher.config.folders import search_folders
 from launcher.config.hydra_compat import Callbacks, searching
-from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, quoted
+from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse, quoted
+from launcher.config.sections import MAXIMIZED
 from launcher.config.sources import (
     SWEEPER,
     SWEEPER_GROUP,
@@ -60,7 +60,6 @@ from launcher.config.sources import (
     refuse_useless,
     scalars,
 )
-from launcher.config.tasks import MAXIMIZED
 
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _OF_SWEEPER = re.compile(r"\+{0,2}hydra[./]sweeper\b")
@@ -260,8 +259,7 @@ def _sweeper_settings(
         if group == SWEEPER_GROUP and option.strip() not in known:
             raise no_option(group, option.strip(), known, COMMAND_LINE)
     fixed = [one for one in overrides if not one.is_sweep_override()]
-    groups, own = find_groups(folders), find_groups(folders[-1:])
-    words = [*(for_hydra(one, groups, own) for one in fixed), NO_OTHER_FOLDERS]
+    words = all_for_hydra(fixed, folders)
     sources = _sources([*words, *of_sweeper], fixed, folders, loader)
     in_files = frozenset(_said_in(sources))
     ours = f"hydra.sweep.dir={quoted(str(scratch))}"
@@ -282,21 +280,20 @@ def _sweeper_settings(
             where=COMMAND_LINE,
         )
     _fill_in(sweeper, said, in_files, _values(fixed, node))
-    _settle_params(sweeper, overrides, sources, loader)
+    _settle_params(sweeper, overrides, sources, loader, _is_learning(node))
     return node
 
 
 def _is_learning(node: DictConfig) -> bool:
     """Return whether the sweeper's next points depend on earlier results."""
-    return not node.hydra.sweeper._target_.endswith(".BasicSweeper")
+    return not node.hydra.sweeper["_target_"].endswith(".BasicSweeper")
 
 
 def _points_in_all(node: DictConfig) -> int | None:
     """Return the number of points that an adaptive sweeper will ask for, if it is configured."""
-    for name in ("n_trials", "budget", "max_trials"):  # Optuna, Nevergrad, Ax
-        if isinstance(found := OmegaConf.select(node, f"{SWEEPER}.{name}"), int):
-            return found
-    return None
+    names = ("n_trials", "budget", "max_trials")  # Optuna, Nevergrad, Ax
+    found = (OmegaConf.select(node, f"{SWEEPER}.{name}") for name in names)
+    return next((count for count in found if isinstance(count, int)), None)
 
 
 def _sources(
@@ -348,8 +345,8 @@ def _values(fixed: Sequence[Override], node: DictConfig) -> Mapping[str, Any]:
     found = {one.key_or_group: one.value() for one in fixed}
     for key in ("run.seed", "sweep.jobs", "sweep.objective"):
         value = OmegaConf.select(node, key, throw_on_resolution_failure=False)
-        if key not in found and value is not None:
-            found[key] = value
+        if value is not None:
+            found.setdefault(key, value)
     return found
 
 
@@ -367,20 +364,17 @@ def _fill_in(
             "Leave it out: sweep.json in the sweep's folder holds its points.",
             where=COMMAND_LINE,
         )
-    seed = ours.get("run.seed", 0)
-    jobs = ours.get("sweep.jobs", 1)
+    seed, jobs = ours.get("run.seed", 0), ours.get("sweep.jobs", 1)
+    best = "maximize" if ours.get("sweep.objective") in MAXIMIZED else "minimize"
     wanted = {"n_jobs": jobs, "num_workers": jobs, "max_failure_rate": 1.0, "seed": seed}
     for place, prefix in ((sweeper, ""), (sweeper.get("sampler"), "sampler.")):
-        for name, value in wanted.items() if isinstance(place, DictConfig) else ():
+        options = wanted if prefix else {**wanted, "direction": best}
+        for name, value in options.items() if isinstance(place, DictConfig) else ():
             key = f"{SWEEPER}.{prefix}{name}"
-            is_said = key in in_files or any(text.startswith(f"{key}=") for text in said)
-            if name in place and not is_said:
+            is_set = key in in_files or any(text.startswith(f"{key}=") for text in said)
+            if name in place and not is_set:
                 with open_dict(place):
                     place[name] = value
-    objective = str(ours.get("sweep.objective", ""))
-    is_said = f"{SWEEPER}.direction" in in_files or any("direction=" in text for text in said)
-    if "direction" in sweeper and not is_said:
-        sweeper.direction = "maximize" if objective in MAXIMIZED else "minimize"
 
 
 def _settle_params(
@@ -388,6 +382,7 @@ def _settle_params(
     overrides: Sequence[Override],
     sources: Sequence[Source],
     loader: ConfigLoader,
+    learns: bool,
 ) -> None:
     """Drop settings of the command line from `hydra.sweeper.params`; check the rest.
 
@@ -405,9 +400,9 @@ def _settle_params(
         try:
             (override,) = parse([text], loader)
         except ConfigError:
-            problem, remedy = f"{text} cannot be read", "Write KEY: VALUES, as after -m."
-            raise ConfigError(f"{SWEPT}: {problem}", remedy, where=where) from None
-        if not _is_learning(OmegaConf.create({"hydra": {"sweeper": sweeper}})):
+            remedy = "Write KEY: VALUES, as after -m."
+            raise ConfigError(f"{SWEPT}: {text} cannot be read", remedy, where=where) from None
+        if not learns:
             _refuse_unlisted([override], where)
 
 

@@ -17,7 +17,7 @@ from launcher.checkpoint.layout import read_metadata
 from launcher.cluster.errors import HungError
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
-from launcher.config.training import Checkpoint, Train
+from launcher.config.sections import Checkpoint, Train
 from launcher.driver.folder.folder import fingerprints
 from launcher.driver.record.best import Best
 from launcher.driver.record.samples import Samples

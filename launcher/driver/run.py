@@ -22,9 +22,9 @@ from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
+from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.machines import machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.callback import HookError, find_hook
@@ -36,7 +36,7 @@ from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.driver.tasks.task import TaskKind, task_named
 from launcher.recipes import InputError
 from launcher.report.console import RunConsole, line_printer, make_console
-from launcher.report.pages.plot_process import PlotProcess
+from launcher.report.pages.plots import PlotProcess
 from launcher.report.summary import REPORT
 from launcher.stop import Stop
 

@@ -30,8 +30,8 @@ from launcher.cluster.slurm.allocation import (
     worth_retrying,
 )
 from launcher.cluster.slurm.rendezvous import Answer, ask, join, open_rendezvous, rejoin
+from launcher.config.cluster import slurm_of
 from launcher.config.errors import ConfigError
-from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import make_folder, private_files

@@ -20,9 +20,9 @@ from launcher.cluster.kinds import kind_of
 from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.slurm.allocation import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
+from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.machines import machines_of
 from launcher.config.schema import Config
 from launcher.driver.failures import (
     FailedError,

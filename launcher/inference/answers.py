@@ -21,8 +21,8 @@ from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import find_devices
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.worker_group import WorkerGroup
+from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
-from launcher.config.machines import machines_of
 from launcher.config.schema import Config
 from launcher.inference.model_layout import ModelLayout, layout_of
 from launcher.inference.model_workers import EvaluationWorker, TextWorker

@@ -1,17 +1,20 @@
-"""A plan as a table: a row a stage, and the predictions for the whole."""
+"""A plan as a table on the console and as plain tables for trackers, and its shardings in words."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from launcher.report.console import table_of
-from launcher.report.plan_record import shardings_in_words
+from launcher.report.summary import Summary
 from launcher.report.text import (
     bytes_text,
     count_text,
@@ -26,6 +29,136 @@ if TYPE_CHECKING:
     from launcher.plan.stage_plan import StagePlan
 
 
+class Rows(NamedTuple):
+    """The columns' names and the rows of a table."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+def plan_tables(plan: Plan) -> dict[str, Rows]:
+    """Return a plan's tables by name, without empty ones.
+
+    They hold the stages, their shardings, the runners-up and the measured layers.
+    """
+    stages = [
+        {
+            "stage": index,
+            "layers": ranges_text(stage.layers),
+            "hosts": len(stage.hosts),
+            "devices": len(stage.devices),
+            "data": stage.logical_mesh[0],
+            "model": stage.logical_mesh[1],
+            "parameters": stage.num_parameters,
+            "remat": stage.remat,
+            "forward_seconds": stage.forward_seconds,
+            "backward_seconds": stage.backward_seconds,
+            "update_seconds": stage.update_seconds,
+            "memory_bytes": stage.memory_bytes,
+        }
+        for index, stage in enumerate(plan.stages)
+    ]
+    others = [list(dataclasses.astuple(other)) for other in plan.runners_up]
+    profiled = [[ranges_text(p.layers), *dataclasses.astuple(p)[1:]] for p in plan.profiled]
+    tables = {
+        "plan/stages": Rows(list(stages[0]), [list(stage.values()) for stage in stages]),
+        "plan/shardings": Rows(["what"], [[words] for words in shardings_in_words(plan)]),
+        "plan/runners_up": Rows(["plan", "predicted_step_seconds", "why"], others),
+        "plan/profiled_layers": Rows(
+            ["layers", "model", "examples", "forward_seconds", "backward_seconds", "failure"],
+            profiled,
+        ),
+    }
+    return {name: table for name, table in tables.items() if table.rows}
+
+
+def beside_measured(plan: Plan, summary: Summary, last: Mapping[str, Any]) -> Rows:
+    """Return predicted and measured values and their relative difference, where both are known.
+
+    Args:
+        plan: the plan of the run.
+        summary: the summary of the run.
+        last: the last logged step, for the stages' seconds.
+    """
+    pairs = [
+        ("step_seconds", summary.predicted_step_seconds, summary.step_seconds_median),
+        ("peak_memory_bytes", summary.predicted_peak_memory_bytes, summary.peak_memory_bytes),
+        ("bubble_fraction", summary.predicted_bubble_fraction, summary.bubble_fraction),
+    ]
+    for index, stage in enumerate(plan.stages):
+        seconds = plan.num_micro_batches * (stage.forward_seconds + stage.backward_seconds)
+        pairs.append(
+            (f"stage_{index}_seconds", seconds, last.get(f"pipeline/stage_{index}_seconds"))
+        )
+    rows: list[list[Any]] = [
+        [name, a, b, a / b - 1 if b else None]
+        for name, a, b in pairs
+        if a is not None and b is not None
+    ]
+    return Rows(["what", "predicted", "measured", "off"], rows)
+
+
+def predicted_memory(plan: Plan) -> int:
+    """Return the predicted peak of the fullest device, in bytes."""
+    return max(stage.memory_bytes for stage in plan.stages)
+
+
+_NAMES = 3  # listed of each kind
+
+
+def shardings_in_words(plan: Plan) -> list[str]:
+    """Return one line for each distinct sharding, with its stages; none on single devices.
+
+    For example `stages 0-1: 12 arrays cut along model: mlp.linear_fc1.kernel, …`.
+    """
+    stages_of: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for words in _stage_in_words(stage):
+            stages_of.setdefault(words, []).append(index)
+    return [f"{_stages(stages)}: {words}" for words, stages in stages_of.items()]
+
+
+def _stage_in_words(stage: StagePlan) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, spec in stage.shardings.items():
+        axes = sorted({axis for dim in spec for axis in _axes(dim)})
+        groups.setdefault(" and ".join(axes), []).append(name)
+    lines = []
+    data, model = stage.logical_mesh
+    if data > 1:
+        lines.append(f"the batch cut in {data} along data")
+    rows = [n for n in stage.shardings if _is_batch(n) and "model" in stage.shardings[n]]
+    if rows:
+        lines.append(f"each example cut in {model} along model: {_examples(rows)}")
+    for along, names in groups.items():
+        kept = [name for name in names if not _is_batch(name)]
+        if along and kept:
+            lines.append(f"{len(kept)} arrays cut along {along}: {_examples(kept)}")
+    if model > 1 and not any("model" in along for along in groups):
+        lines.append(f"nothing cut along model: {model} devices do the same")
+    return lines
+
+
+def _is_batch(name: str) -> bool:
+    return name.partition(".")[0] == "1"
+
+
+def _axes(dim: Any) -> tuple[str, ...]:
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
+def _examples(names: Sequence[str]) -> str:
+    """Return the last parts of the names; those that differ only in numbers are listed once."""
+    kinds = [re.sub(r"\d+", "*", re.sub(r"\.\d+$", "", name)) for name in names]  # of any row
+    ends = list(dict.fromkeys(".".join(kind.split(".")[-2:]) for kind in kinds))
+    listed = ", ".join(ends[:_NAMES])
+    return listed if len(ends) <= _NAMES else f"{listed} and {len(ends) - _NAMES} more kinds"
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {ranges_text(stages)}"
+
+
 def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
     """Print a plan: headline, stages, predictions, measured layers and runners-up.
 
@@ -35,7 +168,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         tokens: tokens of a sample, None where samples have none.
     """
     console.print()
-    console.print(_headline(plan), style="bold", soft_wrap=True)
+    console.print(headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
     for words in (*shardings_in_words(plan), *plan.notes):
         console.print(words, soft_wrap=True)
@@ -45,7 +178,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         if line:
             console.print(line, soft_wrap=True)
     if plan.profiled:
-        console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
+        console.print("\nmeasured layers, by the number of examples:", soft_wrap=True)
         console.print(_profile_table(plan))
     if plan.runners_up:
         console.print("runners-up:", soft_wrap=True)
@@ -65,14 +198,14 @@ def bottleneck(plan: Plan) -> str:
     each = plan.mesh_seconds
     slowest = max(range(len(each)), key=each.__getitem__)
     busy = plan.num_micro_batches * each[slowest]
-    of = [index for index, mesh in enumerate(plan.mesh_of) if mesh == slowest]
+    stages = [index for index, mesh in enumerate(plan.mesh_of) if mesh == slowest]
     once = max(stage.update_seconds for stage in plan.stages)
     # Devices that share a machine are faster than these seconds while others wait.
     share = percent_text(min(1.0, busy / plan.predicted_step_seconds))
     link, occupied = max(link_seconds(plan).items(), key=lambda one: one[1], default=("", 0.0))
     slower = f"; the link {link} is occupied {seconds_text(occupied)}"
     return (
-        f"bottleneck: stage{'s' if of[1:] else ''} {ranges_text(of)}, busy {share} of the step; "
+        f"bottleneck: {_stages(stages)}, busy {share} of the step; "
         f"gradient sums and update {seconds_text(once)}{slower if occupied > busy + once else ''}"
     )
 
@@ -119,7 +252,7 @@ def server_line(plan: Plan) -> str:
     )
 
 
-def _headline(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
     """Return the plan in one line: method, stages, schedule, microbatches, devices."""
     hosts = {host for stage in plan.stages for host in stage.hosts}
     remat = {_remat_in_words(stage) for stage in plan.stages}
@@ -181,7 +314,7 @@ def _profile_table(plan: Plan) -> Table:
         seconds = seconds_text(one.forward_seconds), seconds_text(one.backward_seconds)
         known = (str(one.rows), *seconds) if not one.failure else ("-", "-", "-")
         rows.append((ranges_text(one.layers), str(one.model), *known, one.failure))
-    return table_of(("layers", "model", "rows", "forward", "backward", ""), rows, ("",))
+    return table_of(("layers", "model", "examples", "forward", "backward", ""), rows, ("",))
 
 
 def predictions(plan: Plan, tokens: int | None = None) -> str:

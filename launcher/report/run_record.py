@@ -26,6 +26,7 @@ ENDED = ("done", "planned", "failed", "interrupted", "preempted", "died")
 STOPPED_EARLY = "stopped early"  # before a colon, and why
 _LARGEST = 2**20  # bytes of a file that is read here
 _FRESH = 60.0  # seconds that a status of another host may be old while its run lives
+_KINDS = {"str | None": str, "str": str, "int | None": int, "float | None": float}
 _LONGEST_NOTE = 500  # characters
 
 
@@ -107,29 +108,23 @@ def read_run(folder: Path) -> RunRecord:
     status, summary = (_read(folder / name, problems) for name in (STATUS, SUMMARY))
     state = _state(folder, status, summary)
     far = status if state == status.get("phase") else {}  # a dead run has no progress
-    record = RunRecord(
-        id=folder.name,
-        folder=folder,
-        state=state,
-        phase_done=_of(float, far.get("phase_done")),
-        phase_total=_of(float, far.get("phase_total")),
-        phase_unit=_of(str, far.get("phase_unit")) or "",
-        step=_of(int, summary.get("steps"), status.get("step")),
-        steps=_of(int, status.get("steps")),
-        loss=_of(float, summary.get("final_loss"), status.get("loss")),
-        eval_loss=_of(float, summary.get("eval_loss"), status.get("eval_loss")),
-        step_seconds=_of(float, summary.get("step_seconds_median"), status.get("step_seconds")),
-        predicted_step_seconds=_of(float, summary.get("predicted_step_seconds")),
-        eta_seconds=_of(float, status.get("eta_seconds")),
-        restarts=_of(int, summary.get("restarts"), status.get("restarts")),
-        plan=_of(str, status.get("plan")),
-        exit_reason=_of(str, summary.get("exit_reason"), status.get("exit_reason")),
-        host=_of(str, status.get("host")),
-        job_id=_of(str, status.get("job_id"), summary.get("job_id")),
-        updated_at=_of(float, status.get("updated_at")) or _modified(folder / SUMMARY),
-        note=_read_note(folder),
-        problem=f"damaged: {'; '.join(problems)}" if problems else None,
-    )
+    renamed = {"loss": "final_loss", "step": "steps", "step_seconds": "step_seconds_median"}
+    known: dict[str, Any] = {}
+    for field in dataclasses.fields(RunRecord):
+        kind = _KINDS.get(str(field.type))
+        source = far if field.name.startswith("phase_") else status
+        of_summary = summary.get(renamed.get(field.name, field.name))
+        if kind and (value := _of(kind, of_summary, source.get(field.name))) is not None:
+            known[field.name] = value
+    own = {
+        "id": folder.name,
+        "state": state,
+        "steps": _of(int, status.get("steps")),
+        "updated_at": _of(float, status.get("updated_at")) or _modified(folder / SUMMARY),
+        "note": _read_note(folder),
+        "problem": f"damaged: {'; '.join(problems)}" if problems else None,
+    }
+    record = RunRecord(folder=folder, **{**known, **own})
     if record.updated_at is None:
         return dataclasses.replace(record, updated_at=_modified(folder))
     return record

@@ -1,10 +1,13 @@
-"""The end of a run: `summary.json`, and the closing summary on the console."""
+"""The end of a run: measured figures, `summary.json`, and the closing summary on the console."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,12 @@ class Summary:
     wandb_url: str | None = None
     wandb_sync_command: str | None = None
 
+    @property
+    def ending(self) -> str:
+        """How the run ended, after how many steps and how long."""
+        steps = f"{self.exit_reason.rstrip('.')}: {self.steps} step{'' if self.steps == 1 else 's'}"
+        return f"{steps} in {clock_text(self.total_seconds)}" if self.total_seconds else steps
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name for JSON: a number that is not finite becomes None."""
         fields = dataclasses.asdict(self)
@@ -129,42 +138,49 @@ def print_summary(
         summary: the summary of the run.
         resume_command: the command that resumes the run, where there is one.
     """
-    done = ended_well(summary.exit_reason)
-    ending = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
-    if summary.total_seconds is not None:
-        ending += f" in {clock_text(summary.total_seconds)}"
+    style = "bold green" if ended_well(summary.exit_reason) else "bold red"
     console.print()
-    style = "bold green" if done else "bold red"
-    console.print(f"{summary.exit_reason.rstrip('.')}: {ending}", style=style, soft_wrap=True)
-    for name, value in [*_results(summary), *_whereabouts(run_dir, summary, resume_command)]:
+    console.print(summary.ending, style=style, soft_wrap=True)
+    lines = [
+        (name, f"{value} ({note})" if note else value) for name, value, note in results(summary)
+    ]
+    for name, value in [
+        *lines,
+        *_mishaps(summary),
+        *_whereabouts(run_dir, summary, resume_command),
+    ]:
         console.print(Text.assemble((f"  {name:<10}  ", "dim"), value), soft_wrap=True)
 
 
-def _results(summary: Summary) -> list[tuple[str, str]]:
-    """Return the results of training as (name, value) lines."""
+def results(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return the results of a run: the name of each, its value, and what to know beside it."""
     lines = []
+    predicted = summary.predicted_step_seconds
     if summary.steps:
         final = "not finite" if summary.final_loss is None else loss_text(summary.final_loss)
-        lines.append(("loss", f"{final} (from {loss_text(summary.first_loss)})"))
+        lines.append(("loss", final, f"from {loss_text(summary.first_loss)}"))
     if summary.eval_loss is not None:
-        lines.append(("eval loss", loss_text(summary.eval_loss)))
+        lines.append(("eval loss", loss_text(summary.eval_loss), ""))
     if summary.step_seconds_median is not None:
-        lines.append(("step time", _beside_prediction(summary)))
+        note = f"predicted {seconds_text(predicted)}" if predicted else ""
+        lines.append(("step time", seconds_text(summary.step_seconds_median), note))
     if summary.samples_per_second is not None:
-        lines.append(("throughput", _throughput(summary)))
+        lines.append(("throughput", _throughput(summary), ""))
     if summary.bubble_fraction is not None:
-        predicted = percent_text(summary.predicted_bubble_fraction)
-        lines.append(("bubble", f"{percent_text(summary.bubble_fraction)} (predicted {predicted})"))
+        note = f"predicted {percent_text(summary.predicted_bubble_fraction)}"
+        lines.append(("bubble", percent_text(summary.bubble_fraction), note))
     if summary.num_parameters is not None:
-        size = f"{count_text(summary.num_parameters)} parameters"
+        size, note = f"{count_text(summary.num_parameters)} parameters", ""
         if summary.peak_memory_bytes is not None:
             size += f", {bytes_text(summary.peak_memory_bytes)} at most on a device"
             if summary.predicted_peak_memory_bytes is not None:
-                size += f" (predicted {bytes_text(summary.predicted_peak_memory_bytes)})"
-        lines.append(("model", size))
+                note = f"predicted {bytes_text(summary.predicted_peak_memory_bytes)}"
+        lines.append(("model", size, note))
     if summary.goodput is not None:
-        lines.append(("goodput", _goodput(summary)))
-    return lines + _mishaps(summary)
+        lines.append(("goodput", *_goodput(summary)))
+    if summary.cost is not None:
+        lines.append(("cost", f"{summary.cost:,.2f}", ""))
+    return lines
 
 
 def _mishaps(summary: Summary) -> list[tuple[str, str]]:
@@ -198,25 +214,17 @@ def _whereabouts(
     if summary.wandb_sync_command:
         lines.append(("wandb", f"offline; to upload: {summary.wandb_sync_command}"))
     if resume_command:
-        lines.append(("go on", resume_command))
+        lines.append(("resume", resume_command))
     return lines
 
 
-def _beside_prediction(summary: Summary) -> str:
-    text = seconds_text(summary.step_seconds_median)
-    if summary.predicted_step_seconds:
-        text += f" (predicted {seconds_text(summary.predicted_step_seconds)})"
-    return text
-
-
-def _goodput(summary: Summary) -> str:
+def _goodput(summary: Summary) -> tuple[str, str]:
+    """Return the share of the wall time that trained, and other phases of 1 % or more."""
     spent = summary.goodput_seconds
     wall = sum(spent.values())
     rest = [(s, name) for name, s in spent.items() if name != "training" and s >= 0.01 * wall]
     words = ", ".join(f"{name} {seconds_text(s)}" for s, name in sorted(rest, reverse=True))
-    text = f"{percent_text(summary.goodput)} of {clock_text(wall)} trained"
-    text += f" ({words})" if words else ""
-    return text if summary.cost is None else f"{text}; cost {summary.cost:,.2f}"
+    return f"{percent_text(summary.goodput)} of {clock_text(wall)} trained", words
 
 
 def _throughput(summary: Summary) -> str:
@@ -226,3 +234,84 @@ def _throughput(summary: Summary) -> str:
     if summary.mfu is not None:
         rates.append(f"{percent_text(summary.mfu)} MFU")
     return ", ".join(rates)
+
+
+def performance(
+    step_seconds: float,
+    *,
+    samples: int,
+    tokens: int | None = None,
+    flops: float | None = None,
+    devices: int = 1,
+    peak_flops: float | None = None,
+) -> dict[str, float | None]:
+    """Return the `perf/...` metrics of one step.
+
+    Args:
+        step_seconds: the duration of the step.
+        samples: samples in the global batch.
+        tokens: tokens in the global batch, None where samples have none.
+        flops: model FLOPs of one step, over all devices; recomputation does not count.
+        devices: number of devices that took part.
+        peak_flops: peak FLOP/s of one device, None where it is unknown.
+
+    Returns:
+        `perf/step_seconds`, `perf/samples_per_second`, `perf/tokens_per_second` and `perf/mfu`
+            (model FLOPs utilization, a fraction of one); None is unknown.
+    """
+    mfu = flops / (step_seconds * devices * peak_flops) if flops and peak_flops else None
+    return {
+        "perf/step_seconds": step_seconds,
+        "perf/samples_per_second": samples / step_seconds,
+        "perf/tokens_per_second": None if tokens is None else tokens / step_seconds,
+        "perf/mfu": mfu,
+    }
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are known and finite; None where there are none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.median(known) if known else None
+
+
+def measured(
+    records: Sequence[Mapping[str, Any]],
+    rates: Callable[[float], Mapping[str, float | None]],
+    earlier: int = 0,
+    warm_up: Collection[int] = (),
+) -> dict[str, Any]:
+    """Return the fields of `Summary` that follow from a run's logged steps.
+
+    Losses are the first and the last logged ones, None where they were not finite. The step's time
+    is a median, so that one slow step does not distort it, and the rates are those of that time.
+
+    Args:
+        records: the logged steps, as `read_metrics` returns them.
+        rates: returns the `performance` of a step that takes so many seconds.
+        earlier: number of steps taken before, perhaps by another plan on other devices. Times,
+            rates and memory are those of the later steps, if any was logged.
+        warm_up: the steps whose times count only where no other was logged, the newest of them.
+    """
+    newer = [record for record in records if record["step"] > earlier] or records
+    steady = [record for record in newer if record["step"] not in warm_up] or newer[-1:]
+    seconds = median(record.get("perf/step_seconds") for record in steady)
+    at_rate = rates(seconds) if seconds else {}
+
+    def column(key: str) -> list[Any]:
+        of = newer if key.startswith(("perf/", "pipeline/")) else records
+        return [record[key] for record in of if record.get(key) is not None]
+
+    return {
+        "steps": records[-1]["step"] if records else 0,
+        "first_loss": records[0].get("train/loss") if records else None,
+        "final_loss": records[-1].get("train/loss") if records else None,
+        "eval_loss": (column("eval/loss") or [None])[-1],
+        "step_seconds_median": seconds,
+        "samples_per_second": at_rate.get("perf/samples_per_second"),
+        "tokens_per_second": at_rate.get("perf/tokens_per_second"),
+        "mfu": at_rate.get("perf/mfu"),
+        "bubble_fraction": median(column("pipeline/bubble_fraction")),
+        "skipped_steps": int(sum(column("train/skipped"))),
+        "peak_memory_bytes": max(column("perf/peak_memory_bytes"), default=None),
+        "memory_bytes": (column("perf/memory_bytes") or [None])[-1],
+    }

@@ -1,14 +1,18 @@
 """A comparison of several runs: their different settings and their results.
 
-It is read from `config.yaml` and `summary.json` in the runs' folders.
+It is read from `config.yaml` and `summary.json` in the runs' folders, and printed, or written as
+`report.html`, `sweep.csv` and `plots/sweep.png`.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from rich.console import Console
@@ -17,18 +21,34 @@ from rich.text import Text
 from launcher.base import DamagedError, read_json, write_whole
 from launcher.base.reading import read_yaml
 from launcher.report.console import table_of
-from launcher.report.pages.sweep_page import SweptRun, sweep_report
+from launcher.report.pages.page import Chart, Series, chart, page_from
+from launcher.report.pages.plots import EVAL, INK, TRAIN, canvas, save_figure
 from launcher.report.run_record import STOPPED_EARLY, ended_well
 from launcher.report.summary import FILE_NAME, REPORT
-from launcher.report.text import bytes_text, flat, loss_text, percent_text, seconds_text, shown_path
+from launcher.report.text import (
+    bytes_text,
+    flat,
+    result_text,
+    seconds_text,
+    setting_text,
+    shown_path,
+)
+
+if TYPE_CHECKING:
+    from launcher.config.schema import Config
 
 # Settings that name a run, and are no difference between runs.
 IDENTITY = ("run.id", "run.dir", "wandb.name", "wandb.group")
 UNSET = "-"
+PREDICTED, MEASURED = "predicted step time (s)", "measured step time (s)"
+TABLE, PICTURE = "sweep.csv", "plots/sweep.png"
 _LARGEST = 1e300  # no result is larger
-
-
-_Column = tuple[str, Sequence[str | Text]]
+_MOST_PANELS = 6
+_MOST_TICKS = 8
+_IN_TABLE = (
+    *("final_loss", "eval_loss", "step_seconds", "predicted_step_seconds", "samples_per_second"),
+    *("peak_memory_bytes", "predicted_peak_memory_bytes"),
+)
 
 
 class Result(NamedTuple):
@@ -58,9 +78,72 @@ PLAN_RESULTS = (  # of runs that were planned and not run
 )
 
 
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run among others.
+
+    Attributes:
+        name: its name, without the sweep's.
+        settings: those in which the runs differ, by dotted key.
+        summary: its summary; empty where it has not ended.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended well."""
+        return ended_well(self.summary.get("exit_reason"))
+
+    @property
+    def seconds(self) -> float | None:
+        """A step's seconds: measured, of a plan predicted."""
+        measured = self.summary.get("step_seconds_median")
+        return measured if measured is not None else self.summary.get("predicted_step_seconds")
+
+    @property
+    def ending(self) -> tuple[str, str]:
+        """How it ended in a word or two, and the reason where that is longer."""
+        reason = self.summary.get("exit_reason")
+        if reason is None:
+            return "not finished", f"there is no whole {FILE_NAME}"
+        if reason.startswith(f"{STOPPED_EARLY}:"):
+            return STOPPED_EARLY, ""
+        return ("failed", reason) if " " in reason else (reason, "")
+
+
+def _compared(folders: Sequence[Path]) -> list[ComparedRun]:
+    """Read runs; `<sweep id>-`, where all are of one sweep, is not part of their names."""
+    settings = [_settings(folder) for folder in folders]
+    known = dict.fromkeys(key for one in settings for key in one if key not in IDENTITY)
+    differing = [
+        key
+        for key in known
+        if any(one.get(key, UNSET) != settings[0].get(key, UNSET) for one in settings)
+    ]
+    prefix = _common_prefix(folders)
+    return [
+        ComparedRun(
+            folder.name.removeprefix(prefix),
+            {key: one.get(key) for key in differing},
+            read_summary(folder),
+        )
+        for folder, one in zip(folders, settings, strict=True)
+    ]
+
+
+def _common_prefix(folders: Sequence[Path]) -> str:
+    """Return `<sweep id>-` where these are runs `<sweep id>-<n>` of one sweep, else ""."""
+    prefixes = {(folder.absolute().parent, folder.name.rpartition("-")[0]) for folder in folders}
+    prefix = folders[0].name.rpartition("-")[0] if folders else ""
+    return f"{prefix}-" if prefix and len(prefixes) == 1 and len(folders) > 1 else ""
+
+
 def is_done(run_dir: Path) -> bool:
     """Return whether a run ended successfully."""
-    return _is_done(read_summary(run_dir))
+    return ended_well(read_summary(run_dir).get("exit_reason"))
 
 
 def print_comparison(
@@ -80,127 +163,49 @@ def print_comparison(
         jobs: the batch job of each run and its state, where there are jobs.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
-    summaries = [read_summary(folder) for folder in folders]
-    prefix = _common_prefix(folders)
-    if prefix:
+    runs = _compared(folders)
+    if prefix := _common_prefix(folders):
         console.print(f"runs {shown_path(folders[0].parent / prefix)}*", soft_wrap=True)
-    names = [folder.name.removeprefix(prefix) for folder in folders]
-    endings = [_ending(found) if found or jobs is None else (UNSET, "") for found in summaries]
-    ended = [
-        Text(ending, style="" if _is_done(found) else "bold red")
-        for found, (ending, _) in zip(summaries, endings, strict=True)
-    ]
-    columns: list[_Column] = [
-        ("run", names),
-        *_setting_columns([_settings(folder) for folder in folders]),
-        *_result_columns(summaries),
+    planned = {run.summary["exit_reason"] for run in runs if run.summary} == {"planned"}
+    endings = [(UNSET, "") if jobs and not run.summary else run.ending for run in runs]
+    keys = list(runs[0].settings)
+    columns: list[tuple[str, Sequence[str | Text]]] = [
+        ("run", [run.name for run in runs]),
+        *(
+            (name, [setting_text(run.settings[key]) for run in runs])
+            for key, name in zip(keys, short_names(keys), strict=True)
+        ),
+        *(
+            (result.header, _result_cells(result, runs))
+            for result in (PLAN_RESULTS if planned else RESULTS)
+        ),
         *([] if jobs is None else [("job", jobs)]),
-        ("ended", ended),
+        (
+            "ended",
+            [
+                Text(ending, style="" if run.is_done else "bold red")
+                for run, (ending, _) in zip(runs, endings, strict=True)
+            ],
+        ),
     ]
     headers, cells = zip(*columns, strict=True)
     console.print(table_of(headers, zip(*cells, strict=True), ("run", "job", "ended")))
-    for name, (_, reason) in zip(names, endings, strict=True):
+    for run, (_, reason) in zip(runs, endings, strict=True):
         if reason:
-            console.print(f"{name}: {reason}", soft_wrap=True)
+            console.print(f"{run.name}: {reason}", soft_wrap=True)
 
 
-def report_sweep(
-    console: Console, folder: Path, run_dirs: Sequence[str | os.PathLike[str]]
-) -> None:
-    """Write `report.html` of a sweep into its folder, and say where it is or why it is not.
-
-    Args:
-        console: the console to print to.
-        folder: the sweep's folder.
-        run_dirs: the runs' folders.
-    """
-    folders = [Path(run_dir) for run_dir in run_dirs]
-    settings = [_settings(one) for one in folders]
-    keys = _differing(settings)
-    prefix = _common_prefix(folders) if folders else ""
-    points = [
-        SweptRun(
-            one.name.removeprefix(prefix), {key: said.get(key) for key in keys}, read_summary(one)
-        )
-        for one, said in zip(folders, settings, strict=True)
-    ]
-    path = folder / REPORT
-    try:
-        write_whole(path, sweep_report(folder.name, points).encode())
-    except OSError as error:
-        console.print(f"{path} cannot be written: {error.strerror}", soft_wrap=True)
-    else:
-        console.print(f"report  {shown_path(path)}", soft_wrap=True)
-
-
-def _setting_columns(settings: Sequence[Mapping[str, Any]]) -> list[_Column]:
-    keys = _differing(settings)
-    return [
-        (name, [_shown(one.get(key)) for one in settings])
-        for key, name in zip(keys, short_names(keys), strict=True)
-    ]
-
-
-def _result_columns(summaries: Sequence[Mapping[str, Any]]) -> list[_Column]:
-    planned = {summary.get("exit_reason") for summary in summaries if summary} == {"planned"}
-    results = PLAN_RESULTS if planned else RESULTS
-    return [(result.header, _result_cells(result, summaries)) for result in results]
-
-
-def _common_prefix(folders: Sequence[Path]) -> str:
-    """Return `<sweep id>-` where these are runs `<sweep id>-<n>` of one sweep, else ""."""
-    prefixes = {(folder.absolute().parent, folder.name.rpartition("-")[0]) for folder in folders}
-    prefix = folders[0].name.rpartition("-")[0]
-    return f"{prefix}-" if prefix and len(prefixes) == 1 and len(folders) > 1 else ""
-
-
-def _result_cells(result: Result, summaries: Sequence[Mapping[str, Any]]) -> list[Text]:
+def _result_cells(result: Result, runs: Sequence[ComparedRun]) -> list[Text]:
     """Return one result of every run as text, with the best one marked."""
-    done = [s[result.field] for s in summaries if _is_done(s) and s.get(result.field) is not None]
+    values = [run.summary.get(result.field) for run in runs]
+    done = [v for v, run in zip(values, runs, strict=True) if run.is_done and v is not None]
     best = result.best(done) if result.best and len(set(done)) > 1 else None
     cells = []
-    for summary in summaries:
-        value = summary.get(result.field)
-        is_best = best is not None and value == best and _is_done(summary)
+    for value, run in zip(values, runs, strict=True):
+        is_best = best is not None and value == best and run.is_done
         mark, style = ("*", "bold green") if is_best else ("", "")
-        cells.append(Text(mark + _number(result.field, value), style=style))
+        cells.append(Text(mark + result_text(value, result.field), style=style))
     return cells
-
-
-def _number(name: str, value: float | None) -> str:
-    if value is None:
-        return UNSET
-    if name.endswith("_loss"):
-        return loss_text(value)
-    if name.endswith("_bytes"):
-        return bytes_text(value)
-    if name.endswith("_fraction"):
-        return percent_text(value)
-    return f"{value:,.1f}" if name.endswith("samples_per_second") else seconds_text(value)
-
-
-def _ending(summary: Mapping[str, Any]) -> tuple[str, str]:
-    """Return how a run ended in a word or two, and the reason where that is longer."""
-    if not summary:
-        return "not finished", f"there is no whole {FILE_NAME}"
-    reason = summary["exit_reason"]
-    if reason.startswith(f"{STOPPED_EARLY}:"):
-        return STOPPED_EARLY, ""
-    return ("failed", reason) if " " in reason else (reason, "")
-
-
-def _is_done(summary: Mapping[str, Any]) -> bool:
-    return ended_well(summary.get("exit_reason"))
-
-
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values differ between runs, in the order of the settings."""
-    keys = dict.fromkeys(key for one in settings for key in one if key not in IDENTITY)
-    return [
-        key
-        for key in keys
-        if any(one.get(key, UNSET) != settings[0].get(key, UNSET) for one in settings)
-    ]
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
@@ -234,5 +239,188 @@ def _is_result(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and abs(value) < _LARGEST)
 
 
-def _shown(value: Any) -> str:
-    return UNSET if value is None else str(value)
+def report_sweep(
+    console: Console, folder: Path, run_dirs: Sequence[str | os.PathLike[str]]
+) -> None:
+    """Write `report.html` of a sweep into its folder, and say where it is or why it is not.
+
+    Args:
+        console: the console to print to.
+        folder: the sweep's folder.
+        run_dirs: the runs' folders.
+    """
+    runs = _compared([Path(run_dir) for run_dir in run_dirs])
+    done = [run for run in runs if run.is_done and run.seconds is not None]
+    best = min(done, key=lambda run: run.seconds or 0.0, default=None)
+    keys = list(runs[0].settings) if runs else []
+    content = {
+        "title": folder.name,
+        "keys": keys,
+        "runs": runs,
+        "best": best,
+        "done": len(done),
+        "charts": [one for key in keys for one in _charts(key, runs, best)],
+    }
+    path = folder / REPORT
+    try:
+        write_whole(path, page_from("sweep.html.jinja", content).encode())
+    except OSError as error:
+        console.print(f"{path} cannot be written: {error.strerror}", soft_wrap=True)
+    else:
+        console.print(f"report  {shown_path(path)}", soft_wrap=True)
+
+
+def _charts(key: str, runs: Sequence[ComparedRun], best: ComparedRun | None) -> Iterator[Chart]:
+    """Yield step time and memory against one setting, whose values stand in their order."""
+    values = {setting_text(run.settings[key]): run.settings[key] for run in runs}
+    labels = sorted(values, key=lambda text: _order(values[text]))
+
+    def series(field: str, name: str, css: str, best: float | None = None) -> Series:
+        points = [
+            (float(labels.index(setting_text(run.settings[key]))), run.summary[field])
+            for run in runs
+            if run.is_done and run.summary.get(field) is not None
+        ]
+        return Series(name, css, points, False, best)
+
+    fastest = None if best is None else best.summary.get("step_seconds_median")
+    times = [
+        series("predicted_step_seconds", "predicted", "hollow"),
+        series("step_seconds_median", "measured", "first", fastest),
+    ]
+    memory = [
+        series("predicted_peak_memory_bytes", "predicted", "hollow"),
+        series("peak_memory_bytes", "measured", "first"),
+    ]
+    for title, both, shown in (
+        ("step time", times, seconds_text),
+        ("memory", memory, bytes_text),
+    ):
+        if drawn := chart(title, key, both, shown, labels, from_zero=True):
+            yield drawn
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Return a key that puts numbers first, in their order, then words."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, float(value), ""
+    return 1, 0.0, setting_text(value)
+
+
+class Row(NamedTuple):
+    """A point of a sweep: its number, its run's id, what is swept, its state and objective."""
+
+    number: int
+    run: str
+    swept: Sequence[str]
+    state: str
+    value: float | None
+
+
+def objective_of(config: Config) -> str:
+    """Return `sweep.objective`, or the one that suits the task."""
+    if config.sweep.objective is not None:
+        return config.sweep.objective
+    if config.task == "plan":
+        return "predicted_step_seconds"
+    return "eval_loss" if config.train.eval_every else "final_loss"
+
+
+def result_of(run_dir: Path, name: str) -> float | None:
+    """Return a result from a run's summary; None where there is none."""
+    return _result(read_summary(run_dir), name)
+
+
+def _result(summary: Mapping[str, Any], name: str) -> float | None:
+    value = summary.get("step_seconds_median" if name == "step_seconds" else name)
+    return value if type(value) in (int, float) else None
+
+
+def write_results(folder: Path, rows: Sequence[Row], objective: str) -> None:
+    """Write the table and the picture of a sweep into its folder.
+
+    Args:
+        folder: the sweep's folder, with the runs' folders in it.
+        rows: its points.
+        objective: the name of their objective.
+    """
+    swept = [dict(text.lstrip("+").partition("=")[::2] for text in row.swept) for row in rows]
+    keys = list(dict.fromkeys(key for one in swept for key in one))
+    summaries = [read_summary(folder / row.run) for row in rows]
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["point", "run", "state", *keys, "objective", *_IN_TABLE])
+    for row, settings, summary in zip(rows, swept, summaries, strict=True):
+        results = [_result(summary, name) for name in _IN_TABLE]
+        cells = [settings.get(key) for key in keys]
+        table.writerow([row.number, row.run, row.state, *cells, row.value, *results])
+    write_whole(folder / TABLE, text.getvalue())
+    drawn: dict[str, list[float | None]] = {
+        PREDICTED: [_result(one, "predicted_step_seconds") for one in summaries],
+        MEASURED: [_result(one, "step_seconds") for one in summaries],
+    }
+    if not objective.endswith("step_seconds"):
+        drawn[objective] = [row.value for row in rows]
+    _draw(folder / PICTURE, keys, swept, drawn)
+
+
+def _draw(
+    path: Path,
+    keys: Sequence[str],
+    values: Sequence[Mapping[str, str]],
+    results: Mapping[str, Sequence[float | None]],
+) -> None:
+    """Draw the results of the points against each swept setting, if there are two or more.
+
+    Args:
+        path: the picture.
+        keys: the swept settings.
+        values: what each point sets.
+        results: the result of each point, by name. Step times, predicted and measured, share axes.
+    """
+    shown = [name for name, one in results.items() if sum(v is not None for v in one) > 1]
+    times = [name for name in shown if name in (PREDICTED, MEASURED)]
+    others = [[name] for name in shown if name not in times]
+    panels = [(key, names) for key in keys for names in (*others, times) if names][:_MOST_PANELS]
+    if not panels:
+        return
+    figure, axes = canvas(8.0, 2.8 * len(panels), [1.0] * len(panels))
+    for place, (key, names) in zip(axes, panels, strict=True):
+        _panel(place, [value.get(key) for value in values], {name: results[name] for name in names})
+        place.set_xlabel(key)
+        place.set_ylabel(names[0] if len(names) == 1 else "step time (s)")
+        place.margins(y=0.15)
+    save_figure(figure, path)
+
+
+def _panel(
+    axes: Any, settings: Sequence[str | None], results: Mapping[str, Sequence[float | None]]
+) -> None:
+    numbers = [_setting_number(text) for text in settings]
+    is_scale = all(number is not None for number in numbers)
+    words = list(dict.fromkeys(map(str, settings)))
+    places = numbers if is_scale else [words.index(str(text)) for text in settings]
+    for name, values in results.items():
+        known = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
+        colour = {"color": TRAIN} if name != MEASURED else {"color": EVAL, "facecolors": "none"}
+        axes.scatter(*zip(*known, strict=True), s=42, label=name, **colour)
+    if not is_scale:
+        axes.set_xticks(range(len(words)), words)
+    elif all(x and x > 0 for x in numbers) and max(numbers) >= 8 * min(numbers):  # type: ignore[type-var, operator]
+        axes.set_xscale("log")
+        if len(set(numbers)) <= _MOST_TICKS:
+            axes.set_xticks(numbers, settings)
+            axes.minorticks_off()
+    if len(results) > 1:
+        axes.legend(frameon=False, labelcolor=INK)
+    axes.grid(color="#E6E6E6", linewidth=0.8)
+
+
+def _setting_number(text: str | None) -> float | None:
+    value = yaml.safe_load(text) if text and len(text) < 40 else None
+    if isinstance(value, str):  # YAML takes 1e-3 for text
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    return float(value) if isinstance(value, int | float) else None

@@ -97,3 +97,26 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
+
+
+def setting_text(value: Any) -> str:
+    """Format a setting as YAML does; `-` for null."""
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def result_text(value: Any, name: str) -> str:
+    """Format a result in the unit that ends its name, as `step_seconds` or `memory_bytes`."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if name.endswith("per_second"):
+        return f"{value:,.1f}"
+    texts = {"loss": loss_text, "seconds": seconds_text, "bytes": bytes_text}
+    texts |= {"fraction": percent_text, "parameters": count_text}
+    return texts.get(name.removesuffix("_median").rpartition("_")[2], str)(value)
+
+
+def label_text(name: str) -> str:
+    """Return the name of a result in words, without its unit."""
+    return name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")

@@ -32,12 +32,12 @@ from launcher.cluster.slurm.commands import (
     render,
     sbatch,
 )
+from launcher.config.cluster import slurm_cluster, slurm_of
 from launcher.config.compose import Point
 from launcher.config.environment import commands_in, in_shell
 from launcher.config.errors import ConfigError
-from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config
-from launcher.config.tasks import Sweep
+from launcher.config.sections import Sweep
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, delete_on_error, write_plan
 from launcher.driver.folder.make_folder import new_id, private_files

@@ -30,8 +30,15 @@ from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 from launcher.driver.folder.make_folder import private_files
 from launcher.driver.planning.check import check
 from launcher.report.console import make_console
-from launcher.report.sweep import is_done, print_comparison, report_sweep
-from launcher.report.sweep_results import Row, objective_of, result_of, write_results
+from launcher.report.sweep import (
+    Row,
+    is_done,
+    objective_of,
+    print_comparison,
+    report_sweep,
+    result_of,
+    write_results,
+)
 from launcher.stop import Stop
 from launcher.submit.points import (
     DONE,

@@ -23,7 +23,7 @@ from launcher.checkpoint.train_state import (
     matches,
     without_adapters,
 )
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 from launcher.recipes import InputError, Model
 from launcher.trace import (
     Equation,

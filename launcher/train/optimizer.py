@@ -18,7 +18,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from launcher.checkpoint.train_state import ADAPTERS, Picks, check_pattern, map_named, matches
-from launcher.config.optimizers import CustomOptimizer, Group, Optimizer, Scheduled
+from launcher.config.optimizer import CustomOptimizer, Group, Optimizer, Scheduled
 from launcher.recipes import InputError, users_module
 
 Schedule = Callable[[Any], jax.Array]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 from launcher.driver.loop import IN_FLIGHT
 from launcher.driver.workers import Workers
 from launcher.train.step_result import StepResult

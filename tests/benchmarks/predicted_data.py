@@ -124,7 +124,7 @@ def compare(args: argparse.Namespace) -> None:
     from launcher.cluster.devices import emulated_pool
     from launcher.cluster.measure import measure_links
     from launcher.cluster.ray.session import worker_environment
-    from launcher.config.machines import Emulated
+    from launcher.config.cluster import Emulated
     from launcher.plan import local_shape
     from launcher.plan.profile.calibration import HostLinks, measure
 

@@ -48,7 +48,7 @@ from launcher.driver.record.run_log import RunLog  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.report.console import make_console  # noqa: E402
 from launcher.report.pages.timeline import ProcessSpans  # noqa: E402
-from launcher.report.trackers.queued import QueuedTracker  # noqa: E402
+from launcher.report.trackers.tracker import QueuedTracker  # noqa: E402
 from launcher.train.step_result import (  # noqa: E402
     StepResult,
     fetched_metrics,

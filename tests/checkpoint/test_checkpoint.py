@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from launcher import checkpoint
 from launcher.checkpoint import orbax_compat, write
 from launcher.checkpoint.train_state import TrainState
-from launcher.config.optimizers import AdamW
+from launcher.config.optimizer import AdamW
 from launcher.train.optimizer import build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -3,7 +3,6 @@
 import json
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import yaml
@@ -28,20 +27,20 @@ WORKERS = ["instructions_of_worker_0", "instructions_of_worker_1"]
 
 
 @pytest.fixture(scope="module")
-def printed() -> str:
+def printed():
     """What it prints of `WORDS`."""
     with redirect_stdout(StringIO()) as out:
         assert main(WORDS) == 0
     return out.getvalue()
 
 
-def parts(text: str) -> dict[str, str]:
+def parts(text):
     """What is printed, by its headings."""
     found = [part.partition("\n\n") for part in text.removeprefix("# ").split("\n\n# ")]
     return {name: body for name, _, body in found}
 
 
-def planned(folder: Path) -> Path:
+def planned(folder):
     """The folder of a run that was planned with `WORDS`, as far as `debug` reads it."""
     from launcher.driver.planning.plan_from_config import plan_of
     from launcher.plan import local_shape
@@ -54,7 +53,7 @@ def planned(folder: Path) -> Path:
     return folder
 
 
-def test_of_settings(printed: str) -> None:
+def test_of_settings(printed):
     shown = parts(printed)
     assert list(shown) == [*NAMES, *WORKERS]
     assert shown["layers"].count("operands: ") == 4
@@ -65,7 +64,7 @@ def test_of_settings(printed: str) -> None:
     assert "update.1, mesh 1\n{ lambda" in shown["update"]
 
 
-def test_a_worker_follows_its_own_part(printed: str) -> None:
+def test_a_worker_follows_its_own_part(printed):
     shown = parts(printed)
     slots = [line.split() for line in shown["slots"].splitlines()]
     for worker, name in enumerate(WORKERS):
@@ -81,12 +80,12 @@ def test_a_worker_follows_its_own_part(printed: str) -> None:
     assert len(sends[0]) >= 4  # an activation and its gradient in each of two microbatches
 
 
-def test_of_a_run(printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_run(printed, tmp_path, capsys):
     assert main([str(planned(tmp_path))]) == 0
     assert capsys.readouterr().out == printed
 
 
-def test_files_and_hlo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_hlo(tmp_path, capsys):
     out = tmp_path / "dump"
     assert main([*WORDS, "--hlo", "--out", str(out)]) == 0
     files = sorted(out.iterdir())
@@ -97,8 +96,8 @@ def test_files_and_hlo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(text.startswith("HloModule") for text in programs.values())
 
 
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*words: str) -> str:
+def test_errors_are_one_line(tmp_path, capsys):
+    def refused(*words):
         assert main(words) == 2
         said = capsys.readouterr()
         assert said.out == ""

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -28,7 +27,7 @@ SMALL = ("model.options.num_layers=2", "model.options.width=16", "model.options.
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def project(tmp_path, monkeypatch):
     """A new project, in which the command stands."""
     write_project(tmp_path / "sums")
     monkeypatch.chdir(tmp_path / "sums")
@@ -38,13 +37,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def words_of(line: str, name: str = "sums") -> list[str]:
+def words_of(line, name="sums"):
     return shlex.split(line.partition("-m launcher")[2])
 
 
-def test_it_says_what_it_wrote_and_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_it_wrote_and_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "sums"]) == 0
     said = capsys.readouterr().out
@@ -70,8 +67,8 @@ def test_it_says_what_it_wrote_and_the_command(
     ],
 )
 def test_names_that_would_find_something_else_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, name: str, problem: str
-) -> None:
+    tmp_path, monkeypatch, capsys, name, problem
+):
     monkeypatch.chdir(tmp_path)
     assert main(["new", name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -79,7 +76,7 @@ def test_names_that_would_find_something_else_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_what_is_there_is_not_written_over(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
     (tmp_path / "plain").write_text("mine")
@@ -94,11 +91,11 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert write_project(tmp_path / "empty")
 
 
-def test_a_project_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_a_project_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     write_text = Path.write_text
 
-    def on_a_full_disk(path: Path, text: str, **given: object) -> int:
+    def on_a_full_disk(path, text, **given):
         if path.name == "data.py":
             write_text(path, text[:10])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -112,7 +109,7 @@ def test_a_project_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeyp
     assert not any((tmp_path / "empty").iterdir())
 
 
-def test_a_command_line_without_a_folder_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_line_without_a_folder_teaches(capsys):
     assert main(["new"]) == 2
     assert main(["new", "a", "b"]) == 2
     assert capsys.readouterr().err.count("Write launcher new my_project.") == 2
@@ -120,7 +117,7 @@ def test_a_command_line_without_a_folder_teaches(capsys: pytest.CaptureFixture[s
     assert "launcher new my_project" in capsys.readouterr().out
 
 
-def test_every_template_is_used() -> None:
+def test_every_template_is_used():
     used = {path.rpartition("/")[2] for path in project_files("x")} | {"recipe.yaml", "package.py"}
     templates = (ROOT / "launcher" / "project").glob("*.jinja")
     assert {path.name.removesuffix(".jinja") for path in templates} <= used
@@ -128,7 +125,7 @@ def test_every_template_is_used() -> None:
 
 
 @pytest.mark.devices  # starts a process
-def test_ruff_finds_nothing(project: Path) -> None:
+def test_ruff_finds_nothing(project):
     ruff = shutil.which("ruff", path=os.path.dirname(sys.executable)) or shutil.which("ruff")
     if ruff is None:
         pytest.skip("ruff is not installed")
@@ -137,7 +134,7 @@ def test_ruff_finds_nothing(project: Path) -> None:
         assert found.returncode == 0, found.stdout
 
 
-def test_every_command_of_its_page_is_accepted(project: Path, capsys) -> None:
+def test_every_command_of_its_page_is_accepted(project, capsys):
     """`task=check` reads all settings; what a row says of the task is said before it."""
     page = (project / "README.md").read_text()
     (line,) = re.findall(r"^python -m launcher .*$", page, re.MULTILINE)
@@ -154,7 +151,7 @@ def test_every_command_of_its_page_is_accepted(project: Path, capsys) -> None:
 
 
 @pytest.mark.devices
-def test_its_model_reads_and_writes(project: Path) -> None:
+def test_its_model_reads_and_writes(project):
     config = load(
         [*words_of(training_command("sums"))[2:], *SMALL, "train.global_batch_size=8"], ["conf"]
     )
@@ -181,10 +178,10 @@ def test_its_model_reads_and_writes(project: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.devices
-def test_it_trains_evaluates_and_writes_in_a_process(project: Path) -> None:
+def test_it_trains_evaluates_and_writes_in_a_process(project):
     """By the command of its page, from an empty environment but for the installation."""
 
-    def launched(*words: str) -> str:
+    def launched(*words):
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         ran = [sys.executable, "-m", "launcher", *words_of(training_command("sums")), *words]
         done = subprocess.run(

@@ -18,9 +18,9 @@ from launcher.cluster.devices import (
 from launcher.cluster.kinds import find_devices
 from launcher.cluster.ray.session import StartLimit
 from launcher.cluster.slurm.allocation import Allocation
+from launcher.config.cluster import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.machines import CLUSTERS, Emulated, Local, Slurm, SlurmCluster
 from launcher.driver.planning import check
 from launcher.driver.planning.prepare import shape_of
 from launcher.stop import Stop

@@ -4,7 +4,7 @@ import pytest
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.measure import measure_links, measure_servers
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 
 @pytest.mark.slow

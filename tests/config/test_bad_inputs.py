@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import typing
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,7 +44,7 @@ class Case(NamedTuple):
     beside: dict[str, Any]
 
     @property
-    def tree(self) -> dict[str, Any]:
+    def tree(self):
         """The settings, nested."""
         tree: dict[str, Any] = {}
         for key, value in {**self.beside, self.key: self.value}.items():
@@ -61,7 +59,7 @@ class Case(NamedTuple):
 NEEDED = {"parts": {"a": {"path": "x"}}}  # of what has to be said, and is no text
 
 
-def settings(cls: Any = Config, prefix: str = "", beside: Any = None) -> Iterator[Setting]:
+def settings(cls=Config, prefix="", beside=None):
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
         key, hint = f"{prefix}{key_of(field)}", hints[field.name]
@@ -104,7 +102,7 @@ OWN = {
 }
 
 
-def wrong_values() -> Iterator[Case]:
+def wrong_values():
     for key, kind, optional, metadata, beside in settings():
         values = [*WRONG[kind], *([] if optional else [None])]
         if metadata.get("one_or_several"):  # a word stands for a list of it
@@ -125,7 +123,7 @@ def wrong_values() -> Iterator[Case]:
             yield Case(key, above, f"{key} must be at most", beside)
 
 
-def useless_options() -> Iterator[Case]:
+def useless_options():
     """In the user's own names and values: what a checkpoint could not keep, or a module not get."""
     for section, beside in OWN.items():
         said, key = {f"{section}.name": "custom", **beside}, f"{section}.options"
@@ -136,7 +134,7 @@ def useless_options() -> Iterator[Case]:
         yield Case(key, {"name": "foo"}, f"{key}.name", said)
 
 
-def slips() -> Iterator[Case]:
+def slips():
     """Each key with its first letter left out, two swapped, or its last doubled."""
     known = {setting.key for setting in settings()}
     for key, _, _, _, beside in settings():
@@ -149,7 +147,7 @@ def slips() -> Iterator[Case]:
                 yield Case(typed, "x", told, others)
 
 
-def contradictions() -> Iterator[Case]:
+def contradictions():
     """Settings of which each is fine, and that do not go together."""
     for optimizer, keys in {
         "adamw": ("momentum",),
@@ -204,7 +202,7 @@ def contradictions() -> Iterator[Case]:
         yield _together({**slurm, "cluster.slurm.extra": {option: "1"}})
 
 
-def _together(said: dict[str, Any], told: str = "") -> Case:
+def _together(said, told=""):
     *beside, key = said
     mlp = {"model.name": "mlp", "dataset.name": "synthetic"}
     return Case(key, said[key], told or key, mlp | {name: said[name] for name in beside})
@@ -260,11 +258,11 @@ LATER += ("dataset=custom dataset.module=json", "--frozen")
 
 
 @pytest.fixture(scope="module")
-def started() -> list[str]:
+def started():
     """The processes that this one starts, as they are started. A hook stays for good."""
     events: list[str] = []
 
-    def note(event: str, arguments: object) -> None:
+    def note(event, arguments):
         if event in STARTS:
             events.append(f"{event} {arguments}")
 
@@ -275,10 +273,10 @@ def started() -> list[str]:
 class Refused:
     """Runs command lines in an empty folder and holds what must be true of each refusal."""
 
-    def __init__(self, folder: Path, started: list[str], capsys: Any) -> None:
+    def __init__(self, folder, started, capsys):
         self._folder, self._started, self._capsys = folder, started, capsys
 
-    def __call__(self, words: list[str], told: str) -> list[str]:
+    def __call__(self, words, told):
         """What is wrong with the answer; nothing where it is as it should be."""
         self._started.clear()
         try:
@@ -301,21 +299,19 @@ class Refused:
 
 
 @pytest.fixture
-def refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, started: list[str]
-) -> Refused:
+def refused(tmp_path, monkeypatch, capsys, started):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return Refused(tmp_path / "here", started, capsys)
 
 
-def test_there_are_enough() -> None:
+def test_there_are_enough():
     assert len(CASES) > 1000
     assert {case.key for case in CASES} >= {setting.key for setting in settings()}
 
 
 @pytest.mark.stress
-def test_in_a_frozen_file(refused: Refused, tmp_path: Path) -> None:
+def test_in_a_frozen_file(refused, tmp_path):
     file, faults = tmp_path / "config.yaml", []
     for case in CASES:
         file.write_text(yaml.safe_dump(case.tree))
@@ -327,7 +323,7 @@ def test_in_a_frozen_file(refused: Refused, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("command", "told"), ELSEWHERE, ids=[command for command, _ in ELSEWHERE])
-def test_what_is_not_there(command: str, told: str, refused: Refused, tmp_path: Path) -> None:
+def test_what_is_not_there(command, told, refused, tmp_path):
     inputs = tmp_path / "in puts"
     inputs.mkdir()
     (inputs / "file").touch()
@@ -339,13 +335,13 @@ def test_what_is_not_there(command: str, told: str, refused: Refused, tmp_path: 
         assert refused([*words, "task=check"], told.format(inputs)) == []
 
 
-def quoted(word: str) -> str:
+def quoted(word):
     """Hydra wants blanks in values quoted."""
     key, is_setting, value = word.partition("=")
     return f"{key}='{value}'" if is_setting and " " in value else word
 
 
-def in_a_folder(case: Case, folder: Path) -> list[str]:
+def in_a_folder(case, folder):
     """The command line that chooses the case's settings from a recipe in `folder`."""
     (folder / "recipe").mkdir(parents=True, exist_ok=True)
     recipe = folder / "recipe" / "mine.yaml"
@@ -354,7 +350,7 @@ def in_a_folder(case: Case, folder: Path) -> list[str]:
     return ["--config-dir", str(folder), "recipe=mine", *choices]
 
 
-def check_in_a_folder(cases: list[Case], refused: Refused, tmp_path: Path) -> None:
+def check_in_a_folder(cases, refused, tmp_path):
     faults = []
     for case in cases:
         told = f"{case.key} is for" if case.key in COMMAND_LINE_ONLY else case.told
@@ -363,10 +359,10 @@ def check_in_a_folder(cases: list[Case], refused: Refused, tmp_path: Path) -> No
     assert faults == []
 
 
-def test_a_sample_in_a_users_folder(refused: Refused, tmp_path: Path) -> None:
+def test_a_sample_in_a_users_folder(refused, tmp_path):
     check_in_a_folder(SAMPLE, refused, tmp_path)
 
 
 @pytest.mark.stress
-def test_all_in_a_users_folder(refused: Refused, tmp_path: Path) -> None:
+def test_all_in_a_users_folder(refused, tmp_path):
     check_in_a_folder(CASES, refused, tmp_path)

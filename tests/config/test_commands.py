@@ -3,7 +3,6 @@
 import os
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -26,7 +25,7 @@ COMMANDS = {
 ELSEWHERE = "model: {name: custom, module: m, options: {s: {setup: [touch /tmp/x]}}}\n"
 
 
-def recipe(folder: Path, text: str) -> list[str]:
+def recipe(folder, text):
     """The words that choose a recipe that says `text`."""
     path = folder / "my_conf" / "recipe" / "mine.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,15 +34,13 @@ def recipe(folder: Path, text: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_file_runs_code_only_where_the_command_line_allows_it(
-    command: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_runs_code_only_where_the_command_line_allows_it(command, here, capsys):
     words = [*recipe(here, f"cluster: {COMMANDS[command]}"), *SLURM]
     for allowed in ([], ["allow_commands=false"]):
         assert main([*words, *allowed]) == 2
@@ -55,13 +52,13 @@ def test_a_file_runs_code_only_where_the_command_line_allows_it(
     assert main([*words, "allow_commands=true"]) == 0
 
 
-def test_what_the_command_line_says_itself_is_allowed() -> None:
+def test_what_the_command_line_says_itself_is_allowed():
     slurm = load([*SLURM, "cluster.slurm.setup=[module load cuda]", "cluster.slurm.env.A=b"])
     assert slurm.cluster.slurm.setup == ["module load cuda"]
     assert slurm.cluster.slurm.env == {"A": "b"}
 
 
-def test_what_the_command_line_adds_to_does_not_become_its_own(here: Path) -> None:
+def test_what_the_command_line_adds_to_does_not_become_its_own(here):
     words = [*recipe(here, f"cluster: {COMMANDS['cluster.slurm.env.LD_PRELOAD']}"), *SLURM]
     assert main([*words, "cluster.slurm.env.A=b"]) == 2
 
@@ -75,15 +72,13 @@ def test_what_the_command_line_adds_to_does_not_become_its_own(here: Path) -> No
         "<<: {cluster: {slurm: {setup: [touch /tmp/x]}}}",
     ],
 )
-def test_no_detour_leads_to_code(text: str, here: Path) -> None:
+def test_no_detour_leads_to_code(text, here):
     with pytest.raises(ConfigError, match=r"runs code|only on the command line"):
         load([*recipe(here, text)[2:], *SLURM, "allow_modules=[m]"], [str(here / "my_conf")])
 
 
 @pytest.mark.parametrize("chosen", ["val.yaml", "/recipe/val.yaml", "/recipe: val.yaml"])
-def test_a_file_named_with_its_extension_is_looked_at(
-    chosen: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_named_with_its_extension_is_looked_at(chosen, here, capsys):
     recipe(here, "cluster: {slurm: {setup: [touch /tmp/x]}}")
     (here / "my_conf/recipe/mine.yaml").rename(here / "my_conf/recipe/val.yaml")
     default = "override /recipe: val.yaml" if ":" in chosen else chosen
@@ -98,9 +93,7 @@ def test_a_file_named_with_its_extension_is_looked_at(
 
 
 @pytest.mark.parametrize("way", ["/../../../elsewhere/evil", "{}/elsewhere/evil"])
-def test_no_file_outside_the_folders_of_settings_is_read(
-    way: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_outside_the_folders_of_settings_is_read(way, here, capsys):
     """Found from the project's folder, `..` leads to other files than from one that lies deeper."""
     (here / "elsewhere").mkdir()
     os.mkfifo(here / "elsewhere" / "evil.yaml")
@@ -111,13 +104,13 @@ def test_no_file_outside_the_folders_of_settings_is_read(
     assert "which is in no folder of settings" in capsys.readouterr().err
 
 
-def test_what_a_file_leaves_out_needs_no_permission(here: Path) -> None:
+def test_what_a_file_leaves_out_needs_no_permission(here):
     slurm = "setup: [], env: {}, python: null, srun_args: [], extra: {}, container: {image: null}"
     words = recipe(here, f"cluster: {{slurm: {{{slurm}}}}}")
     assert main([*words, *SLURM]) == 0
 
 
-def test_a_frozen_file_runs_code_only_where_the_command_line_allows_it(here: Path) -> None:
+def test_a_frozen_file_runs_code_only_where_the_command_line_allows_it(here):
     config = load([*SLURM, "cluster.slurm.setup=[umask 027]"])
     file = here / "config.yaml"
     file.write_text(yaml.safe_dump(to_dict(config) | {"allow_commands": True}))
@@ -126,15 +119,13 @@ def test_a_frozen_file_runs_code_only_where_the_command_line_allows_it(here: Pat
     assert load_frozen(file, ["allow_commands=true"]).cluster == config.cluster
 
 
-def test_the_job_of_what_was_allowed_is_told_so() -> None:
+def test_the_job_of_what_was_allowed_is_told_so():
     told = "config.yaml allow_commands=true)"
     assert told in script_for(load([*SLURM, "cluster.slurm.setup=[umask 027]"]))
     assert told not in script_for(load(SLURM))
 
 
-def test_a_package_that_a_file_names_is_not_imported(
-    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_a_file_names_is_not_imported(here, capfd, monkeypatch):
     """Hydra would, as a further folder of settings."""
     (here / "evil").mkdir()
     (here / "evil" / "__init__.py").write_text("print('code ran')")
@@ -159,9 +150,7 @@ def test_a_package_that_a_file_names_is_not_imported(
         ("wandb.tags", ["a\nb"]),
     ],
 )
-def test_no_text_brings_a_line_of_its_own(
-    key: str, value: object, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_text_brings_a_line_of_its_own(key, value, here, capsys):
     tree = to_dict(load(SLURM))
     *sections, name = key.split(".")
     place = tree
@@ -185,14 +174,14 @@ def test_no_text_brings_a_line_of_its_own(
         ("output", "cannot be set here"),
     ],
 )
-def test_an_extra_option_is_one_option(name: str, told: str) -> None:
+def test_an_extra_option_is_one_option(name, told):
     tree = to_dict(load(SLURM))
     tree["cluster"]["slurm"]["extra"] = {name: "1"}
     with pytest.raises(ConfigError, match=told):
         from_dict(tree)
 
 
-def test_a_value_is_no_second_option() -> None:
+def test_a_value_is_no_second_option():
     for key in ("gres", "gpu_type", "account"):
         script = script_for(load([*SLURM, f"cluster.slurm.{key}='x --uid=0 \"'"]))
         lines = [line for line in script.splitlines() if "--uid" in line]
@@ -200,7 +189,7 @@ def test_a_value_is_no_second_option() -> None:
 
 
 @pytest.mark.devices
-def test_a_folder_is_no_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_no_command(here, capsys):
     """What the shell would do with its name, in a script and in that of an array."""
     config = load([*SLURM, "run.dir='it\\'s $(touch ran)'", "cluster.slurm.array=2"])
     environ = {**os.environ, "SLURM_ARRAY_TASK_ID": "0"}

@@ -27,9 +27,7 @@ SOURCED = {"fish": "launcher -sc install=fish | source"}
 
 
 @pytest.mark.parametrize("shell", STARTS)
-def test_a_shell_is_told_how_to_complete_and_how_to_forget(
-    shell: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shell_is_told_how_to_complete_and_how_to_forget(shell, capfd):
     for what in ("install", "uninstall"):
         assert main(["-sc", f"{what}={shell}"]) == 0
         assert "_launcher_completion" in capfd.readouterr().out
@@ -39,7 +37,7 @@ def test_a_shell_is_told_how_to_complete_and_how_to_forget(
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", ["launcher", "python -m launcher"])
 @pytest.mark.parametrize("shell", STARTS)
-def test_a_shell_completes_what_is_typed(shell: str, command: str, tmp_path: Path) -> None:
+def test_a_shell_completes_what_is_typed(shell, command, tmp_path):
     """On a terminal, by the key."""
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell}")
@@ -78,7 +76,7 @@ def test_a_shell_completes_what_is_typed(shell: str, command: str, tmp_path: Pat
 
 
 @pytest.mark.devices  # starts a process
-def test_a_star_that_is_typed_is_no_glob(tmp_path: Path) -> None:
+def test_a_star_that_is_typed_is_no_glob(tmp_path):
     (tmp_path / "launcher").write_text('#!/bin/sh\necho "$COMP_LINE" > asked\necho "x=* x=b y=c"\n')
     (tmp_path / "launcher").chmod(0o755)
     (tmp_path / "x=file").touch()
@@ -97,7 +95,7 @@ def test_a_star_that_is_typed_is_no_glob(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["x=*", "x=b"], done.stderr
 
 
-def until(terminal: int, text: str) -> None:
+def until(terminal, text):
     """Read what a shell writes until the text is there."""
     read, deadline = "", time.monotonic() + 100
     while text not in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", read):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,17 @@ import pytest
 from launcher.__main__ import main
 from launcher.cli.command import _EXAMPLES
 from launcher.cluster.kinds import kind_of
-from launcher.config.compose import Point, from_dict, load, load_points, to_dict
-from launcher.config.errors import ConfigError
-from launcher.config.families import find_datasets, find_models
+from launcher.config.cluster import CLUSTERS
+from launcher.config.compose import from_dict, load, load_points, to_dict
+from launcher.config.families import (
+    DatasetOptions,
+    ModelOptions,
+    find_datasets,
+    find_models,
+    register,
+)
 from launcher.config.folders import CONF
-from launcher.config.machines import CLUSTERS
-from launcher.config.optimizers import OPTIMIZERS
+from launcher.config.optimizer import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.reader import build, setting_keys
@@ -35,12 +41,10 @@ OPTIONS = [file for file in FILES if file not in DEVICES]
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: str(file.relative_to(CONF)))
-def test_every_file_composes_by_the_command_in_it(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_composes_by_the_command_in_it(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "my_llama" in file.read_text():
-        theirs = config_of(load(["model=llama", "dataset=synthetic"]).model)  # type: ignore[arg-type]
+        theirs = config_of(load(["model=llama", "dataset=synthetic"]).model)
         (tmp_path / "my_llama").mkdir()
         (tmp_path / "my_llama" / "config.json").write_text(json.dumps(theirs))
     found = re.findall(r"^#   python -m launcher(.*)$", file.read_text(), re.MULTILINE)
@@ -57,14 +61,14 @@ RECIPES = sorted((CONF / "recipe").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_recipe_says_what_it_is_and_what_to_expect(file: Path) -> None:
+def test_a_recipe_says_what_it_is_and_what_to_expect(file):
     head, _, settings = file.read_text().partition("\ndefaults:\n")
     assert settings
     assert re.match(r"# @package _global_\n# [A-Z]", head)
     assert "\n#\n# Expect " in head
 
 
-def test_each_family_has_a_recipe_for_eight_gpus_or_for_a_laptop() -> None:
+def test_each_family_has_a_recipe_for_eight_gpus_or_for_a_laptop():
     named = {name for file in RECIPES for name in re.findall(r"/model: (\w+)", file.read_text())}
     assert named == set(find_models())
     for family in set(find_models()) - {"mlp", "toy"}:  # which no such machine is worth
@@ -73,27 +77,22 @@ def test_each_family_has_a_recipe_for_eight_gpus_or_for_a_laptop() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("file", DEVICES, ids=lambda file: file.stem)
-def test_a_datasheet_is_for_described_clusters_and_for_devices_that_are_here(
-    file: Path, tmp_path: Path
-) -> None:
+def test_a_datasheet_is_for_described_clusters_and_for_devices_that_are_here(file, tmp_path, mine):
     (defaults,) = re.findall(r"^#   (defaults: .*)$", file.read_text(), re.MULTILINE)
-    (tmp_path / "cluster").mkdir()
-    mine = "kind: described\nname: mine\ngpus: 8\n"
-    (tmp_path / "cluster" / "mine.yaml").write_text(f"{defaults}\n{mine}")
+    mine(f"{defaults}\nkind: described\nname: mine\ngpus: 8\n", "cluster/mine")
     shape = kind_of(load(["cluster=mine", "task=plan"], [str(tmp_path)]).cluster).shape(None)
     here = local_shape(8, 1, shape.device_kind)
     between = {"inter_host": shape.inter_host, "latency": shape.latency}
     assert dataclasses.replace(here, name="mine", **between) == shape
 
 
-def test_clusters_take_their_devices_from_datasheets() -> None:
+def test_clusters_take_their_devices_from_datasheets():
     for file in (CONF / "cluster").glob("*.yaml"):
         assert "device:" not in re.sub("#.*", "", file.read_text()), file
 
 
-def test_a_device_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "mine.yaml").write_text("defaults: [/device@_here_: h10, _self_]\n")
+def test_a_device_that_there_is_not(tmp_path, capsys, mine):
+    mine("defaults: [/device@_here_: h10, _self_]\n", "cluster/mine")
     assert main(["--config-dir", str(tmp_path), "cluster=mine"]) == 2
     assert capsys.readouterr().err == (
         f"launcher: There is no device=h10 (in {tmp_path}/cluster/mine.yaml). Did you mean h100?\n"
@@ -105,9 +104,7 @@ def test_a_device_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
-def test_the_examples_of_the_help_are_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_help_are_right(tmp_path, monkeypatch):
     (tmp_path / "my_conf" / "recipe").mkdir(parents=True)
     (tmp_path / "my_conf" / "recipe" / "mine.yaml").write_text(
         "# @package _global_\nrun: {seed: 1}"
@@ -124,7 +121,7 @@ def test_the_examples_of_the_help_are_right(
         assert main([*words, "task=check"]) == 0
 
 
-def test_the_defaults_of_yaml_and_schema_agree() -> None:
+def test_the_defaults_of_yaml_and_schema_agree():
     composed = load([])
     assert isinstance(composed.model, GPTOptions)
     model = dataclasses.replace(composed.model, **dict.fromkeys(GPTOptions.row))
@@ -150,14 +147,14 @@ BY_DEFAULT = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("section", "name", "of"), BY_DEFAULT)
-def test_the_defaults_of_an_option_agree(section: str, name: str, of: type) -> None:
+def test_the_defaults_of_an_option_agree(section, name, of):
     given = GIVEN.get((section, name), {})
     words = [f"{section}.{key}={value}".replace("'", "") for key, value in given.items()]
     words += [f"model={MODEL_OF[name]}"] if name in MODEL_OF else []
     assert getattr(load([f"{section}={name}", *words]), section) == of(**given)
 
 
-def test_the_yaml_files_show_every_setting() -> None:
+def test_the_yaml_files_show_every_setting():
     text = "\n".join(file.read_text() for file in FILES)
     said = set(re.findall(r"^ *(\w+):", text, re.MULTILINE))
     assert {key.split(".")[-1] for key in setting_keys()} <= said
@@ -179,7 +176,7 @@ def test_the_yaml_files_show_every_setting() -> None:
         ("76b", (10240, 60, 80)),
     ],
 )
-def test_the_alpa_sizes(size: str, dimensions: tuple[int, int, int]) -> None:
+def test_the_alpa_sizes(size, dimensions):
     model = load([f"model.size={size}"]).model
     assert isinstance(model, GPTOptions)
     assert (model.hidden_size, model.num_layers, model.num_heads) == dimensions
@@ -187,19 +184,19 @@ def test_the_alpa_sizes(size: str, dimensions: tuple[int, int, int]) -> None:
     assert (model.layers, model.sizes) == (dimensions[1], {})
 
 
-def test_a_set_dimension_beats_the_size() -> None:
+def test_a_set_dimension_beats_the_size():
     model = load(["model.size=39b", "model.num_layers=6"]).model
     assert isinstance(model, GPTOptions)
     assert (model.num_layers, model.hidden_size) == (6, 8192)
 
 
-def test_the_command_line_beats_the_recipe_which_beats_the_groups() -> None:
+def test_the_command_line_beats_the_recipe_which_beats_the_groups():
     config = load(["train.steps=7", "recipe=smoke", "optimizer=sgd"])
     assert (config.train.steps, config.cluster.gpus, config.optimizer.name) == (7, 2, "sgd")
 
 
-def test_what_a_recipe_says_of_its_own_choice_does_not_stick_to_another() -> None:
-    def said(*words: str) -> tuple[object, ...]:
+def test_what_a_recipe_says_of_its_own_choice_does_not_stick_to_another():
+    def said(*words):
         config = load(["recipe=smoke", *words])
         parallel, cluster = config.parallel, config.cluster
         num_stages = getattr(parallel, "num_stages", None)
@@ -215,27 +212,20 @@ def test_what_a_recipe_says_of_its_own_choice_does_not_stick_to_another() -> Non
     assert other == load(["model=mlp", "dataset=synthetic"]).model
 
 
-def test_a_file_may_hold_a_list_of_tables(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\noptimizer:\n  groups:\n    - {pattern: '*.bias', weight_decay: 0}\n"
-    )
+def test_a_file_may_hold_a_list_of_tables(tmp_path, mine):
+    mine("optimizer:\n  groups:\n    - {pattern: '*.bias', weight_decay: 0}\n")
     (group,) = load(["recipe=mine"], [str(tmp_path)]).optimizer.groups
     assert (group.pattern, group.weight_decay) == ("*.bias", 0)
 
 
-def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_path: Path) -> None:
+def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_path, mine):
     """And files before and after it keep their turn; the environment is asked at the end."""
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "parallel").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /model: mlp\n"
+    mine(
+        "defaults:\n  - override /model: mlp\n"
         "parallel: {num_micro_batches: 8}\noptimizer: {learning_rate: 1e-4}\n"
         "model: {num_layers: 7}\n"
     )
-    (tmp_path / "parallel" / "mine.yaml").write_text(
-        "defaults: [manual, _self_]\nremat: ${oc.env:REMAT,full}\n"
-    )
+    mine("defaults: [manual, _self_]\nremat: ${oc.env:REMAT,full}\n", "parallel/mine")
     folders = [str(tmp_path)]
     config = load(["recipe=mine", "parallel=mine", "model=gpt", "model.num_heads=2"], folders)
     assert (config.parallel.num_micro_batches, config.parallel.remat) == (8, "full")
@@ -244,7 +234,7 @@ def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_
     assert config.model == load(["model.num_heads=2"]).model
 
 
-def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path: Path) -> None:
+def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path, mine):
     for name in ("manual", "data"):
         chosen = load([f"parallel={name}", "parallel.remat=full"])
         for words in (
@@ -253,10 +243,7 @@ def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path: Path)
             [f"+parallel={name}", "+parallel.remat=full"],
         ):
             assert load(words) == chosen
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\nparallel: {method: zero3, num_micro_batches: 2}\n"
-    )
+    mine("parallel: {method: zero3, num_micro_batches: 2}\n")
     config = load(["recipe=mine"], [str(tmp_path)])
     assert config.parallel == Zero3(num_micro_batches=2)
     assert load(["recipe=mine", "parallel.remat=full"], [str(tmp_path)]).parallel.remat == "full"
@@ -271,15 +258,14 @@ def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path: Path)
     ],
 )
 def test_an_option_on_the_command_line_beats_the_kind_that_a_recipe_names(
-    section: str, said: str, chosen: str, tmp_path: Path
-) -> None:
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{section}: {said}\n")
+    section, said, chosen, tmp_path, mine
+):
+    mine(f"{section}: {said}\n")
     words = [f"{section}={chosen}"]
     assert load(["recipe=mine", *words], [str(tmp_path)]) == load(words)
 
 
-def test_what_says_nothing_may_stand_beside_any_method() -> None:
+def test_what_says_nothing_may_stand_beside_any_method():
     """In a sweep over methods, say."""
     words = ["parallel.num_stages=null", "parallel.schedule=auto", "parallel.data=null"]
     points, wrong = points_of(["parallel=auto,manual,zero2,three_d", *words])
@@ -290,7 +276,7 @@ def test_what_says_nothing_may_stand_beside_any_method() -> None:
     assert points[1].config.parallel == Manual()
 
 
-def test_a_plus_before_a_known_name_is_harmless() -> None:
+def test_a_plus_before_a_known_name_is_harmless():
     assert load(["+recipe=smoke", "+train.steps=7", "++run.seed=1"]) == load(
         ["recipe=smoke", "train.steps=7", "run.seed=1"]
     )
@@ -298,7 +284,7 @@ def test_a_plus_before_a_known_name_is_harmless() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("typed", ["1e3", "1_000", "010", "12:30:00", "no", "true", "nan"])
-def test_text_on_the_command_line_is_taken_as_typed(typed: str) -> None:
+def test_text_on_the_command_line_is_taken_as_typed(typed):
     assert load([f"wandb.name={typed}"]).wandb.name == typed
 
 
@@ -306,73 +292,60 @@ def test_text_on_the_command_line_is_taken_as_typed(typed: str) -> None:
 @pytest.mark.parametrize(
     "text", ["a/b.c-1", "null", "Null", "1e3", "a b", "it's", 'a"b\\', "{a,b}"]
 )
-def test_written_text_is_read_back(text: str) -> None:
+def test_written_text_is_read_back(text):
     assert load([f"wandb.name={written(text)}"]).wandb.name == text
 
 
-def test_null_clears_a_text_setting_and_quotes_make_it_text() -> None:
+def test_null_clears_a_text_setting_and_quotes_make_it_text():
     assert load(["wandb.name=x", "wandb.name=null"]).wandb.name is None
     assert load(["wandb.name='null'"]).wandb.name == "null"
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("typed", ["1e3", "1.0e3", "1E3", "1_000", "1000.0"])
-def test_a_whole_number_may_have_an_exponent(typed: str, tmp_path: Path) -> None:
+def test_a_whole_number_may_have_an_exponent(typed, tmp_path, mine):
     steps = load([f"train.steps={typed}"]).train.steps
     assert (steps, type(steps)) == (1000, int)
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        f"# @package _global_\ntrain: {{steps: {typed}}}\n"
-    )
+    mine(f"train: {{steps: {typed}}}\n")
     assert load(["recipe=mine"], [str(tmp_path)]).train.steps == 1000
 
 
-def test_a_whole_number_of_a_variable_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPS", "1e3")
-    steps = load(["train.steps=${oc.env:STEPS}"]).train.steps
-    assert (steps, type(steps)) == (1000, int)
+def test_a_whole_number_of_a_variable_is_one(monkeypatch):
+    for text, number in {"1e3": 1000, "12": 12}.items():
+        monkeypatch.setenv("STEPS", text)
+        steps = load(["train.steps=${oc.env:STEPS}"]).train.steps
+        assert (steps, type(steps)) == (number, int)
 
 
-def test_numbers_may_come_as_text_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPS", "12")
-    assert load(["train.steps=${oc.env:STEPS}"]).train.steps == 12
-
-
-def test_a_resolved_configuration_survives_json() -> None:
+def test_a_resolved_configuration_survives_json():
     config = load(["dataset=text", "dataset.path=/data", "wandb.tags=[a,b]", "model.size=39b"])
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
-def test_users_own_groups_and_files(tmp_path: Path) -> None:
-    conf = tmp_path / "conf with spaces"
-    for file, text in {
-        "model/small.yaml": "name: mlp\nnum_layers: 2\n",
-        "dataset/synthetic.yaml": "name: synthetic\nnum_samples: 8\n",
-        "debug/short.yaml": "# @package _global_\ntrain: {steps: 1}\n",
-    }.items():
-        (conf / file).parent.mkdir(parents=True, exist_ok=True)
-        (conf / file).write_text(text)
-    config = load(["model=small", "dataset=synthetic", "+debug=short"], [str(conf)])
+def test_users_own_groups_and_files(mine):
+    mine("name: mlp\nnum_layers: 2\n", "model/small")
+    mine("name: synthetic\nnum_samples: 8\n", "dataset/synthetic")
+    conf = mine("# @package _global_\ntrain: {steps: 1}\n", "debug/short")
+    config = load(["model=small", "dataset=synthetic", "+debug=short"], conf)
     assert config.model == MLPOptions(num_layers=2)
     # A file of the user's beats the project's of the same name.
-    assert config.dataset.num_samples == 8  # type: ignore[union-attr]
+    assert config.dataset.num_samples == 8
     assert config.train.steps == 1
     # And is gone again when the next configuration is loaded without the folder.
     assert isinstance(load(["dataset=stdlib_text"]).dataset, StdlibText)
-    assert load(["model=mlp", "dataset=synthetic"]).dataset.num_samples == 4096  # type: ignore[union-attr]
+    assert load(["model=mlp", "dataset=synthetic"]).dataset.num_samples == 4096
 
 
-def test_a_dataset_of_the_users_own(tmp_path: Path) -> None:
-    (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / "books.yaml").write_text("name: text\npath: /data/books\n")
+def test_a_dataset_of_the_users_own(tmp_path, mine):
+    mine("name: text\npath: /data/books\n", "dataset/books")
     assert load(["dataset=books"], [str(tmp_path)]).dataset == Text(path="/data/books")
 
 
-def points_of(arguments: list[str]) -> tuple[list[Point], dict[str, ConfigError]]:
+def points_of(arguments):
     """The points of a sweep, by Hydra's own sweeper."""
     batches: list[Batch] = []
 
-    def run(batch: Batch) -> list[Outcome]:
+    def run(batch):
         batches.append(batch)
         return [Outcome(0.0) for _ in batch.points]
 
@@ -381,7 +354,7 @@ def points_of(arguments: list[str]) -> tuple[list[Point], dict[str, ConfigError]
     return load_points(batch.points)
 
 
-def test_sweep_points_are_the_product_in_order() -> None:
+def test_sweep_points_are_the_product_in_order():
     points, _ = points_of(["train.steps=1,2", "model.num_layers=range(4,6)", "run.seed=3"])
     assert [point.overrides for point in points] == [
         ("train.steps=1", "model.num_layers=4", "run.seed=3"),
@@ -392,12 +365,12 @@ def test_sweep_points_are_the_product_in_order() -> None:
     assert [point.config.train.steps for point in points] == [1, 1, 2, 2]
 
 
-def test_a_sweep_over_the_options_of_a_group() -> None:
+def test_a_sweep_over_the_options_of_a_group():
     points, _ = points_of(["optimizer=glob(ada*)"])
     assert [point.config.optimizer.name for point in points] == ["adafactor", "adam", "adamw"]
 
 
-def test_unused_vocabulary_rows_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_vocabulary_rows_are_said(capsys):
     assert main(["model.size=125m", "task=check"]) == 0
     unused = (
         "dataset=stdlib_text is bytes: 50,944 of the model's 51,200 vocabulary rows are unused; "
@@ -428,9 +401,39 @@ def test_a_table_on_the_command_line_sets_what_is_in_it_and_no_more(word, sectio
 
 
 @pytest.mark.parametrize("default", ["/recipe: mine", "mine"])
-def test_files_that_choose_one_another_without_end_are_refused(default, tmp_path, capsys):
-    (tmp_path / "recipe").mkdir()
-    text = f"# @package _global_\ndefaults:\n  - {default}\n"
-    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+def test_files_that_choose_one_another_without_end_are_refused(default, tmp_path, capsys, mine):
+    mine(f"defaults:\n  - {default}\n")
     assert main(["--config-dir", str(tmp_path), "recipe=mine", "task=check"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_families_are_found_by_the_names_of_their_modules():
+    assert list(find_models()) == [
+        *("bert", "gpt", "llama", "mlp", "moe", "resnet", "toy", "unet", "vit", "wide_resnet")
+    ]
+    assert list(find_datasets()) == [
+        *("arrays", "digits", "documents", "mixture", "pictures", "stdlib_text", "synthetic"),
+        *("text", "tokens"),
+    ]
+
+
+@pytest.mark.parametrize(("base", "name"), [(ModelOptions, "gpt"), (DatasetOptions, "text")])
+def test_a_copied_family_that_kept_its_name_is_refused(base, name):
+    @dataclass(frozen=True)
+    class Copied(base):
+        name: str = "to be replaced"
+
+    Copied.name = name
+    known = (find_models if base is ModelOptions else find_datasets)()
+    with pytest.raises(TypeError, match=rf"\.{name}\.options both name their family '{name}'"):
+        register(Copied)
+    assert known == (find_models if base is ModelOptions else find_datasets)()
+
+
+def test_a_name_needs_a_default():
+    @dataclass(frozen=True)
+    class Nameless(ModelOptions):
+        name: str
+
+    with pytest.raises(TypeError, match="Nameless needs a default of its field `name`"):
+        register(Nameless)

@@ -28,7 +28,7 @@ WORDS = ("recipe=mine", "allow_modules=[m]")
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in {"SECRET": SECRET, "STEPS": "4711", "RATE": "0.0815"}.items():
         monkeypatch.setenv(name, value)
@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_values_are_used_and_not_written(here: Path) -> None:
+def test_values_are_used_and_not_written(here):
     config = load(WORDS, ["my_conf"])
     assert config.model.options == {"a": [SECRET, 1], "b": f"x-{SECRET}", "c": 1}
     assert config.dataset.path == config.train.init_from == f"/data/{SECRET}"
@@ -50,9 +50,7 @@ def test_values_are_used_and_not_written(here: Path) -> None:
     assert to_dict(config)["train"]["steps"] == 4711  # for the run's own processes
 
 
-def test_a_job_resolves_them_where_it_reads_them(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_resolves_them_where_it_reads_them(here, monkeypatch, capsys):
     assert main(["--config-dir", "my_conf", *WORDS, "--cfg", "job"]) == 0
     Path("config.yaml").write_text(capsys.readouterr().out)
     assert load_frozen(Path("config.yaml"), WORDS[1:]) == load(WORDS, ["my_conf"])
@@ -69,7 +67,7 @@ def test_a_job_resolves_them_where_it_reads_them(
     )
 
 
-def test_a_frozen_file_may_hold_settings_that_have_been_deleted(here: Path) -> None:
+def test_a_frozen_file_may_hold_settings_that_have_been_deleted(here):
     tree = to_written(load([]))
     tree["sweep"] |= {"stop_early": "never", "resubmit": False}
     Path("config.yaml").write_text(yaml.safe_dump(tree))
@@ -80,12 +78,12 @@ def test_a_frozen_file_may_hold_settings_that_have_been_deleted(here: Path) -> N
     "text",
     ["${x}", r"\${x}", r"\\${x}", "a\\", r"a\b${y}c\d", "${", "x ${ y", "$x", "${oc.env:STEPS}"],
 )
-def test_other_text_is_read_as_it_was(text: str) -> None:
+def test_other_text_is_read_as_it_was(text):
     tree = unresolved({"a": [text]}, {})
     assert OmegaConf.to_container(OmegaConf.create(tree), resolve=True) == {"a": [text]}
 
 
-def test_what_was_decided_since_is_written(here: Path) -> None:
+def test_what_was_decided_since_is_written(here):
     config = load([*WORDS, "task='${oc.env:NOWHERE,plan}'"], ["my_conf"])
     assert to_written(config)["task"] == "${oc.env:NOWHERE,plan}"
     assert to_written(replace(config, task="train"))["task"] == "train"
@@ -107,9 +105,7 @@ def test_what_was_decided_since_is_written(here: Path) -> None:
         ),
     ],
 )
-def test_where_the_value_itself_would_be_given_away_it_is_refused(
-    text: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_value_itself_would_be_given_away_it_is_refused(text, told, monkeypatch):
     monkeypatch.setenv("QUOTED", "'4711'")
     recipe = f"# @package _global_\ndefaults: [override /cluster: slurm]\n{text}\n"
     Path("my_conf/recipe/mine.yaml").write_text(recipe)
@@ -120,7 +116,7 @@ def test_where_the_value_itself_would_be_given_away_it_is_refused(
 
 
 @pytest.mark.devices
-def test_a_jobs_script_asks_for_the_variable(here: Path) -> None:
+def test_a_jobs_script_asks_for_the_variable(here):
     word = "cluster.slurm.env={KEY: 'it-${oc.env:SECRET}s', PLAIN: x}"
     config = load(["cluster=slurm", "run.id=mine", word])
     script = script_for(config)

@@ -11,6 +11,7 @@ import yaml
 
 from launcher.__main__ import main
 from launcher.config.fields import settings_of
+from launcher.config.parallel import METHODS
 from launcher.config.schema import Config
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,26 +34,9 @@ OPTIONS = {
     "model": ["gpt", "mlp", "custom", "gtp"],
     "dataset": ["stdlib_text", "text", "synthetic", "custom"],
     "optimizer": ["adamw", "adam", "sgd", "lion", "adafactor", "muon"],
-    "parallel": [
-        "auto",
-        "manual",
-        "data",
-        "parameter_server",
-        "zero2",
-        "zero3",
-        "shard",
-        "three_d",
-        "replay",
-    ],
+    "parallel": list(METHODS),
     "cluster": ["local", "emulated", "slurm", "h100_8", "p3_16xlarge_x8"],
-    "recipe": [
-        "quickstart",
-        "smoke",
-        "gpt_text",
-        "mlp_synthetic",
-        "ddp_tutorial",
-        "pipeshard_tutorial",
-    ],
+    "recipe": ["quickstart", "smoke", "gpt_text", "ddp_tutorial", "pipeshard_tutorial"],
 }
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,11 +12,11 @@ from launcher.config.folders import CONF
 
 
 @pytest.fixture(autouse=True)
-def _as_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_it_is_called(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launcher"])
 
 
-def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+def shown(capfd, *words):
     assert main(words) == 0
     return capfd.readouterr().out
 
@@ -33,21 +32,17 @@ def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
         ("all", "Hydra 1."),
     ],
 )
-def test_info(info: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_info(info, line, capfd):
     words = ["recipe=smoke", "parallel.num_micro_batches=2"]
     assert f"\n{line}" in "\n" + shown(capfd, "--info", info, *words)
 
 
-def test_the_folder_of_the_user_is_searched_first(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_the_user_is_searched_first(tmp_path, capfd):
     out = shown(capfd, "--info", "searchpath", "--config-dir", str(tmp_path))
     assert out.index(str(tmp_path)) < out.index(str(CONF))
 
 
-def test_hydras_settings_beside_ours(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hydras_settings_beside_ours(capsys, monkeypatch):
     out = shown(capsys, "--cfg", "hydra", "-p", "hydra.sweeper", "hydra/sweeper=optuna")
     assert yaml.safe_load(out)["n_trials"] == 20
     both = yaml.safe_load(shown(capsys, "--cfg", "all", "recipe=smoke"))
@@ -60,7 +55,7 @@ def test_hydras_settings_beside_ours(
 
 
 @pytest.mark.devices  # a process, as Hydra sets up logging for its help, and so closes handlers
-def test_hydra_help_names_its_flags_and_groups() -> None:
+def test_hydra_help_names_its_flags_and_groups():
     command = [sys.executable, "-m", "launcher", "--hydra-help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert 'eval "$(launcher -sc install=bash)"' in out
@@ -80,9 +75,7 @@ def test_hydra_help_names_its_flags_and_groups() -> None:
         (("-sc", "query=bash"), "-sc query is for a shell, which sets COMP_LINE"),
     ],
 )
-def test_what_is_wrong_ends_with_two(
-    words: tuple[str, ...], error: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_ends_with_two(words, error, capfd):
     assert main(words) == 2
     assert f"launcher: {error}" in capfd.readouterr().err
 
@@ -100,14 +93,7 @@ def test_what_is_wrong_ends_with_two(
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_what_a_shell_is_offered(
-    shell: str,
-    line: str,
-    offered: set[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_shell_is_offered(shell, line, offered, tmp_path, monkeypatch, capfd):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ntrain: {steps: 3}\n")
     monkeypatch.setenv("COMP_LINE", line.format(mine=tmp_path))

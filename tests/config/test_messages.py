@@ -1,7 +1,5 @@
 """Every wrong setting gets one line that says what is wrong, where it was said and what to do."""
 
-from pathlib import Path
-
 import pytest
 
 from launcher.__main__ import main
@@ -11,15 +9,15 @@ from launcher.config.folders import CONF
 CLI = "(on the command line)"
 MODELS = "bert, custom, gpt, llama, mlp, moe, resnet, toy, unet, vit, wide_resnet"
 MOST = 2**31 - 1
+MINE = "(in my_conf/recipe/mine.yaml:"
+PLACED = "Runs are placed by run.dir and run.id; sweeps are asked for with -m."
+DIGITS = "Write numbers with decimal digits, and without a 0 in front."
 
 COMMAND_LINES = [
     # Names that do not exist.
     ("train.stepz=3", f"train.stepz is not a setting {CLI}. Did you mean train.steps?"),
-    ("+train.stepz=3", f"train.stepz is not a setting {CLI}. Did you mean train.steps?"),
-    ("++train.stepz=3", f"train.stepz is not a setting {CLI}. Did you mean train.steps?"),
     ("steps=3", f"steps is not a setting {CLI}. Did you mean train.steps?"),
     ("modle=gpt", f"modle is not a setting {CLI}. Did you mean model?"),
-    ("tran.steps=3", f"tran is not a setting {CLI}. Did you mean train?"),
     (
         "wandb.colour=red",
         f"wandb.colour is not a setting {CLI}. "
@@ -35,7 +33,6 @@ COMMAND_LINES = [
     ("model=xlstm", f"There is no model=xlstm {CLI}. Options of model: {MODELS}."),
     ("model=null", f"There is no model=null {CLI}. Options of model: {MODELS}."),
     ("model.size=nan", f"There is no model.size=nan {CLI}. Did you mean nano?"),
-    ("model.size=39", f"There is no model.size=39 {CLI}. Did you mean 39b?"),
     (
         "model.name=mamba",
         "model.name must be one of bert, gpt, llama, mlp, moe, resnet, toy, unet, vit, "
@@ -44,14 +41,8 @@ COMMAND_LINES = [
     ),
     # Wrong types.
     ("train.steps=abc", f"train.steps must be a whole number, not 'abc' {CLI}."),
-    ("train.steps=1e-3", f"train.steps must be a whole number, not 0.001 {CLI}."),
-    ("train.steps=1e400", f"train.steps must be a whole number, not inf {CLI}."),
-    ("train.steps=1.5", f"train.steps must be a whole number, not 1.5 {CLI}."),
     ("train.steps=true", f"train.steps must be a whole number, not true {CLI}."),
-    ("train.steps=null", f"train.steps must be a whole number, not null {CLI}."),
     ("train.steps.x=3", f"train.steps must be a whole number, not {{'x': 3}} {CLI}."),
-    ("optimizer.eps=true", f"optimizer.eps must be a number, not true {CLI}."),
-    ("optimizer.learning_rate=inf", f"optimizer.learning_rate must be a number, not inf {CLI}."),
     ("model.tie_embeddings=1", f"model.tie_embeddings must be true or false, not 1 {CLI}."),
     ("wandb.tags=fast", f"wandb.tags must be a list, not 'fast' {CLI}."),
     (
@@ -80,14 +71,9 @@ COMMAND_LINES = [
         f"model.vocab_size must be at most {MOST}, not 99999999999 {CLI}.",
     ),
     (
-        "model.size=nano model.sizes.nano.vocab_size=99999999999",
-        f"model.vocab_size must be at most {MOST}, not 99999999999 {CLI}.",
-    ),
-    (
         "model=mlp dataset=synthetic model.widths=[8,0]",
         f"model.widths must be at least 1, not 0 {CLI}.",
     ),
-    ("run.seed=4294967296", f"run.seed must be at most 4294967295, not 4294967296 {CLI}."),
     ("run.dir=''", f"run.dir is empty {CLI}. Give it a value, or leave it out."),
     (
         "train.steps=010",
@@ -124,7 +110,6 @@ COMMAND_LINES = [
         f"model.module='a-b' is not the name of a module {CLI}. "
         "Write it as import does, such as my_pkg.models.",
     ),
-    ("model.dropout=1.5", f"model.dropout must be at most 1, not 1.5 {CLI}."),
     # What the command line cannot mean.
     (
         "train.steps",
@@ -180,15 +165,6 @@ COMMAND_LINES = [
         "optimizer=sgd optimizer.b1=null",
         f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. "
         "It belongs to optimizer=adamw, adam, lion or muon.",
-    ),
-    (
-        "model=mlp model.dropout=null",
-        f"model.dropout is not a setting of model=mlp {CLI}. It belongs to model=gpt or toy.",
-    ),
-    (
-        "optimizer.momentum=0.5",
-        f"optimizer.momentum is not a setting of optimizer=adamw {CLI}. "
-        "It belongs to optimizer=sgd or muon.",
     ),
     (
         "parallel=data parallel.schedule=1f1b",
@@ -254,11 +230,6 @@ COMMAND_LINES = [
         "Use parallel.cost=model.",
     ),
     (
-        "parallel=data parallel.num_layers=4",
-        "parallel.num_layers is not a setting of parallel=data, which is one stage on all devices "
-        f"{CLI}. It belongs to parallel=auto, manual or three_d.",
-    ),
-    (
         "parallel.num_stages=8",
         f"parallel.num_stages=8 is more than the model's 4 layers {CLI}. "
         "A stage is at least one layer: ask for fewer stages, or raise model.num_layers.",
@@ -268,11 +239,6 @@ COMMAND_LINES = [
         f"parallel.num_stages=4 is more than cluster.gpus=2 {CLI}. "
         "A stage needs a device of its own, except with parallel.schedule=interleaved_1f1b: "
         "ask for fewer stages or more devices.",
-    ),
-    (
-        "parallel=data parallel.num_stages=2",
-        "parallel.num_stages is not a setting of parallel=data, which is one stage on all devices "
-        f"{CLI}. It belongs to parallel=auto or manual.",
     ),
     (
         "parallel=zero2 parallel.num_stage=2",
@@ -323,21 +289,6 @@ COMMAND_LINES = [
         "task=plan cluster=h200_8_x8 cluster.transport=pull",
         "cluster.transport is not a setting of cluster.kind=described, which is only planned for "
         f"{CLI}. It belongs to cluster.kind=emulated, slurm or ray.",
-    ),
-    (
-        "cluster.slurm.container.image=i",
-        "cluster.slurm.container.image is not a setting of cluster.kind=local, which is this one "
-        f"machine {CLI}. It belongs to cluster.kind=slurm.",
-    ),
-    (
-        "cluster=emulated cluster.device.peak_tflops=300",
-        "cluster.device.peak_tflops is not a setting of cluster.kind=emulated, which is this one "
-        f"machine {CLI}. It belongs to cluster.kind=described.",
-    ),
-    (
-        "cluster=a100_8 cluster.max_restarts=1",
-        "cluster.max_restarts is not a setting of cluster.kind=described, which is only planned "
-        f"for {CLI}. It belongs to cluster.kind=local, emulated, slurm or ray.",
     ),
     (
         "task=submit",
@@ -434,14 +385,11 @@ COMMAND_LINES = [
         f"train.steps=interval(1,3) cannot be listed value by value {CLI}. "
         "Write the values with commas, range(start,stop,step) or choice(a,b).",
     ),
-    *(
-        (
-            f"cluster=slurm cluster.slurm.time={time} cluster.slurm.signal=USR2@{lead}",
-            f"cluster.slurm.time={time} is not above the {lead} s before its end at which "
-            f"cluster.slurm.signal=USR2@{lead} has the run save and end {CLI}. "
-            "Give the job more time, or the signal fewer seconds.",
-        )
-        for time, lead in (("2m", 120), ("0m", 10), ("1h", 7200))
+    (
+        "cluster=slurm cluster.slurm.time=2m cluster.slurm.signal=USR2@120",
+        "cluster.slurm.time=2m is not above the 120 s before its end at which "
+        f"cluster.slurm.signal=USR2@120 has the run save and end {CLI}. "
+        "Give the job more time, or the signal fewer seconds.",
     ),
     (
         "-m parallel.num_micro_batches=2,5",
@@ -452,49 +400,120 @@ COMMAND_LINES = [
     ),
 ]
 
+# What my_conf/recipe/mine.yaml says below its package line, and the message.
+RECIPES = [
+    (
+        "train:\n  seed: 1\n  stepz: 3\n",
+        f"train.seed is not a setting {MINE}3). Did you mean run.seed?",
+    ),
+    (
+        "defaults:\n  - override /model: gtp\n",
+        "There is no model=gtp (in my_conf/recipe/mine.yaml). Did you mean gpt?",
+    ),
+    (
+        "train:\n  steps: 3\n steps: 4\n",
+        "my_conf/recipe/mine.yaml:4 is not YAML: expected <block end>, but found '<block "
+        "mapping start>'.",
+    ),
+    (
+        "train:\n  steps: 3\n  steps: 4\n",
+        "my_conf/recipe/mine.yaml:4 is not YAML: found duplicate key steps.",
+    ),
+    (
+        "wandb: &a {name: x, group: *a}\n",
+        "my_conf/recipe/mine.yaml is nested too deeply. It must hold names and values.",
+    ),
+    (
+        "wandb:\n  tags: {a: b}\n",
+        f"wandb.tags must be a list, not a table {MINE}3).",
+    ),
+    (
+        "train: [steps, 3]\n",
+        f"train must be a table, not a list {MINE}2).",
+    ),
+    (
+        "defaults: 3\n",
+        "my_conf/recipe/mine.yaml has defaults that are not a list, such as [override /model: "
+        "gpt]. It must hold names and values.",
+    ),
+    (
+        "defaults: [3]\n",
+        "my_conf/recipe/mine.yaml has defaults with an entry that is not 'group: option'. It "
+        "must hold names and values.",
+    ),
+    (
+        "defaults:\n  - override /dataset: null\n",
+        f"dataset: null chooses nothing, and every run needs a dataset {MINE}3). Name an option, "
+        "or leave the line out.",
+    ),
+    (
+        "defaults:\n  - override /modle: gpt\n",
+        "There is no group modle for 'override /modle' to choose from (in "
+        "my_conf/recipe/mine.yaml). Did you mean model?",
+    ),
+    (
+        "train: {steps: 3}\nhydra:\n  run: {dir: here}\n",
+        f"hydra is Hydra's own section, of which only hydra.sweeper has an effect here {MINE}4). "
+        f"{PLACED}",
+    ),
+    (
+        "model: {name: custom, module: os}\nallow_modules:\n  - os\n",
+        "allow_modules can be set only on the command line: a file that allows itself would "
+        f"protect from nothing {MINE}4). Write allow_modules=[…] on the command line.",
+    ),
+    (
+        "model: {name: custom, module: os}\n<<: {allow_modules: [os]}\n",
+        "allow_modules can be set only on the command line: a file that allows itself would "
+        f"protect from nothing {MINE}3). Write allow_modules=[…] on the command line.",
+    ),
+    (
+        "<<: [{train: {steps: 3}}, {hydra: {run: {dir: here}}}]\n",
+        f"hydra is Hydra's own section, of which only hydra.sweeper has an effect here {MINE}2). "
+        f"{PLACED}",
+    ),
+    (
+        "<<: {defaults: [override /hydra/launcher: basic]}\n",
+        f"hydra is Hydra's own section, of which only hydra.sweeper has an effect here {MINE}2). "
+        f"{PLACED}",
+    ),
+    (
+        "run:\n  <<: {seed: 010}\n",
+        f"run.seed: 010 is read as 8 {MINE}3). {DIGITS}",
+    ),
+    (
+        "train:\n  steps: 3\n  <<: {seed: 4, steps: 5}\n",
+        f"train.seed is not a setting {MINE}4). Did you mean run.seed?",
+    ),
+    (
+        "train:\n  steps: 1:30\n",
+        f"train.steps: 1:30 is read as 90 {MINE}3). {DIGITS}",
+    ),
+    (
+        "wandb:\n  project: no\n",
+        f"wandb.project must be text, but the unquoted value is read as false {MINE}3). Put it "
+        "in quotes.",
+    ),
+    (
+        "train:\n  steps: on\n",
+        f"train.steps must be a whole number, not true {MINE}3).",
+    ),
+]
 # (file below my_conf, what it says, arguments, message)
 FILES = [
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain:\n  seed: 1\n  stepz: 3\n",
-        "recipe=mine",
-        # Both are wrong: the first is the one that is said.
-        "train.seed is not a setting (in my_conf/recipe/mine.yaml:3). Did you mean run.seed?",
-    ),
     (
         "optimizer/mine.yaml",
         "name: adamw\nlerning_rate: 3\n",
         "optimizer=mine",
-        "optimizer.lerning_rate is not a setting of optimizer=adamw "
-        "(in my_conf/optimizer/mine.yaml:2). Did you mean optimizer.learning_rate?",
+        "optimizer.lerning_rate is not a setting of optimizer=adamw (in "
+        "my_conf/optimizer/mine.yaml:2). Did you mean optimizer.learning_rate?",
     ),
     (
         "recipe/mine.yaml",
         "train:\n  steps: 3\n",
         "recipe=mine",
-        "my_conf/recipe/mine.yaml sets recipe.*, which is not a section. "
-        "Begin the file with the line '# @package _global_'.",
+        "my_conf/recipe/mine.yaml sets recipe.*, which is not a section. Begin the file with "
+        "the line '# @package _global_'.",
     ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ndefaults:\n  - override /model: gtp\n",
-        "recipe=mine",
-        "There is no model=gtp (in my_conf/recipe/mine.yaml). Did you mean gpt?",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain:\n  steps: 3\n steps: 4\n",
-        "recipe=mine",
-        "my_conf/recipe/mine.yaml:4 is not YAML: expected <block end>, but found '<block mapping "
-        "start>'.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain:\n  steps: 3\n  steps: 4\n",
-        "recipe=mine",
-        "my_conf/recipe/mine.yaml:4 is not YAML: found duplicate key steps.",
-    ),
-    # Files that are no settings, or hold what would not be followed.
     (
         "recipe/mine.yaml",
         "just words\n",
@@ -502,158 +521,19 @@ FILES = [
         "my_conf/recipe/mine.yaml does not hold settings. It must hold names and values.",
     ),
     (
-        "recipe/mine.yaml",
-        "# @package _global_\nwandb: &a {name: x, group: *a}\n",
-        "recipe=mine",
-        "my_conf/recipe/mine.yaml is nested too deeply. It must hold names and values.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nwandb:\n  tags: {a: b}\n",
-        "recipe=mine",
-        "wandb.tags must be a list, not a table (in my_conf/recipe/mine.yaml:3).",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain: [steps, 3]\n",
-        "recipe=mine",
-        "train must be a table, not a list (in my_conf/recipe/mine.yaml:2).",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ndefaults: 3\n",
-        "recipe=mine",
-        "my_conf/recipe/mine.yaml has defaults that are not a list, such as [override /model: gpt]"
-        ". It must hold names and values.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ndefaults: [3]\n",
-        "recipe=mine",
-        "my_conf/recipe/mine.yaml has defaults with an entry that is not 'group: option'. "
-        "It must hold names and values.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ndefaults:\n  - override /dataset: null\n",
-        "recipe=mine",
-        "dataset: null chooses nothing, and every run needs a dataset (in "
-        "my_conf/recipe/mine.yaml:3). Name an option, or leave the line out.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ndefaults:\n  - override /modle: gpt\n",
-        "recipe=mine",
-        "There is no group modle for 'override /modle' to choose from "
-        "(in my_conf/recipe/mine.yaml). Did you mean model?",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain: {steps: 3}\nhydra:\n  run: {dir: here}\n",
-        "recipe=mine",
-        "hydra is Hydra's own section, of which only hydra.sweeper has an effect here "
-        "(in my_conf/recipe/mine.yaml:4). "
-        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nmodel: {name: custom, module: os}\nallow_modules:\n  - os\n",
-        "recipe=mine",
-        "allow_modules can be set only on the command line: a file that allows itself would "
-        "protect from nothing (in my_conf/recipe/mine.yaml:4). Write allow_modules=[…] on the "
-        "command line.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nmodel: {name: custom, module: os}\n<<: {allow_modules: [os]}\n",
-        "recipe=mine",
-        "allow_modules can be set only on the command line: a file that allows itself would "
-        "protect from nothing (in my_conf/recipe/mine.yaml:3). Write allow_modules=[…] on the "
-        "command line.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\n<<: [{train: {steps: 3}}, {hydra: {run: {dir: here}}}]\n",
-        "recipe=mine",
-        "hydra is Hydra's own section, of which only hydra.sweeper has an effect here "
-        "(in my_conf/recipe/mine.yaml:2). "
-        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\n<<: {defaults: [override /hydra/launcher: basic]}\n",
-        "recipe=mine",
-        "hydra is Hydra's own section, of which only hydra.sweeper has an effect here "
-        "(in my_conf/recipe/mine.yaml:2). "
-        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nrun:\n  <<: {seed: 010}\n",
-        "recipe=mine",
-        "run.seed: 010 is read as 8 (in my_conf/recipe/mine.yaml:3). "
-        "Write numbers with decimal digits, and without a 0 in front.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain:\n  steps: 3\n  <<: {seed: 4, steps: 5}\n",
-        "recipe=mine",
-        "train.seed is not a setting (in my_conf/recipe/mine.yaml:4). Did you mean run.seed?",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain:\n  steps: 1:30\n",
-        "recipe=mine",
-        "train.steps: 1:30 is read as 90 (in my_conf/recipe/mine.yaml:3). "
-        "Write numbers with decimal digits, and without a 0 in front.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nrun:\n  seed: 010\n",
-        "recipe=mine",
-        "run.seed: 010 is read as 8 (in my_conf/recipe/mine.yaml:3). "
-        "Write numbers with decimal digits, and without a 0 in front.",
-    ),
-    # YAML 1.1 reads more than its authors mean.
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nwandb:\n  project: no\n",
-        "recipe=mine",
-        "wandb.project must be text, but the unquoted value is read as false "
-        "(in my_conf/recipe/mine.yaml:3). Put it in quotes.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nwandb: {name: 12:30:00}\n",
-        "recipe=mine",
-        "wandb.name must be text, but the unquoted value is read as 45000 "
-        "(in my_conf/recipe/mine.yaml:2). Put it in quotes.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\nrun:\n  id: 1_000\n",
-        "recipe=mine",
-        "run.id must be text, but the unquoted value is read as 1000 "
-        "(in my_conf/recipe/mine.yaml:3). Put it in quotes.",
-    ),
-    (
-        "recipe/mine.yaml",
-        "# @package _global_\ntrain:\n  steps: on\n",
-        "recipe=mine",
-        "train.steps must be a whole number, not true (in my_conf/recipe/mine.yaml:3).",
-    ),
-    (
         "dataset/mine.yaml",
         "path: /data\n",
         "dataset=mine",
-        "dataset.name is not set. It says which kind of dataset this is: "
-        "arrays, digits, documents, mixture, pictures, stdlib_text, synthetic, text, tokens, "
-        "custom.",
+        "dataset.name is not set. It says which kind of dataset this is: arrays, digits, "
+        "documents, mixture, pictures, stdlib_text, synthetic, text, tokens, custom.",
     ),
+]
+FILES += [
+    ("recipe/mine.yaml", f"# @package _global_\n{text}", "recipe=mine", m) for text, m in RECIPES
 ]
 
 
-def answer(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def answer(argv, capsys):
     code = main(argv)
     out, err = capsys.readouterr()
     return code, out, err
@@ -661,13 +541,7 @@ def answer(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, st
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("command", "message"), COMMAND_LINES, ids=[c for c, _ in COMMAND_LINES])
-def test_wrong_command_line(
-    command: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_command_line(command, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert answer(command.split(" "), capsys) == (2, "", f"launcher: {message}\n")
     assert list(tmp_path.iterdir()) == []
@@ -675,15 +549,7 @@ def test_wrong_command_line(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("file", "text", "command", "message"), FILES, ids=[f[3] for f in FILES])
-def test_wrong_file(
-    file: str,
-    text: str,
-    command: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_file(file, text, command, message, tmp_path, monkeypatch, capsys):
     path = tmp_path / "my_conf" / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -701,13 +567,7 @@ def test_wrong_file(
     ],
     ids=["latin-1", "binary", "a folder"],
 )
-def test_a_file_that_is_no_text(
-    content: bytes | None,
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_that_is_no_text(content, told, tmp_path, monkeypatch, capsys):
     path = tmp_path / "my_conf" / "recipe" / "mine.yaml"
     path.parent.mkdir(parents=True)
     if content is None:
@@ -728,9 +588,7 @@ ENDLESS = "model: &a {name: custom, module: x, options: {b: *a}}"
     "content",
     ["", "3", "- a", "train: {steps: 1", "train: 3", "b: [}", "run: &a {id: *a}", ENDLESS],
 )
-def test_a_frozen_file_that_holds_no_settings(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_file_that_holds_no_settings(content, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(content)
     code, out, err = answer(["--frozen", str(path)], capsys)
@@ -738,9 +596,7 @@ def test_a_frozen_file_that_holds_no_settings(
     assert str(path) in err
 
 
-def test_a_frozen_file_cannot_allow_its_own_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_file_cannot_allow_its_own_code(tmp_path, capsys):
     path = tmp_path / "config.yaml"
     options = "{input_size: 2, output_size: 2}"
     model = f"{{name: custom, module: json.decoder, options: {options}}}"
@@ -752,9 +608,7 @@ def test_a_frozen_file_cannot_allow_its_own_code(
     assert answer(["--frozen", str(path), "allow_modules=[json]"], capsys)[0] == 0
 
 
-def test_what_a_file_says_of_allow_modules_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_file_says_of_allow_modules_does_not_count(tmp_path, monkeypatch, capsys):
     """Even where it goes unnoticed: it is the command line that is asked."""
     monkeypatch.setattr(compose, "refuse_useless", lambda *_: None)
     recipe = tmp_path / "recipe" / "mine.yaml"
@@ -770,9 +624,7 @@ def test_what_a_file_says_of_allow_modules_does_not_count(
     assert answer([*command, "allow_modules=['json']"], capsys)[0] == 0
 
 
-def test_missing_config_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_config_dir(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert answer(["--config-dir", "nowhere"], capsys) == (
         2,
@@ -782,9 +634,7 @@ def test_missing_config_dir(
     )
 
 
-def test_an_unused_broken_file_does_not_hide_the_right_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_broken_file_does_not_hide_the_right_message(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipes = tmp_path / "my_conf" / "recipe"
     recipes.mkdir(parents=True)
@@ -800,3 +650,41 @@ def test_an_unused_broken_file_does_not_hide_the_right_message(
         "launcher: my_conf/optimizer/own.yaml has defaults with an entry that is not "
         "'group: option'. It must hold names and values.\n"
     )
+
+
+OPTIONS = "# @package _global_\nmodel:\n  options:\n    a0: &a0 {x: 1, y: 2}\n"
+BOUNDLESS = {
+    "an endless anchor": f"{OPTIONS}    b: &b [*b]\n",
+    "brackets": f"{OPTIONS}    b: {'[' * 9999}{']' * 9999}\n",
+    "its size": OPTIONS + "#\n" * 200_000,
+    "digits": f"{OPTIONS}    b: {'9' * 5000}\n",
+    "no date": f"{OPTIONS}    b: 2026-02-31\n",
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", BOUNDLESS)
+def test_a_settings_file_beyond_all_bounds(name, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "conf" / "recipe" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(BOUNDLESS[name])
+    monkeypatch.chdir(tmp_path)
+    for words in (["--config-dir", "conf", "recipe=mine"], ["--frozen", str(path)]):
+        assert main([*words]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"train.steps={'9' * 5000}",
+        f"a={'[' * 2000}{']' * 2000}",
+        f"a={'(' * 3000}",
+    ],
+)
+def test_a_word_beyond_all_bounds(word, capsys):
+    assert main([word, "task=check"]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), "cannot be read as key=value" in err) == (1, True)
+    assert len(err) < 400

@@ -4,14 +4,14 @@ import ast
 from pathlib import Path
 
 import launcher
-from launcher.config.machines import CLUSTERS
+from launcher.config.cluster import CLUSTERS
 from launcher.config.parallel import METHODS
 
 SOURCES = Path(launcher.__file__).parent
 WORDS = ("kind", "method")  # what such a name is compared with
 
 
-def compared(tree: ast.AST) -> list[str]:
+def compared(tree):
     """The comparisons with a name, as they are written."""
     found = []
     for node in ast.walk(tree):
@@ -27,7 +27,7 @@ def compared(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_what_is_looked_for_is_found() -> None:
+def test_what_is_looked_for_is_found():
     for text in (
         'config.cluster.kind == "slurm"',
         'config.parallel.method in ("data", "zero2")',
@@ -37,7 +37,7 @@ def test_what_is_looked_for_is_found() -> None:
     assert compared(ast.parse('schedule == "auto"')) == []
 
 
-def test_no_kind_or_method_is_compared_by_its_name() -> None:
+def test_no_kind_or_method_is_compared_by_its_name():
     faults = [
         f"{path.relative_to(SOURCES)}: {text}"
         for path in sorted(SOURCES.rglob("*.py"))

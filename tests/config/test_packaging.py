@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_folder_is_shipped() -> None:
+def test_every_folder_is_shipped():
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     code = {file.parent.relative_to(ROOT) for file in (ROOT / "launcher").rglob("*.py")}
     templates = {f.parent.relative_to(ROOT) for f in (ROOT / "launcher").rglob("*.jinja")}
@@ -27,7 +27,7 @@ def test_every_folder_is_shipped() -> None:
     assert sorted(named) == sorted(".".join(f.parts) for f in code | templates | linked)
 
 
-def test_the_first_page_names_the_pythons_that_the_distribution_does() -> None:
+def test_the_first_page_names_the_pythons_that_the_distribution_does():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     said = {text.rpartition(" ")[2] for text in project["classifiers"] if ":: Python :: 3." in text}
     page = (ROOT / "README.md").read_text()
@@ -38,7 +38,7 @@ def test_the_first_page_names_the_pythons_that_the_distribution_does() -> None:
 
 
 @pytest.mark.devices
-def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path: Path) -> None:
+def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path):
     """There the checkout's own folder, which has the package's name, must not be taken for it."""
     pytest.importorskip("setuptools", minversion="77")  # what [build-system] requires
     checkout, site = tmp_path / "launcher", tmp_path / "site"
@@ -67,7 +67,7 @@ def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path: Path) 
 
 
 @pytest.mark.devices
-def test_a_checkout_on_a_disk_without_links_composes_settings(tmp_path: Path) -> None:
+def test_a_checkout_on_a_disk_without_links_composes_settings(tmp_path):
     for name in ("launcher", "recipes", "conf"):
         unbuilt = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=unbuilt)

@@ -1,12 +1,12 @@
 """What depends on a switch is refused while that is off, but not what a file says below it."""
 
-from pathlib import Path
+from dataclasses import fields
 
 import pytest
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.schema import DATASETS, MODELS, SWITCHES
+from launcher.config.schema import Config
 
 CLI = "(on the command line)"
 MLP = "model=mlp dataset=synthetic model.widths=[8,8]"
@@ -62,20 +62,22 @@ REFUSED = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("words", "key"), REFUSED, ids=lambda text: text.rpartition(" ")[2])
-def test_what_has_no_effect_is_refused(words: str, key: str) -> None:
+def test_what_has_no_effect_is_refused(words, key):
     with pytest.raises(
         ConfigError, match=rf"^{key}\S* has no effect: .* \(on the command line\)\."
     ):
         load(words.split())
 
 
-def test_every_switch_is_tried() -> None:
-    families = (*MODELS.values(), *DATASETS.values())
-    for switch in (*SWITCHES, *(switch for family in families for switch in family.switches)):
+def test_every_switch_is_tried():
+    kinds = [field.metadata.get("variants") for field in fields(Config)]
+    sections = [type(section) for section in vars(Config()).values()]
+    classes = (*sections, *(one for kind in kinds if kind for one in kind.classes.values()))
+    for switch in (switch for one in classes for switch in getattr(one, "switches", ())):
         assert any(key.startswith(switch.keys) for _, key in REFUSED), switch.keys
 
 
-def test_the_whole_line() -> None:
+def test_the_whole_line():
     with pytest.raises(ConfigError) as caught:
         load(["wandb.mode=disabled", "wandb.tags=[a]"])
     assert str(caught.value) == (
@@ -84,26 +86,20 @@ def test_the_whole_line() -> None:
     )
 
 
-def mine(folder: Path, text: str) -> list[str]:
-    (folder / "recipe").mkdir()
-    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
-    return [str(folder)]
-
-
-def test_what_a_recipe_says_below_the_switch_is_passed_over(tmp_path: Path) -> None:
+def test_what_a_recipe_says_below_the_switch_is_passed_over(mine):
     load(["recipe=smoke", "train.eval_every=0"])
-    folder = mine(tmp_path, "train: {eval_batches: 4}\nwandb: {project: p}")
+    folder = mine("train: {eval_batches: 4}\nwandb: {project: p}")
     assert load(["recipe=mine"], folder).train.eval_batches == 4
     config = load(["recipe=mine", "train.eval_every=0", "wandb.mode=disabled"], folder)
     assert config.train.eval_every == 0
 
 
-def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    folder = mine(tmp_path, "train:\n  eval_every: 0\n  eval_batches: 4")
+def test_a_file_that_contradicts_itself_is_refused(mine):
+    folder = mine("train:\n  eval_every: 0\n  eval_batches: 4")
     with pytest.raises(ConfigError, match=r"eval_batches has no effect: .*mine\.yaml:4\)"):
         load(["recipe=mine"], folder)
 
 
-def test_defaults_that_a_file_writes_out_are_no_contradiction(tmp_path: Path) -> None:
-    folder = mine(tmp_path, "train: {eval_every: 0, eval_batches: 8}\nsweep: {dir: null}")
+def test_defaults_that_a_file_writes_out_are_no_contradiction(mine):
+    folder = mine("train: {eval_every: 0, eval_batches: 8}\nsweep: {dir: null}")
     assert load(["recipe=mine"], folder).train.eval_every == 0

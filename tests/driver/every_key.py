@@ -30,8 +30,8 @@ from launcher.cluster.kinds import KINDS, find_devices, kind_of
 from launcher.cluster.ray.ray_compat import Node
 from launcher.cluster.ray.session import StartLimit
 from launcher.cluster.slurm import rendezvous
+from launcher.config.cluster import Emulated
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
 from launcher.driver import training
@@ -52,7 +52,7 @@ from launcher.recipes.checked_model import checked_loss, init_model
 from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.datasets.documents.dataset import preparation
-from launcher.report.sweep_results import objective_of
+from launcher.report.sweep import objective_of
 from launcher.stop import Stop
 from launcher.submit import job
 from launcher.submit.job import submit

@@ -16,7 +16,7 @@ import pytest
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.config.fields import key_of, settings_of
-from launcher.config.optimizers import OPTIMIZERS
+from launcher.config.optimizer import OPTIMIZERS
 from launcher.config.parallel import METHODS
 from launcher.config.reader import build
 from launcher.config.schema import Config

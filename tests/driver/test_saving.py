@@ -12,7 +12,7 @@ from launcher import checkpoint
 from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.errors import HungError
 from launcher.config.compose import load
-from launcher.config.training import Checkpoint
+from launcher.config.sections import Checkpoint
 from launcher.driver import loop as saving
 from launcher.driver.loop import Saving
 from launcher.driver.planning.plan_from_config import plan_of

@@ -10,8 +10,8 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.slurm.allocation import Allocation, read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
+from launcher.config.cluster import Emulated
 from launcher.config.compose import load, load_frozen, to_dict
-from launcher.config.machines import Emulated
 from launcher.driver import training
 from launcher.driver.failures import FailedError
 from launcher.driver.folder import folder

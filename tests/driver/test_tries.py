@@ -14,8 +14,8 @@ from layered import layered_step
 
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.kinds import find_devices
+from launcher.config.cluster import Emulated
 from launcher.config.compose import load
-from launcher.config.machines import Emulated
 from launcher.config.parallel import Auto, Manual
 from launcher.config.schema import Config
 from launcher.driver.planning.plan_from_config import plan_of, plans_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launched import Launcher
 
-from launcher.report.breakdown.step_breakdown import read_breakdown
+from launcher.report.breakdown import read_breakdown
 from launcher.report.pages.timeline import FILE, read_timeline
 
 WORDS = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launched import Launcher, summary
 
-from launcher.report.breakdown.step_breakdown import read_breakdown
+from launcher.report.breakdown import read_breakdown
 from launcher.report.pages.timeline import FILE, read_timeline
 
 HERE, AHEAD = Path(__file__).parent, 500_000_000  # ns, as slow_net has it

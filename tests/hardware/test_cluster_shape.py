@@ -2,6 +2,7 @@
 
 import pytest
 
+from launcher.base import output
 from launcher.hardware.cluster_shape import is_nominal
 from launcher.hardware.datasheets import find_datasheet
 from launcher.plan import local_shape

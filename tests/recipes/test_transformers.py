@@ -18,7 +18,7 @@ from test_hugging_face import KINDS, TOKENS, apply, random_params, read, write
 
 from launcher import checkpoint
 from launcher.config.compose import load
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 from launcher.recipes import build_model
 from launcher.testing import assert_allclose
 from launcher.train.lora import with_adapters

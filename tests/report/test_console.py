@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.report import console as console_module
-from launcher.report.console import Phase, make_console, status
-from launcher.report.step_lines import ConsoleTracker, round_up
+from launcher.report.console import ConsoleTracker, Phase, make_console, round_up, status
 
 ESCAPE = "\x1b"
 
@@ -190,7 +189,7 @@ def test_intervals_are_round():
 PRINTS = """
 import sys
 from launcher.report.console import make_console, status
-from launcher.report.step_lines import ConsoleTracker
+from launcher.report.console import ConsoleTracker
 console = make_console()
 with status(console, "compiling"):
     pass

@@ -6,9 +6,16 @@ import io
 import pytest
 
 from launcher.plan import local_shape
-from launcher.plan.plan import Plan, RunnerUp, StagePlan, Transfer
+from launcher.plan.plan import Plan, ProfiledLayers, RunnerUp, StagePlan, Transfer
 from launcher.report.console import make_console
-from launcher.report.plan_table import predictions, print_plan
+from launcher.report.plan_table import (
+    beside_measured,
+    plan_tables,
+    predicted_memory,
+    predictions,
+    print_plan,
+)
+from launcher.report.summary import Summary
 
 # Each of the two replicas sends its 64 KiB of a microbatch to the same host in 0.06 ms, of which
 # 10 µs pass before; another host has one link for both.
@@ -152,3 +159,43 @@ def test_the_plan_says_how_near_it_is_to_the_best_possible(least, words):
 def test_a_submesh_of_part_of_a_host_says_at_most_how_many_devices_each_gives():
     plan = make_plan(num_stages=1, hosts=(0, 1), devices=(1, 2, 3, 4, 5), logical_mesh=(5, 1))
     assert " 2x<=3 " in text_of(plan)
+
+
+def found_plan():
+    """A plan that was searched for, from measured layers."""
+    others = (RunnerUp("1 stage", 0.4, "it is slower"),)
+    profiled = (ProfiledLayers((0, 1), 1, 4, 0.01, 0.02),)
+    return dataclasses.replace(make_plan(2), runners_up=others, profiled=profiled)
+
+
+def test_every_table_has_rows_as_wide_as_its_columns():
+    tables = plan_tables(found_plan())
+    assert list(tables) == [
+        "plan/stages",
+        "plan/shardings",
+        "plan/runners_up",
+        "plan/profiled_layers",
+    ]
+    assert all(len(row) == len(t.columns) for t in tables.values() for row in t.rows)
+    assert tables["plan/profiled_layers"].rows == [["0-1", 1, 4, 0.01, 0.02, ""]]
+    assert tables["plan/runners_up"].rows == [["1 stage", 0.4, "it is slower"]]
+
+
+def test_a_plan_without_a_search_has_no_empty_tables():
+    plain = make_plan(2)
+    assert list(plan_tables(plain)) == ["plan/stages", "plan/shardings"]
+
+
+def test_predictions_stand_beside_what_was_measured_where_it_was():
+    summary = Summary(
+        "r", "done", step_seconds_median=0.25, predicted_step_seconds=0.3, peak_memory_bytes=None
+    )
+    table = beside_measured(make_plan(2), summary, {"pipeline/stage_1_seconds": 0.2})
+    assert table.rows == [
+        ["step_seconds", 0.3, 0.25, pytest.approx(0.2)],
+        ["stage_1_seconds", pytest.approx(0.2504), 0.2, pytest.approx(0.252)],
+    ]
+
+
+def test_memory_is_that_of_the_fullest_device():
+    assert predicted_memory(make_plan()) == 12 << 30

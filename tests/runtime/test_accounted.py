@@ -14,7 +14,7 @@ from launcher.base.spans import Clock
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
-from launcher.report.breakdown.step_breakdown import Known, break_down
+from launcher.report.breakdown import Known, break_down
 from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime.execute import dispatch_table
 from launcher.train import worker as worker_module

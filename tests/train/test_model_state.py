@@ -12,7 +12,7 @@ import pytest
 
 from launcher import checkpoint
 from launcher.config.compose import load
-from launcher.config.optimizers import AdamW
+from launcher.config.optimizer import AdamW
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import InputError, Model, build_model
 from launcher.train.optimizer import build_optimizer

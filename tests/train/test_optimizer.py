@@ -10,7 +10,7 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.optimizers import OPTIMIZERS, AdamW, optimizer
+from launcher.config.optimizer import OPTIMIZERS, AdamW, optimizer
 from launcher.train.optimizer import build_optimizer, build_schedule
 
 NAMES = tuple(name for name in OPTIMIZERS if name != "custom")

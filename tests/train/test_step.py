@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from launcher.config.optimizers import AdamW
+from launcher.config.optimizer import AdamW
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import InputError, Model, build_model
 from launcher.recipes.models.mlp.options import MLPOptions

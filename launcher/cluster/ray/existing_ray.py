@@ -19,7 +19,7 @@ from launcher.cluster.ray import ray_compat
 from launcher.cluster.ray.ray_compat import Node
 from launcher.cluster.ray.session import Place, RaySession, StartLimit
 from launcher.cluster.ray.worker import WorkerHandle
-from launcher.config.machines import ray_address_problem
+from launcher.config.cluster import ray_address_problem
 
 # Ray tries for many minutes and cannot be interrupted from within its process, so another one tries
 # first. Its watchdog ends it even if nobody else is left to do so.

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.errors import ClusterError
+from launcher.config.cluster import Slurm, SlurmCluster, minutes
 from launcher.config.errors import ConfigError, advice
-from launcher.config.machines import Slurm, SlurmCluster, minutes
 
 SCRIPT = "job.sbatch"  # its name in a run's folder
 

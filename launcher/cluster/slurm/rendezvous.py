@@ -26,7 +26,7 @@ from launcher.base.reading import read
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.head import proof
 from launcher.cluster.slurm.allocation import Allocation, own_address
-from launcher.config.machines import Slurm
+from launcher.config.cluster import Slurm
 
 _POLL_SECONDS = 0.5
 _ANSWER_BYTES = 2**16

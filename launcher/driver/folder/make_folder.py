@@ -17,7 +17,8 @@ from pathlib import Path
 
 from launcher.base import FULL, exposed, named
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config, Run
+from launcher.config.schema import Config
+from launcher.config.sections import Run
 
 _OF_THE_DISK = FULL | {errno.EIO}  # errors of the disk, not of a setting
 OTHERS = 0o077  # permissions of the group and of others

@@ -16,7 +16,7 @@ from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
 from launcher.config.errors import ConfigError
-from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
+from launcher.config.optimizer import CustomOptimizer, Optimizer, Scheduled
 from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.callback import no_callback
@@ -24,7 +24,7 @@ from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
 from launcher.recipes import InputError, check_dataset, find_module, needs_preparing
-from launcher.report.trackers.registry import openers
+from launcher.report.trackers.tracker import openers
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from launcher.config.schema import Config
 from launcher.driver.callback import Callback
 from launcher.driver.folder.folder import RunFolder
 from launcher.plan import Plan
-from launcher.report.breakdown.goodput import Goodput
-from launcher.report.breakdown.step_breakdown import (
+from launcher.report.breakdown import (
+    Goodput,
     Known,
     StepBreakdown,
     break_down,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import checkpoint
-from launcher.config.training import Train
+from launcher.config.sections import Train
 from launcher.driver.callback import Callback
 from launcher.recipes import InputError
 from launcher.report.jsonl import METRICS, read_metrics

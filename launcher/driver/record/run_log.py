@@ -29,26 +29,35 @@ from launcher.driver.record.accounting import Accounting, batch_tokens
 from launcher.driver.record.best import Best
 from launcher.driver.record.step_log import FINITE, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
-from launcher.report.breakdown import step_breakdown
-from launcher.report.breakdown.step_breakdown import (
+from launcher.report import breakdown as step_breakdown
+from launcher.report.breakdown import (
     StepBreakdown,
     breakdown_tables,
     in_summary,
     print_breakdown,
 )
-from launcher.report.console import line_printer
+from launcher.report.console import ConsoleTracker, line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
-from launcher.report.metrics import measured, performance
-from launcher.report.pages.plot_process import PlotProcess
-from launcher.report.pages.plots import plot_loss, plot_memory
+from launcher.report.pages.plots import PlotProcess, plot_loss, plot_memory, plot_timeline
 from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import FILE, read_timeline
-from launcher.report.pages.timeline_plot import plot_timeline
-from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
-from launcher.report.step_lines import ConsoleTracker
-from launcher.report.summary import REPORT, Summary, print_summary, write_summary
-from launcher.report.trackers.registry import open_trackers, openers
-from launcher.report.trackers.tracker import CompositeTracker, Metrics, TrackedRun, Tracker
+from launcher.report.plan_table import beside_measured, plan_tables, predicted_memory
+from launcher.report.summary import (
+    REPORT,
+    Summary,
+    measured,
+    performance,
+    print_summary,
+    write_summary,
+)
+from launcher.report.trackers.tracker import (
+    CompositeTracker,
+    Metrics,
+    TrackedRun,
+    Tracker,
+    open_trackers,
+    openers,
+)
 from launcher.stop import ENDINGS
 
 TIMELINE = Path("plots/timeline.png")

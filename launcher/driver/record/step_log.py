@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.base import Clock, SpanRecorder
-from launcher.config.training import Train
+from launcher.config.sections import Train
 from launcher.driver.callback import Callback, Callbacks
 from launcher.driver.record.accounting import WallClock
-from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown import Goodput
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 from launcher.report.trackers.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal

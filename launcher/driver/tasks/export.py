@@ -11,7 +11,7 @@ from launcher import checkpoint
 from launcher.base import DamagedError
 from launcher.checkpoint.hugging_face import Folder
 from launcher.config.errors import ConfigError
-from launcher.config.optimizers import Lora
+from launcher.config.optimizer import Lora
 from launcher.config.schema import Config
 from launcher.driver.folder.make_folder import private_files
 from launcher.driver.tasks.task import CheckpointTask, check_new

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from launcher.config import sections
 from launcher.config.errors import ConfigError
 from launcher.stop import Stop
 
@@ -104,8 +105,10 @@ TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the
 
 
 def register(task: type[TaskKind]) -> type[TaskKind]:
-    """Register a task by its name, as a decorator of its class."""
+    """Register a task by its name, a value of the setting `task`, as a decorator of its class."""
     TASKS[task.name] = task
+    if task.name not in sections.TASKS:
+        sections.TASKS.append(task.name)
     return task
 
 

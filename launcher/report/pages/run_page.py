@@ -4,34 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from launcher.report.breakdown.goodput import PHASES
-from launcher.report.breakdown.step_breakdown import StepBreakdown
-from launcher.report.pages.charts import Chart, chart, metric
-from launcher.report.pages.page import page_from
-from launcher.report.pages.timeline_plot import measured_picture, predicted_picture
-from launcher.report.pages.timelines import legend, together
-from launcher.report.plan_record import beside_measured, plan_tables
+from launcher.report.breakdown import PHASES, StepBreakdown
+from launcher.report.pages.page import Chart, Series, chart, page_from, ticks
+from launcher.report.pages.plots import measured_picture, predicted_picture
+from launcher.report.plan_table import beside_measured, headline, plan_tables
 from launcher.report.run_record import ended_well
-from launcher.report.summary import Summary
-from launcher.report.text import (
-    bytes_text,
-    clock_text,
-    count_text,
-    flat,
-    loss_text,
-    percent_text,
-    rate_text,
-    seconds_text,
-)
+from launcher.report.summary import Summary, results
+from launcher.report.text import flat, loss_text, seconds_text
 
 if TYPE_CHECKING:
     from launcher.base import Span
     from launcher.plan.plan import Plan
     from launcher.schedule import TimedTask
 
-_SMALL = 0.002  # of the step: parts of it that are shorter are not drawn
+MOST_BOXES = 6000  # of a timeline; more would make the page slow
+_LEGEND = {  # the class and the name of each kind of box
+    "forward": ("forward", "forward"),
+    "backward": ("backward", "backward"),
+    "backward_input": ("backward", "backward"),
+    "backward_weight": ("weight", "backward, weights"),
+    "forward_backward": ("both", "forward and backward"),
+    "gradient sum": ("sum", "gradient sums"),
+    "update": ("update", "update"),
+}
+# The curves: their metrics, names and colours, what writes a value, and whether they begin at 0.
+_CURVES = (
+    (
+        "loss",
+        [("train/loss", "train", "first"), ("eval/loss", "validation", "second")],
+        loss_text,
+        False,
+    ),
+    (
+        "step time",
+        [("perf/step_seconds", "step", "first"), ("data/wait_seconds", "wait for data", "second")],
+        seconds_text,
+        True,
+    ),
+    ("gradient norm", [("train/grad_norm", "gradient norm", "third")], loss_text, False),
+    ("learning rate", [("train/learning_rate", "learning rate", "third")], "{:.2g}".format, True),
+)
 
 
 @dataclass(frozen=True)
@@ -59,33 +73,6 @@ class Reported:
     restarts: Sequence[str] = ()
 
 
-class Card(NamedTuple):
-    """A figure that stands out: its name, its value, and a line below it."""
-
-    name: str
-    value: str
-    note: str = ""
-
-
-class Both(NamedTuple):
-    """A row with a predicted and a measured value, and their shares of the longest bar."""
-
-    name: str
-    predicted: str
-    measured: str
-    off: str = ""
-    predicted_share: float = 0.0
-    measured_share: float = 0.0
-
-
-class Share(NamedTuple):
-    """A phase of the run's wall time."""
-
-    name: str
-    seconds: str
-    percent: float
-
-
 def run_report(found: Reported) -> str:
     """Return the page that reports a run."""
     pictures = []
@@ -95,174 +82,58 @@ def run_report(found: Reported) -> str:
     for step in sorted(found.recorded)[-1:]:
         if picture := measured_picture(found.recorded[step], f"measured, step {step}"):
             pictures.append(picture)
-    lanes, marks = together(pictures)
-    summary = found.summary
+    total = max((picture.total for picture in pictures), default=0.0)
+    kinds = {box.kind for picture in pictures for box in picture.boxes}
+    accounting = found.accounting or StepBreakdown(0.0)
+    good = accounting.goodput
     content = {
-        "title": summary.run_id,
-        "summary": summary,
-        "is_done": ended_well(summary.exit_reason),
-        "cards": list(_cards(summary)),
+        "summary": found.summary,
+        "title": found.summary.run_id,
+        "is_done": ended_well(found.summary.exit_reason),
+        "results": results(found.summary),
+        "headline": headline(found.plan),
         "promises": list(_promises(found)),
-        "sentence": found.accounting.sentence if found.accounting else "",
-        "plan_words": _plan_words(found.plan),
+        "sentence": accounting.sentence,
         "plan_tables": plan_tables(found.plan),
-        "stages": list(_stages(found.plan)),
-        "lanes": lanes,
-        "legend": legend(pictures),
-        "marks": marks,
+        "pictures": pictures if total > 0 else [],
+        "total": total,
+        "most_boxes": MOST_BOXES,
+        "marks": [t for t in ticks(0.0, total, 8) if t <= total],
+        "looks": _LEGEND,
+        "legend": list(dict.fromkeys(_LEGEND[kind] for kind in _LEGEND if kind in kinds)),
         "charts": list(_charts(found.records)),
-        "parts": list(_parts(found.accounting)),
-        "accounted_step": found.accounting.step if found.accounting else None,
-        "shares": list(_shares(found.accounting)),
-        "goodput": found.accounting.goodput if found.accounting else None,
+        "accounted_step": accounting.step,
+        "parts": list(_parts(accounting)),
+        "phases": [(p, s) for p in PHASES if (s := good.seconds(p))],
+        "goodput": good,
         "restarts": found.restarts,
-        "settings": [(key, _setting(value)) for key, value in flat(found.config).items()],
+        "settings": flat(found.config),
     }
     return page_from("run.html.jinja", content)
 
 
-def _cards(summary: Summary) -> Iterator[Card]:
-    if summary.steps:
-        final = "not finite" if summary.final_loss is None else loss_text(summary.final_loss)
-        yield Card("loss", final, f"from {loss_text(summary.first_loss)}")
-    if summary.eval_loss is not None:
-        yield Card("eval loss", loss_text(summary.eval_loss))
-    if summary.step_seconds_median is not None:
-        note = f"predicted {seconds_text(summary.predicted_step_seconds)}"
-        yield Card("step time", seconds_text(summary.step_seconds_median), note)
-    elif summary.predicted_step_seconds is not None:
-        yield Card("step time", seconds_text(summary.predicted_step_seconds), "predicted")
-    if summary.tokens_per_second is not None:
-        note = rate_text(summary.samples_per_second or 0, "samples")
-        yield Card("tokens/s", f"{summary.tokens_per_second:,.0f}", note)
-    elif summary.samples_per_second is not None:
-        yield Card("samples/s", f"{summary.samples_per_second:,.1f}")
-    if summary.mfu is not None:
-        yield Card("MFU", percent_text(summary.mfu), "model FLOPs utilisation")
-    if summary.peak_memory_bytes is not None:
-        note = f"predicted {bytes_text(summary.predicted_peak_memory_bytes)}"
-        yield Card("peak memory", bytes_text(summary.peak_memory_bytes), note)
-    if summary.goodput is not None:
-        yield Card("goodput", percent_text(summary.goodput), "of the wall time trained the model")
-    if summary.num_parameters is not None:
-        yield Card("parameters", count_text(summary.num_parameters))
-    if summary.total_seconds is not None:
-        steps = f"{summary.steps} steps"
-        yield Card("wall time", clock_text(summary.total_seconds), steps)
-
-
-def _promises(found: Reported) -> Iterator[Both]:
+def _promises(found: Reported) -> Iterator[tuple[str, float, float, float | None, float]]:
+    """Yield what was predicted and measured: name, both, by how much they differ, longest bar."""
     last = found.records[-1] if found.records else {}
-    for name, predicted, measured, off in beside_measured(found.plan, found.summary, last).rows:
-        shown = _writer(name)
-        most = max(predicted, measured) or 1.0
-        yield Both(
-            name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " "),
-            shown(predicted),
-            shown(measured),
-            "" if off is None else f"{1 / (1 + off) - 1:+.0%}" if off > -1 else "",
-            predicted / most * 100,
-            measured / most * 100,
-        )
+    for name, predicted, measured, _ in beside_measured(found.plan, found.summary, last).rows:
+        off = measured / predicted - 1 if predicted else None
+        yield name, predicted, measured, off, max(predicted, measured) or 1.0
 
 
-def _writer(name: str) -> Any:
-    if name.endswith("_bytes"):
-        return bytes_text
-    return percent_text if name.endswith("_fraction") else seconds_text
-
-
-def _plan_words(plan: Plan) -> str:
-    many = "s" if len(plan.stages) != 1 else ""
-    return (
-        f"{plan.method}, {len(plan.stages)} stage{many}, {plan.num_micro_batches} microbatches, "
-        f"{plan.schedule}, {plan.num_devices} devices"
-    )
-
-
-def _stages(plan: Plan) -> Iterator[list[str]]:
-    columns, rows = plan_tables(plan)["plan/stages"]
-    for row in rows:
-        stage = dict(zip(columns, row, strict=True))
-        yield [
-            str(stage["stage"]),
-            str(stage["layers"]),
-            str(stage["devices"]),
-            f"{stage['data']} × {stage['model']}",
-            count_text(stage["parameters"]),
-            str(stage["remat"]),
-            *(seconds_text(stage[f"{name}_seconds"]) for name in ("forward", "backward", "update")),
-            bytes_text(stage["memory_bytes"]),
-        ]
+def _parts(accounting: StepBreakdown) -> Iterator[tuple[str, float, float, float | None, float]]:
+    """Yield the parts of the step as `_promises`; the difference is a share of the step."""
+    parts = accounting.large_parts
+    most = max((s for p in parts for s in (p.predicted_seconds, p.measured_seconds)), default=0)
+    for part in parts:
+        off = (part.measured_seconds - part.predicted_seconds) / accounting.longer_step_seconds
+        yield f"{part.name}_seconds", part.predicted_seconds, part.measured_seconds, off, most
 
 
 def _charts(records: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
-    drawn = [
-        chart(
-            "loss",
-            "step",
-            [
-                metric(records, "train/loss", "train", "first"),
-                metric(records, "eval/loss", "validation", "second"),
-            ],
-            loss_text,
-        ),
-        chart(
-            "step time",
-            "step",
-            [
-                metric(records, "perf/step_seconds", "step", "first"),
-                metric(records, "data/wait_seconds", "wait for data", "second"),
-            ],
-            seconds_text,
-            from_zero=True,
-        ),
-        chart(
-            "gradient norm",
-            "step",
-            [metric(records, "train/grad_norm", "gradient norm", "third")],
-            loss_text,
-        ),
-        chart(
-            "learning rate",
-            "step",
-            [metric(records, "train/learning_rate", "learning rate", "third")],
-            lambda value: f"{value:.2g}",
-            from_zero=True,
-        ),
-    ]
-    return (one for one in drawn if one)
-
-
-def _parts(accounting: StepBreakdown | None) -> Iterator[Both]:
-    if accounting is None or not accounting.parts:
-        return
-    step = max(accounting.predicted_step_seconds, accounting.measured_step_seconds or 0.0)
-    most = max(max(p.predicted_seconds, p.measured_seconds) for p in accounting.parts) or 1.0
-    for part in accounting.parts:
-        both = part.predicted_seconds, part.measured_seconds
-        if max(map(abs, both)) >= _SMALL * step:
-            more = part.measured_seconds - part.predicted_seconds
-            yield Both(
-                part.name,
-                seconds_text(part.predicted_seconds),
-                seconds_text(part.measured_seconds),
-                f"{more / step:+.0%}" if step else "",
-                max(0.0, part.predicted_seconds) / most * 100,
-                max(0.0, part.measured_seconds) / most * 100,
-            )
-
-
-def _shares(accounting: StepBreakdown | None) -> Iterator[Share]:
-    if accounting is None or not accounting.goodput.wall_seconds:
-        return
-    good = accounting.goodput
-    for phase in PHASES:
-        if seconds := good.seconds(phase):
-            yield Share(phase, seconds_text(seconds), seconds / good.wall_seconds * 100)
-
-
-def _setting(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    for title, metrics, shown, from_zero in _CURVES:
+        series = [
+            Series(name, css, [(r["step"], r[key]) for r in records if r.get(key) is not None])
+            for key, name, css in metrics
+        ]
+        if drawn := chart(title, "step", series, shown, from_zero=from_zero):
+            yield drawn

@@ -101,11 +101,8 @@ class MlflowTracker(Tracker):
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "launcher")
             experiment = client.get_experiment_by_name(name)
             files = (tracked.folder.absolute() / "mlflow").as_uri() if own else None
-            number = (
-                experiment.experiment_id
-                if experiment
-                else client.create_experiment(name, artifact_location=files)
-            )
+            number = experiment.experiment_id if experiment else None
+            number = number or client.create_experiment(name, artifact_location=files)
             self._begun = client, self._run(client, number)
         return self._begun
 

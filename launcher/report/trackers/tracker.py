@@ -1,12 +1,27 @@
-"""Interface of everything that records a run, and the keys of its metrics."""
+"""Interface of everything that records a run, and the registry of trackers.
+
+`report.trackers` names ours and users' classes; a registered tracker is opened for every run. None
+can end a run or hold it up: each is called on a thread of its own, one that fails is reported once
+and gets no more calls, and one that is slow gets what its queue holds. A tracker's warnings go to a
+logger below `launcher`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from launcher.base import lacking
+from launcher.config.errors import ConfigError
 
 Metrics = Mapping[str, float | None]
 
@@ -93,36 +108,22 @@ class Tracker:
         """
 
 
+def _forwarded(name: str) -> Any:
+    def method(self: ForwardingTracker, *given: Any) -> None:
+        self.forward(methodcaller(name, *given))
+
+    return method
+
+
 class ForwardingTracker(Tracker):
     """Forwards every call; subclasses define how in `forward`."""
+
+    table, rewind, log = map(_forwarded, ("table", "rewind", "log"))
+    image, artifact, alert = map(_forwarded, ("image", "artifact", "alert"))
 
     def forward(self, call: Callable[[Tracker], None]) -> None:
         """Make `call` on the tracker or trackers behind this one."""
         raise NotImplementedError
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Forward a table."""
-        self.forward(lambda to: to.table(name, columns, rows))
-
-    def rewind(self, first_step: int) -> None:
-        """Forward a restart."""
-        self.forward(lambda to: to.rewind(first_step))
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Forward the metrics of a step."""
-        self.forward(lambda to: to.log(step, metrics))
-
-    def image(self, name: str, path: Path) -> None:
-        """Forward a picture."""
-        self.forward(lambda to: to.image(name, path))
-
-    def artifact(self, name: str, path: Path) -> None:
-        """Forward a file or folder."""
-        self.forward(lambda to: to.artifact(name, path))
-
-    def alert(self, title: str, text: str) -> None:
-        """Forward an alert."""
-        self.forward(lambda to: to.alert(title, text))
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,173 @@ class CompositeTracker(ForwardingTracker):
 
     def summary_fields(self) -> dict[str, Any]:
         """Return the fields of all trackers together."""
-        fields: dict[str, Any] = {}
-        for tracker in self.trackers:
-            fields.update(tracker.summary_fields())
-        return fields
+        return {k: v for tracker in self.trackers for k, v in tracker.summary_fields().items()}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Finish every tracker, even where one fails; its error is raised at the end."""
         with ExitStack() as stack:
             for tracker in reversed(self.trackers):
                 stack.callback(tracker.finish, summary)
+
+
+LONGEST = 10_000  # calls in the queue; later ones are dropped until there is room
+FINISH_SECONDS = 90.0  # by which a tracker may delay the end of the run
+SUMMARY_FIELDS = ("wandb_url", "wandb_sync_command")  # that a tracker may set in the summary
+
+_log = logging.getLogger(__name__)
+
+
+class QueuedTracker(ForwardingTracker):
+    """Forwards every call to a tracker, in order, on one thread; only `finish` waits for it.
+
+    The tracker's first failure is reported in one line and ends its recording, never the run.
+
+    Args:
+        name: the tracker's name for messages.
+        tracker: the tracker.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name, self._tracker = name, tracker
+        self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(LONGEST)
+        self._left_out, self._failed = 0, False
+        self._fields: dict[str, str] = {}
+        self._attempt(self._ask_fields)
+        # Daemon: a thread that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def forward(self, call: Callable[[Tracker], None]) -> None:
+        """Queue a call, or drop it where the queue is full."""
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._left_out += 1
+
+    def summary_fields(self) -> Mapping[str, Any]:
+        """Return the tracker's fields as they were when it was opened."""
+        return self._fields
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Finish the tracker after all calls in its queue; wait at most `FINISH_SECONDS`.
+
+        Calls that are not done by then are dropped, with a warning.
+        """
+        if not self._thread.is_alive():
+            return
+        if self._left_out:
+            _log.warning(f"{self._name}: {self._left_out} records are left out, as it is too slow")
+        deadline = time.monotonic() + FINISH_SECONDS
+        with suppress(queue.Full):
+            for call in (lambda to: to.finish(summary), None):
+                self._calls.put(call, timeout=max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            _log.warning(
+                f"{self._name}: it takes over {FINISH_SECONDS:g} s to finish; "
+                "what it has not recorded by now is left out"
+            )
+
+    def _ask_fields(self, tracker: Tracker) -> None:
+        fields = tracker.summary_fields()
+        self._fields = {name: str(fields[name]) for name in SUMMARY_FIELDS if fields.get(name)}
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._attempt(call)
+
+    def _attempt(self, call: Callable[[Tracker], None]) -> None:
+        if self._failed:
+            return
+        try:
+            call(self._tracker)
+        except (Exception, SystemExit) as error:  # so wandb passes on the end of its service
+            self._failed = True
+            _log.warning(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+Opener = Callable[[TrackedRun], Tracker | None]
+_AnyOpener = TypeVar("_AnyOpener", bound=Opener)
+
+OURS = {  # imported when chosen
+    "wandb": "launcher.report.trackers.wandb_tracker.open_wandb",
+    "tensorboard": "launcher.report.trackers.tensorboard_tracker.TensorBoardTracker",
+    "mlflow": "launcher.report.trackers.mlflow_tracker.MlflowTracker",
+}
+TRACKERS: dict[str, Opener] = {}
+
+
+def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
+    """Register a tracker under a name, as a decorator.
+
+    Args:
+        name: the name for messages. A second tracker of the same name replaces the first.
+
+    Returns:
+        The decorator of a class or function that takes a `TrackedRun` and returns its `Tracker`, or
+        None where the run is not to be recorded.
+    """
+
+    def decorate(opener: _AnyOpener) -> _AnyOpener:
+        TRACKERS[name] = opener
+        return opener
+
+    return decorate
+
+
+def openers(names: Iterable[str], users: bool = True) -> dict[str, Opener]:
+    """Return the class or function that opens each tracker, by its name.
+
+    Args:
+        names: the setting `report.trackers`.
+        users: whether to import users' classes, or to leave them out.
+
+    Raises:
+        ConfigError: there is no such class, its module cannot be imported, or a library that it
+            needs is not installed; the message says how to install it.
+    """
+    return {name: _opener(name) for name in names if users or name in OURS}
+
+
+def _opener(name: str) -> Opener:
+    module, _, last = OURS.get(name, name).rpartition(".")
+    try:
+        opener: Opener = getattr(import_module(module), last)
+        if not callable(opener):
+            raise TypeError(f"{last} is not a class or function")
+    except Exception as error:
+        problem = f"report.trackers names {name}, which cannot be loaded: {error}"
+        raise ConfigError(
+            problem, "It is a class that takes a TrackedRun.", ["report.trackers"]
+        ) from error
+    if command := lacking(*getattr(opener, "needs", ())):
+        raise ConfigError(
+            f"report.trackers names {name}, and a library that it needs is not installed",
+            f"Install it with: {command}.",
+            ["report.trackers"],
+        )
+    return opener
+
+
+def open_trackers(run: TrackedRun, chosen: Mapping[str, Opener]) -> tuple[Tracker, ...]:
+    """Open trackers for a run; one that cannot be opened is reported.
+
+    Args:
+        run: the run.
+        chosen: those that its settings choose, by name; the registered ones follow them.
+    """
+    opened = []
+    for name, opener in {**chosen, **TRACKERS}.items():
+        try:
+            tracker = opener(run)
+        except Exception as error:
+            _log.warning(f"{name}: {first_line(error)}; the run is not recorded there")
+            continue
+        if tracker is not None:
+            opened.append(QueuedTracker(name, tracker))
+    return tuple(opened)

@@ -14,10 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.config.tracking import Wandb
+from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.queued import first_line
-from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
 
 if TYPE_CHECKING:
     import wandb
@@ -42,11 +41,9 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
     """
     settings = Wandb(**run.config["wandb"])
     asked = settings.mode or os.environ.get("WANDB_MODE", "")
+    if asked not in ("", "online", "offline", "disabled"):
+        _log.warning(f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out")
     if asked not in ("", "online", "offline"):
-        if asked != "disabled":
-            _log.warning(
-                f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out"
-            )
         return None
     mode: Mode = "offline" if asked == "offline" else "online"
     try:
@@ -63,8 +60,8 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
         # wandb is missing or broken, or the key is malformed.
         _log.warning(f"wandb: {first_line(error)}; recording offline")
         mode = "offline"
-    attempts: tuple[Mode, ...] = ("online", "offline") if mode == "online" else ("offline",)
-    for attempt in attempts:
+    modes: tuple[Mode, ...] = ("online", "offline")
+    for attempt in modes[modes.index(mode) :]:
         try:
             return WandbTracker(settings, attempt, run)
         except Exception as error:

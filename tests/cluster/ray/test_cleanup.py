@@ -19,7 +19,7 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.session import StartLimit
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 ONE_DEVICE = emulated_pool(Emulated(gpus=1))
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 caught = []
 if "handle" in sys.argv:
@@ -200,7 +200,7 @@ import ray_hook
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 caught = []
 signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
@@ -314,7 +314,7 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.session import StartLimit
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 pool = emulated_pool(Emulated(gpus=1))
 try:

@@ -24,7 +24,7 @@ from launcher.cluster.ray.existing_ray import (
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.ray_compat import Node
 from launcher.cluster.ray.session import StartLimit
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 LONG, SETTING = StartLimit(120.0), "launcher.init(start_timeout=...)"
 

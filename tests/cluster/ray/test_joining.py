@@ -11,7 +11,7 @@ from launcher.cluster.errors import HungError
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import silent_servers
 from launcher.cluster.worker_group import WAITS, WorkerGroup
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from launcher.cluster.ray.parameter_server import ExchangeServer
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import silent_servers
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 PARTS = [np.float32([1e8, 1.0, rank]) for rank in range(3)] + [np.float32([-3e8, 1.0, 3])]
 

@@ -18,7 +18,7 @@ from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import gather
 from launcher.cluster.worker_group import diagnose
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 
 @pytest.fixture(scope="module")

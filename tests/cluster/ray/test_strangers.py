@@ -19,7 +19,7 @@ from listening import documented, ports
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.config.machines import Emulated
+from launcher.config.cluster import Emulated
 
 NOBODY = 65534
 TWO_HOSTS = emulated_pool(Emulated(gpus=2, hosts=2))

@@ -20,7 +20,7 @@ from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay, secret
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.rendezvous import open_rendezvous, reopened
-from launcher.config.machines import Emulated, Slurm
+from launcher.config.cluster import Emulated, Slurm
 
 POOL = emulated_pool(Emulated(gpus=4, hosts=2))
 FIRST = Allocation("42", 0, 0, ("node1", "node2"), 0)

@@ -20,7 +20,7 @@ from launcher.cluster.ray.head import proof
 from launcher.cluster.ray.private_ray import secret
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.rendezvous import Answer, ask, join, open_rendezvous, release_nodes
-from launcher.config.machines import Slurm
+from launcher.config.cluster import Slurm
 
 DRIVER = Path(__file__).with_name("rendezvous_driver.py")
 FIRST = Allocation("42", 0, 0, ("node1", "node2"), 0)

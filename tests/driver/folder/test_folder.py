@@ -16,9 +16,9 @@ import pytest
 
 from launcher import checkpoint
 from launcher.checkpoint.train_state import TrainState
+from launcher.config.cluster import Slurm, SlurmCluster
 from launcher.config.compose import load, redacted, to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Slurm, SlurmCluster
 from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import new_id
 from launcher.driver.loop import contents

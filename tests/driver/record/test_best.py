@@ -9,7 +9,7 @@ import pytest
 from launcher import checkpoint
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.training import Train
+from launcher.config.sections import Train
 from launcher.driver.callback import Callbacks, HookError, find_hook
 from launcher.driver.record.best import Best
 from launcher.driver.record.step_log import StepLog

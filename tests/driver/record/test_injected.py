@@ -19,7 +19,7 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.accounting import Accounting
 from launcher.driver.record.step_log import StepLog, Timelines
 from launcher.plan import local_shape
-from launcher.report.breakdown.step_breakdown import read_breakdown
+from launcher.report.breakdown import read_breakdown
 from launcher.train import worker as worker_module
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -15,8 +15,7 @@ from launcher.driver.record.run_log import RunLog
 from launcher.plan import local_shape
 from launcher.report import TRACKERS, Tracker, register
 from launcher.report.console import make_console
-from launcher.report.trackers.registry import open_trackers
-from launcher.report.trackers.tracker import TrackedRun
+from launcher.report.trackers.tracker import TrackedRun, open_trackers
 from launcher.train.program import build_program
 from launcher.train.step_result import StepResult
 
@@ -170,7 +169,7 @@ def test_pictures_and_an_accounting_that_cannot_be_written_end_no_record(home, p
 
 def test_a_tracker_of_ones_own_is_a_class_and_a_line(home, plan, monkeypatch):
     assert len(inspect.getsource(CsvTracker).splitlines()) <= 40
-    monkeypatch.setattr("launcher.report.trackers.registry.TRACKERS", {**TRACKERS})
+    monkeypatch.setattr("launcher.report.trackers.tracker.TRACKERS", {**TRACKERS})
     register("csv")(CsvTracker)
     summary = run_through(home, plan, "wandb.mode=disabled")
     folder = home.path / "csv"
@@ -234,9 +233,9 @@ class Mine(launcher.report.Tracker):
 def test_the_module_of_a_users_model_may_register_one(tmp_path, monkeypatch):
     (tmp_path / "net_with_tracker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("launcher.report.trackers.registry.TRACKERS", {})
+    monkeypatch.setattr("launcher.report.trackers.tracker.TRACKERS", {})
     fields = "{input_size: 4, widths: [4], output_size: 2, output_relu: false}"
     words = ["model=custom", "model.module=net_with_tracker", f"model.options={fields}"]
     build_program(load([*words, "dataset=synthetic", "allow_modules=[net_with_tracker]"]))
     run = TrackedRun("r", tmp_path, {"wandb": {"mode": "disabled"}})
-    assert [type(tracker).__name__ for tracker in open_trackers(run)] == ["QueuedTracker"]
+    assert [type(tracker).__name__ for tracker in open_trackers(run, {})] == ["QueuedTracker"]

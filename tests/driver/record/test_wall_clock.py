@@ -3,7 +3,7 @@
 import pytest
 
 from launcher.driver.record.accounting import WallClock, with_lost
-from launcher.report.breakdown.goodput import Goodput
+from launcher.report.breakdown import Goodput
 
 
 class Time:

@@ -10,8 +10,8 @@ import pytest
 from launcher.base.output import lines_to
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import pool_shape
+from launcher.config.cluster import Emulated
 from launcher.config.compose import load
-from launcher.config.machines import Emulated
 from launcher.driver.tasks.calibrate import Calibrate
 from launcher.hardware.cluster_shape import memory_share
 from launcher.plan.profile import calibration

@@ -1,9 +1,8 @@
 """A task is one class in a registry: one from outside runs like the launcher's own."""
 
-from dataclasses import replace
-
 import pytest
 
+from launcher.config import sections
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.driver.run import run
@@ -27,7 +26,8 @@ def count_layers(monkeypatch):
             print(config.model.layers)
             return 0
 
-    return replace(load(["model=gpt", "model.num_layers=3"]), task="count_layers")
+    yield load(["model=gpt", "model.num_layers=3", "task=count_layers"])
+    sections.TASKS.remove("count_layers")
 
 
 def test_a_task_from_outside_runs_and_answers(count_layers, capsys):

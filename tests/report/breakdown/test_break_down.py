@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,17 +12,28 @@ import pytest
 from layered import layered_step
 
 import launcher
+from launcher.base.files import DamagedError
 from launcher.base.spans import Clock
 from launcher.plan import local_shape
 from launcher.plan.breakdown import predicted_seconds
 from launcher.plan.pipeline import timeline
-from launcher.report.breakdown.goodput import Goodput
-from launcher.report.breakdown.step_breakdown import (
+from launcher.report.breakdown import (
+    FILE,
+    PARTS,
+    PHASES,
+    Goodput,
     Known,
+    LinkWait,
+    Memory,
+    StageBreakdown,
+    StageParts,
+    StepBreakdown,
+    StepPart,
     break_down,
     breakdown_tables,
     in_summary,
     print_breakdown,
+    read_breakdown,
 )
 from launcher.report.console import make_console
 from launcher.report.pages.timeline import ProcessSpans
@@ -171,3 +183,76 @@ def test_without_a_recorded_step_there_is_what_is_known():
     assert (found.step, found.measured_step_seconds, found.samples_per_second) == (None, 0.5, 64.0)
     assert found.parts == found.stages == ()
     assert breakdown_tables(found) == {}
+
+
+WHOLE = StepBreakdown(
+    predicted_step_seconds=1.0,
+    step=3,
+    measured_step_seconds=2.0,
+    samples_per_second=16.0,
+    memory=Memory(now=10, peak=20),
+    parts=tuple(StepPart(name, 0.125, 0.25) for name in PARTS),
+    stages=(StageBreakdown(StageParts(0, 0.5, 0.25, 0.125, 0.125), StageParts(0, 2.0)),),
+    links=(LinkWait((0, 2), (1,), 0.0, 0.25),),
+    goodput=Goodput(training_seconds=90.0, starting_seconds=10.0),
+)
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    assert read_breakdown(tmp_path) is None
+    WHOLE.save(tmp_path)
+    assert read_breakdown(tmp_path) == WHOLE
+    tree = json.loads((tmp_path / FILE).read_text())
+    assert tree["goodput"]["goodput"] == 0.9
+    assert tree["goodput"]["wall_seconds"] == 100.0
+    assert [part["name"] for part in tree["parts"]] == list(PARTS)
+    assert tree["parts"][0] == {
+        "name": "compute",
+        "predicted_seconds": 0.125,
+        "measured_seconds": 0.25,
+    }
+
+
+def test_the_row_of_a_stage_adds_up():
+    assert WHOLE.stages[0].predicted.step_seconds == 1.0
+    assert WHOLE.part("bubble") == StepPart("bubble", 0.125, 0.25)
+    assert StepBreakdown(1.0).part("bubble") == StepPart("bubble", 0.0, 0.0)
+
+
+def test_what_is_no_number_is_null(tmp_path):
+    StepBreakdown(1.0, measured_step_seconds=float("nan")).save(tmp_path)
+    assert json.loads((tmp_path / FILE).read_text())["measured_step_seconds"] is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"goodput": {}, "parts": 3}'])
+def test_a_file_that_is_damaged_is_none(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    assert read_breakdown(tmp_path) is None
+
+
+def test_a_part_that_is_missing_is_named():
+    with pytest.raises(DamagedError, match="predicted_step_seconds is missing"):
+        StepBreakdown.from_dict({"goodput": {}})
+
+
+def test_the_phases_add_up_to_the_wall_time_and_training_is_what_was_good():
+    good = Goodput(training_seconds=60.0, compiling_seconds=20.0, starting_seconds=20.0)
+    assert good.wall_seconds == 100.0
+    assert good.goodput == 0.6
+    assert Goodput().goodput is None
+    assert sum(map(good.seconds, PHASES)) == good.wall_seconds
+
+
+def test_what_was_lost_moves_and_never_more_than_there_is():
+    good = Goodput(training_seconds=60.0).moved(25.0, "training", "redone")
+    assert (good.training_seconds, good.redone_seconds) == (35.0, 25.0)
+    good = good.moved(50.0, "training", "data").moved(-3.0, "training", "data")
+    assert (good.training_seconds, good.data_seconds, good.wall_seconds) == (0.0, 35.0, 60.0)
+    assert good.with_seconds("redone", -99.0).redone_seconds == 0.0
+
+
+def test_devices_cost_what_they_were_held_for_where_their_price_is_known():
+    good = Goodput(training_seconds=1800.0, starting_seconds=1800.0, devices=8)
+    assert good.cost is None
+    priced = Goodput(1800.0, devices=8, price_per_device_hour=2.5)
+    assert priced.cost == pytest.approx(0.5 * 8 * 2.5)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.base.spans import Clock, Span
-from launcher.report.breakdown.measured import length, measured_seconds, minus, overlap, united
-from launcher.report.breakdown.step_breakdown import PARTS
-from launcher.report.breakdown.verdict import judged
+from launcher.report.breakdown import PARTS
+from launcher.report.measured import length, measured_seconds, minus, overlap, united
 from launcher.report.pages.timeline import ProcessSpans
+from launcher.report.verdict import judged
 from launcher.schedule import SCHEDULES, Kind
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,8 +13,7 @@ from launcher.base.spans import Clock, Span
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape, timeline
-from launcher.report.breakdown.goodput import Goodput
-from launcher.report.breakdown.step_breakdown import Known, break_down
+from launcher.report.breakdown import Goodput, Known, break_down
 from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import ProcessSpans
 from launcher.report.summary import Summary

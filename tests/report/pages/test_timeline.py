@@ -6,8 +6,9 @@ import json
 import pytest
 
 from launcher.base.spans import Clock, Span, SpanRecorder, clock_of
+from launcher.report.pages import plots
+from launcher.report.pages.plots import measured_picture, plot_timeline
 from launcher.report.pages.timeline import ProcessSpans, Timeline, chrome_trace, read_timeline
-from launcher.report.pages.timeline_plot import measured_picture, plot_timeline
 from launcher.schedule import SCHEDULES, simulate
 
 ORIGIN = 1_700_000_000_000_000_000
@@ -153,13 +154,16 @@ def test_a_mesh_is_busy_from_its_first_device_to_its_last_and_idle_where_nothing
     assert measured_picture([span("dispatch", 0, 1)], "measured") is None
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    """What is drawn."""
+    drawn = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
+    return drawn
+
+
 @pytest.mark.parametrize("measured", [{}, {3: [device(0, 0, 10**9, stage=0, microbatch=0)]}])
-def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path, monkeypatch, measured):
-    figures = []
-    monkeypatch.setattr(
-        "launcher.report.pages.timeline_plot.save_figure",
-        lambda figure, path: figures.append(figure),
-    )
+def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path, figures, measured):
     timeline = simulate(SCHEDULES["gpipe"].tasks(2, 4), lambda task: 0.01)
     plot_timeline(timeline, tmp_path / "t.png", "run", 0.125, measured)
     axes = figures[0].axes
@@ -169,12 +173,7 @@ def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path, monkeypatc
     assert len({each.get_xlim() for each in axes}) == 1
 
 
-def test_the_legend_has_transfers_where_there_are_some(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(
-        "launcher.report.pages.timeline_plot.save_figure",
-        lambda figure, path: figures.append(figure),
-    )
+def test_the_legend_has_transfers_where_there_are_some(tmp_path, figures):
     timeline = simulate(SCHEDULES["gpipe"].tasks(2, 1), lambda task: 0.01)
     ran = [device(mesh, mesh, mesh + 1, stage=mesh, microbatch=0) for mesh in (0, 1)]
     sent = span("transfers", 1, 2, kind="transfer", **HALF)

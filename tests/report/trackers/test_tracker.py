@@ -1,13 +1,23 @@
 """Several trackers behave as one; a registered one is opened for a run and never ends it."""
 
+import struct
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from launcher.config.compose import load
+from launcher.config.errors import ConfigError
 from launcher.report import TrackedRun, Tracker, register
-from launcher.report.trackers.registry import open_trackers
-from launcher.report.trackers.tracker import CompositeTracker
+from launcher.report.pages.plots import plot_loss
+from launcher.report.trackers import tracker as queued
+from launcher.report.trackers.tracker import (
+    CompositeTracker,
+    QueuedTracker,
+    open_trackers,
+    openers,
+)
 
 
 class Recording(Tracker):
@@ -83,7 +93,7 @@ def test_a_failing_finish_stops_no_other():
 @pytest.fixture
 def registry(monkeypatch):
     """The registry with nothing in it."""
-    monkeypatch.setattr("launcher.report.trackers.registry.TRACKERS", {})
+    monkeypatch.setattr("launcher.report.trackers.tracker.TRACKERS", {})
 
 
 @pytest.fixture
@@ -101,7 +111,7 @@ def test_registered_trackers_are_opened_in_order_and_may_decline(registry, run, 
         def __init__(self, run):
             super().__init__(calls, run.folder.name)
 
-    for tracker in open_trackers(run):
+    for tracker in open_trackers(run, {}):
         call_all(tracker)
     names = ("mine", run.folder.name)
     assert (
@@ -120,7 +130,7 @@ def test_one_that_cannot_be_opened_is_reported_and_the_others_are_opened(registr
 
     register("a")(cannot)
     register("b")(lambda run: Tracker())
-    assert len(open_trackers(run)) == 1
+    assert len(open_trackers(run, {})) == 1
     assert caplog.messages == ["a: ValueError; the run is not recorded there"]
 
 
@@ -128,7 +138,7 @@ def test_one_that_cannot_be_opened_is_reported_and_the_others_are_opened(registr
 def test_one_that_fails_is_reported_once_and_left_out(fails, registry, run, caplog):
     calls = []
     register("a")(lambda run: Recording(calls, "a", fails=CALLS[fails][0]))
-    (tracker,) = open_trackers(run)
+    (tracker,) = open_trackers(run, {})
     for _ in range(2):
         call_all(tracker)
     reached = [call[1] for call in calls if call[1] != "summary_fields"]
@@ -142,7 +152,8 @@ def test_reports_load_neither_jax_nor_ray_nor_what_is_slow():
 import importlib, pkgutil, sys
 import launcher.report
 for module in pkgutil.iter_modules(launcher.report.__path__):
-    importlib.import_module("launcher.report." + module.name)
+    if module.name not in ("breakdown", "measured", "verdict"):  # which read plans
+        importlib.import_module("launcher.report." + module.name)
 from pathlib import Path
 from launcher.report import TrackedRun, open_wandb
 disabled = TrackedRun("r", Path("."), {"wandb": {"mode": "disabled"}})
@@ -151,3 +162,247 @@ print(sorted({"jax", "ray", "wandb", "matplotlib"} & set(sys.modules)))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (process.stdout, process.stderr) == ("[]\n", "")
+
+
+class Gate(Tracker):
+    """Records nothing before it is let go on."""
+
+    def __init__(self):
+        self.steps, self.ended, self.go_on = [], [], threading.Event()
+        self.entered = threading.Event()
+
+    def log(self, step, metrics):
+        self.entered.set()
+        self.go_on.wait(60)
+        self.steps.append(step)
+
+    def finish(self, summary):
+        self.ended.append(summary)
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.go_on.set()
+
+
+def test_no_call_waits_and_all_arrive_in_order(gate):
+    tracker = QueuedTracker("slow", gate)
+    for step in range(1, 1001):
+        tracker.log(step, {})
+    assert gate.steps == []  # and yet all calls have returned
+    gate.go_on.set()
+    tracker.finish({"steps": 1000})
+    assert gate.steps == [*range(1, 1001)]
+    assert gate.ended == [{"steps": 1000}]
+    tracker.finish({})
+    assert len(gate.ended) == 1
+
+
+def test_a_full_queue_leaves_the_newest_out_and_says_so(gate, monkeypatch, caplog):
+    monkeypatch.setattr(queued, "LONGEST", 10)
+    tracker = QueuedTracker("slow", gate)
+    tracker.log(1, {})
+    assert gate.entered.wait(60)  # it is out of the queue
+    for step in range(2, 101):
+        tracker.log(step, {})
+    gate.go_on.set()
+    tracker.finish({})
+    assert gate.steps == [*range(1, 12)]
+    assert caplog.messages == ["slow: 89 records are left out, as it is too slow"]
+
+
+def test_a_run_does_not_wait_for_one_that_is_stuck(gate, monkeypatch, caplog):
+    monkeypatch.setattr(queued, "FINISH_SECONDS", 0.01)
+    tracker = QueuedTracker("stuck", gate)
+    tracker.log(1, {})
+    tracker.finish({})
+    assert gate.ended == []
+    [line] = caplog.messages
+    assert line.startswith("stuck: it takes over 0.01 s to finish")
+
+
+def test_a_library_that_exits_ends_its_recording_alone(caplog):
+    class Exits(Tracker):
+        def log(self, step, metrics):
+            sys.exit(255)
+
+    tracker = QueuedTracker("gone", Exits())
+    for step in (1, 2):
+        tracker.log(step, {})
+    tracker.finish({})
+    assert caplog.messages == ["gone: 255; the run is no longer recorded there"]
+
+
+CONFIG = {"model": {"hidden_size": 98765}}
+
+
+def record(name, folder, starts=((1, 2, 3),)):
+    """Record a run of several starts; the second goes on at the step where it says."""
+    path = plot_loss([{"step": 1, "train/loss": 2.0}], folder / "loss.png")
+    (folder / "plan.json").write_text("{}")
+    (folder / "profile").mkdir()
+    (folder / "profile" / "worker_0.pb").write_bytes(b"trace")
+    for steps in starts:
+        [tracker] = open_trackers(TrackedRun("mine", folder, CONFIG), openers([name]))
+        tracker.table("plan/stages", ["stage", "layers"], [[0, "0-3"], [1, None]])
+        for step in steps:
+            tracker.log(
+                step, {"train/loss": 4.0 / step, "perf/tokens": 512 * step, "perf/mfu": None}
+            )
+        tracker.alert("mine: restart", "worker 1 died")
+        tracker.image("plots/loss", path)
+        tracker.artifact("plan", folder / "plan.json")
+        tracker.artifact("profile", folder / "profile")
+        tracker.finish({"final_loss": 1.0, "exit_reason": "done"})
+
+
+def events(folder):
+    """Yield the events of all of TensorBoard's files, the oldest first: TFRecords of protobufs."""
+    from tensorboardX.proto import event_pb2
+
+    for path in sorted((folder / "tensorboard").glob("events.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack("<Q", data[at : at + 8])
+            event = event_pb2.Event()
+            event.ParseFromString(data[at + 12 : at + 12 + length])
+            at += 12 + length + 4
+            yield event
+
+
+@pytest.mark.devices
+def test_tensorboard_holds_steps_tables_pictures_alerts_and_the_summary(tmp_path, said):
+    record("tensorboard", tmp_path)
+    scalars, texts, pictures = {}, {}, []
+    for event in events(tmp_path):
+        for value in event.summary.value:
+            if value.HasField("image"):
+                pictures.append(value.tag)
+            elif value.HasField("tensor"):
+                texts[value.tag.removesuffix("/text_summary")] = value.tensor.string_val[0].decode()
+            else:
+                scalars[event.step, value.tag] = value.simple_value
+    assert scalars == {
+        **{(step, "train/loss"): pytest.approx(4.0 / step) for step in (1, 2, 3)},
+        **{(step, "perf/tokens"): 512.0 * step for step in (1, 2, 3)},
+    }
+    assert "| stage | layers |\n| --- | --- |\n| 0 | 0-3 |\n| 1 |  |" in texts["plan/stages"]
+    assert texts["alerts/1"] == "**mine: restart**\n\nworker 1 died"
+    assert "98765" in texts["config"]
+    assert '"final_loss": 1.0' in texts["summary"]
+    assert pictures == ["plots/loss"]
+    assert said == []
+
+
+@pytest.mark.devices
+def test_tensorboard_drops_what_a_resumed_run_does_again(tmp_path):
+    record("tensorboard", tmp_path, starts=((1, 2, 3), (3, 4)))
+    started = [event.step for event in events(tmp_path) if event.HasField("session_log")]
+    assert started[0] == 3  # TensorBoard's sign to forget that step and later ones
+
+
+@pytest.mark.slow  # MLflow makes its database in ten seconds
+@pytest.mark.devices
+def test_mlflow_holds_one_run_with_all_of_it(tmp_path, monkeypatch, said):
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    record("mlflow", tmp_path, starts=((1, 2, 3), (3, 4)))
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("launcher")
+    [run] = client.search_runs([experiment.experiment_id])
+    number = run.info.run_id
+    losses = client.get_metric_history(number, "train/loss")
+    assert [(one.step, one.value) for one in losses] == [(s, 4.0 / s) for s in (1, 2, 3, 4)]
+    tokens = client.get_metric_history(number, "perf/tokens")
+    assert [one.value for one in tokens] == [512.0 * s for s in (1, 2, 3, 4)]
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert run.data.params == {"model.hidden_size": "98765"}
+    assert run.data.tags["alert.1"] == "mine: restart: worker 1 died"
+    assert run.data.tags["exit_reason"] == "done"
+    assert "plan/stages.json" in run.data.tags["mlflow.loggedArtifacts"]
+    files = {path.name for path in (tmp_path / "mlflow").rglob("*") if path.is_file()}
+    assert files == {"stages.json", "loss.png", "plan.json", "worker_0.pb", "summary.json"}
+    assert said == []
+
+
+OWN = """
+from launcher.report import Tracker
+
+class Mine(Tracker):
+    def __init__(self, run):
+        self.path = run.folder / "mine.txt"
+
+    def log(self, step, metrics):
+        with open(self.path, "a") as file:
+            file.write(f"{step} {metrics['train/loss']}\\n")
+"""
+
+
+def test_a_class_of_the_users_is_named(tmp_path, monkeypatch):
+    (tmp_path / "tracks_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    record("tracks_mine.Mine", tmp_path)
+    assert (tmp_path / "mine.txt").read_text().splitlines()[0] == "1 4.0"
+
+
+def test_a_class_of_the_users_may_need_a_library(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text(f"{OWN}\n    needs = ('not_there_ml',)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"Install it with: .* 'not_there_ml'"):
+        openers(["needs_more.Mine"])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tracks_none.Mine", "cannot be loaded: No module named 'tracks_none'"),
+        ("launcher.report.Nobody", "has no attribute 'Nobody'"),
+    ],
+)
+def test_a_class_that_is_not_there_is_said(name, problem):
+    with pytest.raises(ConfigError) as caught:
+        openers([name])
+    assert problem in str(caught.value)
+    assert "report.trackers" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("tensorboard", "tensorboardX"), ("mlflow", "mlflow")]
+)
+def test_a_library_that_is_missing_is_named(name, library, monkeypatch):
+    monkeypatch.setattr("launcher.base.libraries.find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=rf"Install it with: pip install .*'{library}"):
+        openers(["wandb", name])
+    assert [*openers(["wandb", "my_pkg.Mine"], users=False)] == ["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("report.trackers=[tensorbord]", "Did you mean tensorboard?"),
+        ("report.trackers=[my_pkg.Mine]", "add allow_modules=[my_pkg] on the command line"),
+        ("report.trackers=[wandb,wandb]", "names a tracker twice"),
+        ("report=none wandb.project=p", "wandb.project has no effect"),
+    ],
+)
+def test_names_that_are_none_are_refused(words, problem):
+    with pytest.raises(ConfigError) as caught:
+        load(words.split())
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "trackers"),
+    [
+        ("", ["wandb"]),
+        ("report=none", []),
+        ("report=mlflow", ["mlflow"]),
+        ("report.trackers=[wandb,tensorboard]", ["wandb", "tensorboard"]),
+        ("report.trackers=[my_pkg.sub.Mine] allow_modules=[my_pkg]", ["my_pkg.sub.Mine"]),
+    ],
+)
+def test_a_group_chooses_them(words, trackers):
+    assert load(words.split()).report.trackers == trackers

@@ -5,11 +5,10 @@ import socket
 import psutil
 import pytest
 
-from launcher.config.tracking import Wandb
+from launcher.config.sections import Wandb
 from launcher.report.pages.plots import plot_loss
 from launcher.report.trackers import wandb_tracker
-from launcher.report.trackers.queued import QueuedTracker
-from launcher.report.trackers.tracker import TrackedRun
+from launcher.report.trackers.tracker import QueuedTracker, TrackedRun
 from launcher.report.trackers.wandb_tracker import open_wandb
 
 pytestmark = pytest.mark.devices

@@ -1,7 +1,8 @@
-"""Breakdown of a step's time, predicted beside measured: `accounting.json` in a run's folder.
+"""Breakdown of a step's time, predicted beside measured, and of a run's wall time.
 
-`launcher.plan.breakdown` divides the plan's step, `measured` a recorded one, and `break_down`
-compares them.
+`accounting.json` in a run's folder holds both. `launcher.plan.breakdown` divides the plan's step,
+`measured` a recorded one, and `break_down` compares them. *Goodput*, a
+word of Google's (2024), is the share of the devices' time in which the model was trained.
 """
 
 from __future__ import annotations
@@ -18,18 +19,96 @@ from rich.console import Console
 from launcher.base import DamagedError, read_json, write_whole
 from launcher.base.reading import read
 from launcher.plan.breakdown import PARTS, StageParts, StepSeconds, predicted_seconds
-from launcher.report.breakdown.goodput import PHASES, Goodput
-from launcher.report.breakdown.measured import measured_seconds
-from launcher.report.breakdown.verdict import judged
 from launcher.report.console import table_of
 from launcher.report.jsonl import json_number
-from launcher.report.metrics import performance
+from launcher.report.measured import measured_seconds
 from launcher.report.pages.timeline import ProcessSpans
-from launcher.report.plan_record import Rows, predicted_memory
+from launcher.report.plan_table import Rows, predicted_memory
+from launcher.report.summary import performance
 from launcher.report.text import seconds_text
+from launcher.report.verdict import judged
 
 if TYPE_CHECKING:
     from launcher.plan.plan import Plan
+
+# The phases, in the order in which they are shown.
+PHASES = (
+    "training",
+    "compiling",
+    "starting",
+    "planning",
+    "saving",
+    "evaluating",
+    "data",
+    "redone",
+)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of a run's wall time by phases; their sum is the wall time.
+
+    Attributes:
+        training_seconds: steps that count, without the waits below.
+        compiling_seconds: the workers compiled.
+        starting_seconds: processes came up, the state was created or restored, processes ended.
+        planning_seconds: the data was read, the step was traced and planned.
+        saving_seconds: training waited for a save.
+        evaluating_seconds: the model was evaluated.
+        data_seconds: the devices waited for a batch.
+        redone_seconds: steps that a failure lost, and that were done again.
+        devices: the number of devices that were held.
+        price_per_device_hour: of the cluster, if it is known.
+    """
+
+    training_seconds: float = 0.0
+    compiling_seconds: float = 0.0
+    starting_seconds: float = 0.0
+    planning_seconds: float = 0.0
+    saving_seconds: float = 0.0
+    evaluating_seconds: float = 0.0
+    data_seconds: float = 0.0
+    redone_seconds: float = 0.0
+    devices: int = 1
+    price_per_device_hour: float | None = None
+
+    def seconds(self, phase: str) -> float:
+        """Return the seconds of one of `PHASES`."""
+        return float(getattr(self, f"{phase}_seconds"))
+
+    @property
+    def wall_seconds(self) -> float:
+        """The wall time of the run, over all of its starts."""
+        return sum(map(self.seconds, PHASES))
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the wall time in which the model was trained, 0 … 1; None of no time."""
+        return self.training_seconds / self.wall_seconds if self.wall_seconds > 0 else None
+
+    @property
+    def cost(self) -> float | None:
+        """What the devices cost for the wall time, None where their price is not known."""
+        if self.price_per_device_hour is None:
+            return None
+        return self.wall_seconds / 3600 * self.devices * self.price_per_device_hour
+
+    def with_seconds(self, phase: str, seconds: float) -> Goodput:
+        """Return it with that many seconds more in a phase, but never less than none there."""
+        more: dict[str, Any] = {f"{phase}_seconds": max(0.0, self.seconds(phase) + seconds)}
+        return dataclasses.replace(self, **more)
+
+    def moved(self, seconds: float, source: str, target: str) -> Goodput:
+        """Return it with seconds moved to another phase, at most all of them.
+
+        Args:
+            seconds: how many; below 0, none.
+            source: the phase that they were counted in.
+            target: the phase that they belong to.
+        """
+        there = min(max(0.0, seconds), self.seconds(source))
+        return self.with_seconds(source, -there).with_seconds(target, there)
+
 
 FILE = "accounting.json"
 _NS = 1e9
@@ -106,7 +185,7 @@ class StepBreakdown:
         samples_per_second: of `measured_step_seconds`, as the following.
         tokens_per_second: None where samples have no tokens.
         mfu: model FLOPs utilisation, a fraction of one; None where the device's peak is unknown.
-        mfu_with_remat: the same with the operations that are computed again.
+        mfu_with_remat: the same with the recomputed operations.
         memory: of the fullest device.
         sentence: where measured and predicted step differ by over 25 %: which assumption failed,
             and what to do.
@@ -144,6 +223,21 @@ class StepBreakdown:
         """Return one of `PARTS`, with zero seconds if no device was recorded."""
         return next((part for part in self.parts if part.name == name), StepPart(name, 0.0, 0.0))
 
+    @property
+    def longer_step_seconds(self) -> float:
+        """The longer one of the predicted and the measured step."""
+        return max(self.predicted_step_seconds, self.measured_step_seconds or 0.0)
+
+    @property
+    def large_parts(self) -> list[StepPart]:
+        """The parts that are shown: those of 1 % of the step or more."""
+        least = _SMALL * self.longer_step_seconds
+        return [
+            part
+            for part in self.parts
+            if max(abs(part.predicted_seconds), abs(part.measured_seconds)) >= least
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able data, with the derived sums beside the parts."""
         tree = dataclasses.asdict(self)
@@ -164,15 +258,13 @@ class StepBreakdown:
         except (LookupError, TypeError, AttributeError) as error:
             raise DamagedError(f"this is not a step's breakdown: {error}") from error
 
-    def save(self, folder: Path) -> Path:
-        """Write `accounting.json` into a run's folder, whole or not at all; return its path.
+    def save(self, folder: Path) -> None:
+        """Write `accounting.json` into a run's folder, whole or not at all.
 
         Raises:
             OSError: it cannot be written.
         """
-        path = folder / FILE
-        write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
-        return path
+        write_whole(folder / FILE, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -347,11 +439,9 @@ def print_breakdown(console: Console, breakdown: StepBreakdown) -> None:
     """
     if not breakdown.parts:
         return
-    step = max(breakdown.predicted_step_seconds, breakdown.measured_step_seconds or 0.0)
     rows = [
-        (part.name, *(seconds_text(s) if s else "-" for s in both))
-        for part in breakdown.parts
-        if max(map(abs, both := (part.predicted_seconds, part.measured_seconds))) >= _SMALL * step
+        (p.name, *(seconds_text(s or None) for s in (p.predicted_seconds, p.measured_seconds)))
+        for p in breakdown.large_parts
     ]
     names = (f"step {breakdown.step}", "predicted", "measured")
     console.print()

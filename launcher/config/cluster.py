@@ -127,63 +127,50 @@ def minutes(time: str) -> int:
     return (parts.get("d", 0) * 24 + parts.get("h", 0)) * 60 + parts.get("m", 0)
 
 
-def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
+def _check_slurm(slurm: Slurm) -> Iterator[ConfigError]:
+    """Yield errors of texts, of a signal before the run begins, and of options given twice."""
     for name, (pattern, remedy) in _TEXTS.items():
         value = getattr(slurm, name)
         if value is not None and not re.fullmatch(pattern, value):
-            yield ConfigError(
-                f"cluster.slurm.{name}={value!r} cannot be understood",
-                remedy,
-                [f"cluster.slurm.{name}"],
-            )
+            yield ConfigError(f"cluster.slurm.{name}={value!r} cannot be understood", remedy)
     for name in slurm.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield ConfigError(
                 f"cluster.slurm.env: {name!r} cannot name an environment variable",
                 "Use letters, digits and '_'.",
-                ["cluster.slurm.env"],
             )
-
-
-def _too_short(slurm: Slurm) -> Iterator[ConfigError]:
-    """Check that the time limit leaves time to train before the signal to save and end."""
     lead = int(slurm.signal.rpartition("@")[2])
     if slurm.time and 60 * minutes(slurm.time) <= lead:
         yield ConfigError(
             f"cluster.slurm.time={slurm.time} is not above the {lead} s before its end at which "
             f"cluster.slurm.signal={slurm.signal} has the run save and end",
             "Give the job more time, or the signal fewer seconds.",
-            ["cluster.slurm.time", "cluster.slurm.signal"],
         )
-
-
-def _set_twice(slurm: Slurm) -> Iterator[ConfigError]:
     if slurm.gres and slurm.gpu_type:
         yield ConfigError(
             f"cluster.slurm.gres={slurm.gres} and cluster.slurm.gpu_type={slurm.gpu_type} both "
             "ask for GPUs",
             "Leave one out.",
-            ["cluster.slurm.gres", "cluster.slurm.gpu_type"],
         )
-
-
-def _extra(slurm: Slurm) -> Iterator[ConfigError]:
     for option in slurm.extra:
-        name = option.lstrip("-")
-        known = [word for word in _SBATCH_OPTIONS if word.startswith(name)]
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
-            problem = f"cluster.slurm.extra: {option!r} cannot name an option of sbatch"
-            remedy = "Write its name alone, such as mail-type, and its value behind it."
-        elif name in _SBATCH_OPTIONS:
-            setting = _SBATCH_OPTIONS[name]
-            problem = f"cluster.slurm.extra.{option} cannot be set here"
-            remedy = f"Use {setting}." if setting else "The launcher sets it itself."
-        elif known:  # which sbatch takes it for
-            problem = f"cluster.slurm.extra.{option} is short for {known[0]}"
-            remedy = "Write options in full."
-        else:
-            continue
-        yield ConfigError(problem, remedy, ["cluster.slurm.extra"])
+        if problem := _extra_problem(option):
+            yield ConfigError(*problem, ["cluster.slurm.extra"])
+
+
+def _extra_problem(option: str) -> tuple[str, str] | None:
+    """Return what is wrong with an option of `Slurm.extra`, and the remedy."""
+    name = option.lstrip("-")
+    longer = [known for known in _SBATCH_OPTIONS if known.startswith(name)]
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
+        problem = f"cluster.slurm.extra: {option!r} cannot name an option of sbatch"
+        return problem, "Write its name alone, such as mail-type, and its value behind it."
+    if name in _SBATCH_OPTIONS:
+        setting = _SBATCH_OPTIONS[name]
+        remedy = f"Use {setting}." if setting else "The launcher sets it itself."
+        return f"cluster.slurm.extra.{option} cannot be set here", remedy
+    if longer:  # which sbatch takes it for
+        return f"cluster.slurm.extra.{option} is short for {longer[0]}", "Write options in full."
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +208,6 @@ class Cluster:
                 f"cluster.gpus={self.gpus} cannot be shared evenly by "
                 f"cluster.hosts={self.hosts} hosts",
                 "cluster.gpus is the total over all hosts: make it a multiple.",
-                ["cluster.gpus", "cluster.hosts"],
             )
 
 
@@ -253,7 +239,6 @@ class Local(Machines):
             yield ConfigError(
                 f"cluster=local is this one machine, not cluster.hosts={self.hosts}",
                 "Use cluster=emulated to emulate several hosts on it.",
-                ["cluster.hosts"],
             )
         yield from super().check()
 
@@ -276,7 +261,6 @@ class Hosts(Machines):
                 f"cluster.transport={self.transport} moves arrays between processes, and "
                 "cluster.hosts=1 is one",
                 "Leave it at auto.",
-                ["cluster.transport", "cluster.hosts"],
             )
 
 
@@ -296,6 +280,22 @@ class SlurmCluster(Hosts):
     kind: str = "slurm"
     gpus: int | None = number(8, minimum=1)
     slurm: Slurm = field(default_factory=Slurm)
+    switches = (
+        Switch(
+            ("cluster.slurm.container.mounts", "cluster.slurm.container.workdir"),
+            ("cluster.slurm.container.image",),
+            lambda c: c.cluster.slurm.container.image is not None,
+            "without cluster.slurm.container.image there is no container",
+            "name an image",
+        ),
+        Switch(
+            ("cluster.slurm.gpu_type", "cluster.slurm.gres"),
+            ("cluster.slurm.emulated",),
+            lambda c: not c.cluster.slurm.emulated,
+            "cluster.slurm.emulated=true asks for no GPUs",
+            "leave that out",
+        ),
+    )
 
     @property
     def holds_secrets(self) -> bool:
@@ -309,12 +309,8 @@ class SlurmCluster(Hosts):
             yield ConfigError(
                 "cluster.gpus is not set, and cluster=slurm must know how many to ask for",
                 "Give the number in total, over all nodes.",
-                ["cluster.gpus"],
             )
-        yield from _misspelt(self.slurm)
-        yield from _too_short(self.slurm)
-        yield from _set_twice(self.slurm)
-        yield from _extra(self.slurm)
+        yield from _check_slurm(self.slurm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,21 +334,15 @@ class RayCluster(Hosts):
         """Yield errors of the address and of the resources of a worker."""
         yield from super().check()
         if problem := ray_address_problem(self.address):
-            address = f"cluster.address={self.address}"
-            yield ConfigError(f"{address} is not a usable address", problem, ["cluster.address"])
+            yield ConfigError(f"cluster.address={self.address} is not a usable address", problem)
         for name, amount in self.resources.items():
             if name in ("CPU", "GPU"):
                 setting = {"CPU": "cluster.num_cpus", "GPU": "cluster.gpus"}[name]
-                yield ConfigError(
-                    f"cluster.resources.{name} cannot be set here",
-                    f"Use {setting}.",
-                    ["cluster.resources"],
-                )
+                yield ConfigError(f"cluster.resources.{name} cannot be set here", f"Use {setting}.")
             if amount <= 0:
                 yield ConfigError(
                     f"cluster.resources.{name}={amount:g} demands nothing",
                     "Give an amount above 0, or leave it out.",
-                    ["cluster.resources"],
                 )
 
 
@@ -379,6 +369,15 @@ class Described(Cluster):
     device: Device = field(default_factory=Device)
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
     clause = "which is only planned for"
+    switches = (
+        Switch(
+            ("cluster.links.inter_host_gb_per_second",),
+            ("cluster.hosts",),
+            lambda c: c.cluster.hosts > 1,
+            "cluster.hosts=1 has no link to another host",
+            "set cluster.hosts",
+        ),
+    )
 
     @property
     def title(self) -> str:
@@ -404,7 +403,6 @@ class Described(Cluster):
                 yield ConfigError(
                     f"{key} is not set, and a described cluster needs it",
                     "Fill it in from the datasheet; conf/device/h100.yaml is an example.",
-                    [key],
                 )
 
 
@@ -432,30 +430,3 @@ def slurm_cluster(cluster: Cluster) -> SlurmCluster:
 def slurm_of(cluster: Cluster) -> Slurm:
     """Return what a job asks of Slurm, of a cluster that is known to be Slurm's."""
     return slurm_cluster(cluster).slurm
-
-
-SWITCHES = (
-    Switch(
-        ("cluster.links.inter_host_gb_per_second",),
-        ("cluster.hosts",),
-        lambda c: not isinstance(c.cluster, Described) or c.cluster.hosts > 1,
-        "cluster.hosts=1 has no link to another host",
-        "set cluster.hosts",
-    ),
-    Switch(
-        ("cluster.slurm.container.mounts", "cluster.slurm.container.workdir"),
-        ("cluster.slurm.container.image",),
-        lambda c: (
-            not isinstance(c.cluster, SlurmCluster) or c.cluster.slurm.container.image is not None
-        ),
-        "without cluster.slurm.container.image there is no container",
-        "name an image",
-    ),
-    Switch(
-        ("cluster.slurm.gpu_type", "cluster.slurm.gres"),
-        ("cluster.slurm.emulated",),
-        lambda c: not isinstance(c.cluster, SlurmCluster) or not c.cluster.slurm.emulated,
-        "cluster.slurm.emulated=true asks for no GPUs",
-        "leave that out",
-    ),
-)

@@ -4,7 +4,7 @@ A device computes, takes part in a collective, or is idle. An idle moment belong
 these that holds:
 
 - data: the device's process waits for the batch, or any process does while no device runs;
-- transfers: the last array that came before the device went on was on its way;
+- transfers: the last array to arrive before the device resumed was on its way;
 - driver: what the device needs is there, and the program that comes next is not sent off yet;
 - bubble: another device computes, or an array is on its way elsewhere;
 - residue: none of it.

@@ -54,6 +54,15 @@ class Optimizer:
     train_only: str | None = None
     ema: float | None = number(None, minimum=0.0, maximum=1.0)
     lora: Lora = field(default_factory=Lora)
+    switches: ClassVar[tuple[Switch, ...]] = (
+        Switch(
+            ("optimizer.lora.alpha", "optimizer.lora.pattern"),
+            ("optimizer.lora.rank",),
+            lambda c: c.optimizer.lora.rank > 0,
+            "optimizer.lora.rank=0 makes no adapters",
+            "set optimizer.lora.rank",
+        ),
+    )
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""
@@ -61,7 +70,6 @@ class Optimizer:
             yield ConfigError(
                 "optimizer.ema=1 would keep the first parameters forever",
                 "Use a number below 1, such as 0.999.",
-                ["optimizer.ema"],
             )
 
 
@@ -95,23 +103,44 @@ class Scheduled(Optimizer):
     weight_decay: float = number(0.0, minimum=0.0)
     clip_norm: float | None = number(1.0, minimum=0.0)
     groups: list[Group] = field(default_factory=list)
-    scaling: ClassVar[str]
+    scaling = ""
+    switches = (
+        Switch(
+            ("optimizer.final_learning_rate",),
+            ("optimizer.decay",),
+            lambda c: c.optimizer.decay != "constant",
+            "optimizer.decay=constant ends at the rate where it begins",
+            "use optimizer.decay=cosine or linear",
+        ),
+        Switch(
+            ("optimizer.decay_fraction",),
+            ("optimizer.decay",),
+            lambda c: c.optimizer.decay == "wsd",
+            "that is the decay of optimizer.decay=wsd",
+            "use that",
+        ),
+        Switch(
+            ("optimizer.restarts",),
+            ("optimizer.decay",),
+            lambda c: c.optimizer.decay == "cosine_restarts",
+            "there are restarts with optimizer.decay=cosine_restarts",
+            "use that",
+        ),
+        *Optimizer.switches,
+    )
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""
         yield from super().check()
         if self.clip_norm == 0:
             yield ConfigError(
-                "optimizer.clip_norm=0 would make every gradient zero",
-                "Use null for no clipping.",
-                ["optimizer.clip_norm"],
+                "optimizer.clip_norm=0 would make every gradient zero", "Use null for no clipping."
             )
         if self.final_learning_rate > self.learning_rate:
             yield ConfigError(
                 f"optimizer.final_learning_rate={self.final_learning_rate:g} is above "
                 f"optimizer.learning_rate={self.learning_rate:g}",
                 "The rate decays from the second to the first.",
-                ["optimizer.final_learning_rate", "optimizer.learning_rate"],
             )
 
     @property
@@ -171,40 +200,3 @@ optimizer(
     eps=1e-8,
 )
 OPTIMIZERS["custom"] = CustomOptimizer
-
-
-def _decay(config: Any) -> str | None:
-    """Return how the learning rate decays; None: a custom optimizer decides that."""
-    return getattr(config.optimizer, "decay", None)
-
-
-SWITCHES = (
-    Switch(
-        ("optimizer.final_learning_rate",),
-        ("optimizer.decay",),
-        lambda c: _decay(c) != "constant",
-        "optimizer.decay=constant ends at the rate where it begins",
-        "use optimizer.decay=cosine or linear",
-    ),
-    Switch(
-        ("optimizer.decay_fraction",),
-        ("optimizer.decay",),
-        lambda c: _decay(c) in ("wsd", None),
-        "that is the decay of optimizer.decay=wsd",
-        "use that",
-    ),
-    Switch(
-        ("optimizer.restarts",),
-        ("optimizer.decay",),
-        lambda c: _decay(c) in ("cosine_restarts", None),
-        "there are restarts with optimizer.decay=cosine_restarts",
-        "use that",
-    ),
-    Switch(
-        ("optimizer.lora.alpha", "optimizer.lora.pattern"),
-        ("optimizer.lora.rank",),
-        lambda c: c.optimizer.lora.rank > 0,
-        "optimizer.lora.rank=0 makes no adapters",
-        "set optimizer.lora.rank",
-    ),
-)

@@ -1,0 +1,2 @@
+complete -e -c launcher
+functions -e _launcher_completion

@@ -1,0 +1,3 @@
+compdef -d launcher python python3
+unfunction _launcher_completion
+(( $+functions[_python] )) && compdef _python python python3

@@ -1,0 +1,348 @@
+"""The sections that have no kinds: the training, its reports, the other tasks, and sweeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from launcher.config.cluster import Cluster, Machines
+from launcher.config.errors import ConfigError, advice
+from launcher.config.fields import Switch, choice, number
+
+
+@dataclass(frozen=True)
+class Run:
+    """Identity and folder of the run, `<dir>/<id>/`."""
+
+    id: str | None = None  # null: a fresh one is made, <model>-<utc time>-<4 hex>
+    dir: str = "outputs"
+    resume: str = choice("auto", "auto", "never", "must")
+    seed: int = number(0, minimum=0, maximum=2**32 - 1)
+    shared: bool = False  # others may read the folder, as far as the user's umask lets them
+
+    def check(self) -> Iterator[ConfigError]:
+        """Yield errors of the id."""
+        if self.id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.id):
+            yield ConfigError(
+                f"run.id={self.id!r} cannot name a folder and a Weights & Biases run",
+                "Use letters, digits, '.', '_' and '-'.",
+            )
+        if self.id is not None and len(self.id) > _LONGEST_NAME:
+            yield ConfigError(
+                f"run.id={self.id[:20]}… has {len(self.id)} characters; a folder's name has at "
+                f"most {_LONGEST_NAME}",
+                "Choose a shorter one.",
+            )
+        if self.resume == "must" and self.id is None:
+            yield ConfigError("run.resume=must does not say which run", "Give run.id=VALUE.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoint intervals, retention, and the response to a failed save.
+
+    Checkpoints of `every_steps` are kept forever, of `every_minutes` the newest `keep`. A failed
+    save at the end is always an error.
+    """
+
+    at_end: bool = True
+    every_steps: int = number(0, minimum=0)  # 0: never
+    every_minutes: float = number(0.0, minimum=0.0)  # 0: never
+    keep: int = number(2, minimum=1)
+    on_error: str = choice("continue", "continue", "stop")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Steps, batch size, precision, evaluation and checkpoints."""
+
+    steps: int = number(200, minimum=1)
+    global_batch_size: int = number(32, minimum=1)
+    precision: str = choice("fp32", "fp32", "bf16")
+    dry_steps: int = number(0, minimum=0)
+    log_every: int = number(1, minimum=1)
+    eval_every: int = number(50, minimum=0)  # 0: never
+    eval_batches: int | None = number(8, minimum=1)  # null: all that is held out
+    sample_every: int | None = number(None, minimum=0)  # steps; null: at evaluations; 0: never
+    check_replicas_every: int = number(0, minimum=0)  # 0: never
+    # Response to a loss or gradient that is not finite: end the run | skip the update | return to
+    # the newest checkpoint and continue with other batches.
+    non_finite: str = choice("stop", "stop", "skip", "rollback")
+    # A checkpoint, a run's folder, an .npz file or hf:<folder>: start from its model.
+    init_from: str | None = None
+    keep_best: str | None = None  # a metric of evaluations, such as eval_loss: its best state stays
+    stop_early: int = number(0, minimum=0)  # after so many evaluations that are no better; 0: never
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    switches = (
+        Switch(
+            ("train.eval_batches", "train.keep_best", "train.stop_early"),
+            ("train.eval_every",),
+            lambda c: c.train.eval_every > 0,
+            "train.eval_every=0 never evaluates",
+            "set train.eval_every",
+        ),
+        Switch(
+            ("train.checkpoint.keep",),
+            ("train.checkpoint.every_minutes",),
+            lambda c: c.train.checkpoint.every_minutes > 0,
+            "only what train.checkpoint.every_minutes saves is ever deleted, and it is 0",
+            "set train.checkpoint.every_minutes",
+        ),
+        Switch(
+            ("train.checkpoint.on_error",),
+            ("train.checkpoint.every_steps", "train.checkpoint.every_minutes"),
+            lambda c: bool(c.train.checkpoint.every_steps or c.train.checkpoint.every_minutes),
+            "nothing is saved before the end, where a save that fails is an error in any case",
+            "set train.checkpoint.every_steps or every_minutes",
+        ),
+    )
+
+    @property
+    def samples(self) -> bool:
+        """Whether the training writes samples."""
+        every = self.eval_every if self.sample_every is None else self.sample_every
+        return every > 0
+
+    def check(self, cluster: Cluster) -> Iterator[ConfigError]:
+        """Yield the contradictions within this section and with the cluster."""
+        if self.keep_best is not None and not self.keep_best.startswith("eval_"):
+            yield ConfigError(
+                f"train.keep_best={self.keep_best} is not a metric of an evaluation",
+                "Name one as eval_loss, with eval_ before its name.",
+            )
+        can_restart = not isinstance(cluster, Machines) or cluster.max_restarts > 0
+        if self.non_finite == "rollback" and not can_restart:
+            yield ConfigError(
+                "train.non_finite=rollback is a restart, and cluster.max_restarts=0 allows none",
+                "Use train.non_finite=stop or skip, or allow restarts.",
+            )
+
+
+# The values of `task`; `launcher.driver.tasks` adds those that are registered from outside.
+TASKS = ["train", "plan", "check", "calibrate", "export", "generate", "evaluate"]
+TASKS += ["submit", "sweep_status", "prepare_data", "tokenize"]
+_LONGEST_NAME = 255  # bytes, of a folder
+TRACKERS = ("wandb", "tensorboard", "mlflow")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Outputs beside the metrics; steps count from 1.
+
+    Attributes:
+        trackers: names of `TRACKERS` and classes of the user's, such as my_pkg.MyTracker.
+        timeline_steps: the steps of which the timelines are kept.
+        profiler_steps: the steps of which JAX's profiler writes a trace.
+    """
+
+    trackers: list[str] | None = field(default_factory=lambda: ["wandb"])  # null, []: none
+
+    # null, []: none
+    timeline_steps: list[int] | None = field(
+        default_factory=lambda: [3], metadata={"minimum": 1, "maximum": None}
+    )
+    profiler_steps: list[int] | None = field(
+        default_factory=list, metadata={"minimum": 1, "maximum": None}
+    )
+
+    def check(self, allow_modules: Sequence[str]) -> Iterator[ConfigError]:
+        """Yield an error for each tracker that is unknown, not allowed or repeated."""
+        key = "report.trackers"
+        names = self.trackers or []
+        for name in names:
+            module = name.rpartition(".")[0]
+            if name in TRACKERS:
+                continue
+            if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
+                yield ConfigError(
+                    f"{key}: {name!r} is not a tracker",
+                    f"{advice(name, TRACKERS)} One of your own is written my_pkg.MyTracker.",
+                    [key],
+                )
+            elif not any(f"{module}.".startswith(f"{allowed}.") for allowed in allow_modules):
+                yield ConfigError(
+                    f"{key}: {name} is code that this run is not allowed to load",
+                    f"If you trust it, add allow_modules=[{module}] on the command line.",
+                    [key],
+                )
+        if len(set(names)) < len(names):
+            yield ConfigError(f"{key} names a tracker twice", "Name each once.", [key])
+
+
+_WANDB = tuple(f"wandb.{name}" for name in ("project", "entity", "group", "name", "tags"))
+
+
+@dataclass(frozen=True)
+class Wandb:
+    """Weights & Biases. `mode` null: online where the user is logged in, else offline."""
+
+    mode: str | None = field(default=None, metadata={"choices": ("online", "offline", "disabled")})
+    project: str = "launcher"
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None  # null: the run id
+    tags: list[str] = field(default_factory=list)
+    switches = (
+        Switch(
+            _WANDB,
+            ("wandb.mode",),
+            lambda c: c.wandb.mode != "disabled",
+            "wandb.mode=disabled records nothing there",
+            "use another wandb.mode",
+        ),
+        Switch(
+            ("wandb.mode", *_WANDB),
+            ("report.trackers",),
+            lambda c: "wandb" in (c.report.trackers or ()),
+            "report.trackers does not name wandb",
+            "add it there",
+        ),
+    )
+
+
+def _of_task(task: str, *keys: str) -> Switch:
+    """Return the switch of settings that only this task reads."""
+    off = f"that is for task={task}"
+    return Switch(keys, ("task",), lambda c: c.task == task, off, "use that task")
+
+
+@dataclass(frozen=True)
+class ChosenWeights:
+    """A run's weights.
+
+    Attributes:
+        step: those after so many steps; None: those of the newest checkpoint.
+        best: those of the checkpoint that `train.keep_best` keeps.
+        ema: the averages that `optimizer.ema` keeps, in place of the parameters.
+    """
+
+    step: int | None = number(None, minimum=0)
+    best: bool = False
+    ema: bool = False
+
+    def check(self, section: str) -> Iterator[ConfigError]:
+        """Yield an error if the section names two checkpoints."""
+        if self.best and self.step is not None:
+            yield ConfigError(
+                f"{section}.best=true and {section}.step={self.step} name two checkpoints",
+                "Leave one of them out.",
+                [f"{section}.best", f"{section}.step"],
+            )
+
+
+@dataclass(frozen=True)
+class Export(ChosenWeights):
+    """Weights that `task=export` writes to `path`."""
+
+    path: str | None = None  # null: weights-<step>.npz, or a folder hf-<step>, in the run's folder
+    # One .npz file, or a folder as Hugging Face's transformers reads it.
+    format: str = choice("npz", "npz", "hf")
+    dtype: str = choice("float32", "float32", "bfloat16")  # of the arrays, for hf
+    switches = (
+        _of_task("export", "export"),
+        Switch(
+            ("export.dtype",),
+            ("export.format",),
+            lambda c: c.export.format == "hf",
+            "an .npz file keeps the types of the checkpoint",
+            "set export.format=hf",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Evaluate(ChosenWeights):
+    """Weights that `task=evaluate` evaluates, and on how many batches."""
+
+    batches: int | None = number(None, minimum=1)  # null: all that is held out
+    path: str | None = None  # null: evaluation-<step>.json, or with the data's name
+    switches = (_of_task("evaluate", "evaluate"),)
+
+
+@dataclass(frozen=True)
+class Generate(ChosenWeights):
+    """Weights and sampling of `task=generate`, and of the samples of a training."""
+
+    prompts: str | None = None  # a file with a prompt a line, in place of `prompt`
+    max_new_tokens: int = number(200, minimum=1)
+    temperature: float = number(0.8, minimum=0.0)  # 0: always the likeliest
+    top_k: int = number(0, minimum=0)  # 0: of all tokens
+    top_p: float = number(1.0, minimum=0.0, maximum=1.0)
+    seed: int = number(0, minimum=0, maximum=2**32 - 1)
+    switches = (
+        _of_task("generate", *(f"generate.{name}" for name in ("step", "best", "ema", "prompts"))),
+        Switch(
+            ("generate", "prompt"),
+            ("task", "train.sample_every"),
+            lambda c: c.task == "generate" or c.train.samples,
+            "that is for task=generate and the samples of a training",
+            "use that task, or set train.sample_every",
+        ),
+        Switch(
+            ("prompt",),
+            ("generate.prompts",),
+            lambda c: c.generate.prompts is None,
+            "generate.prompts names a file of them",
+            "leave that out",
+        ),
+        Switch(
+            ("generate.top_k", "generate.top_p", "generate.seed"),
+            ("generate.temperature",),
+            lambda c: c.generate.temperature > 0,
+            "generate.temperature=0 always takes the likeliest token",
+            "set generate.temperature",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Number of processes of `task=prepare_data`."""
+
+    processes: int | None = number(None, minimum=1)  # null: one a core
+    switches = (
+        Switch(
+            ("prepare",),
+            ("task",),
+            lambda c: c.task in ("prepare_data", "train"),
+            "that is for task=prepare_data, and for a training, which prepares its data first",
+            "use that task",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """Size and file of the tokenizer that `task=tokenize` trains on the dataset's documents."""
+
+    vocab_size: int = number(32_000, minimum=257)
+    path: str = "tokenizer.json"
+    switches = (_of_task("tokenize", "tokenize"),)
+
+
+# Results of a run by which a sweep may be steered, as `summary.json` names them, and in short.
+OBJECTIVES = (
+    *("eval_loss", "final_loss", "step_seconds", "predicted_step_seconds", "samples_per_second"),
+    *("tokens_per_second", "mfu", "predicted_samples_per_second", "peak_memory_bytes"),
+    *("predicted_peak_memory_bytes", "predicted_bubble_fraction", "bubble_fraction"),
+    *("compile_seconds", "plan_seconds", "time_to_first_step_seconds", "total_seconds"),
+)
+MAXIMIZED = ("samples_per_second", "tokens_per_second", "predicted_samples_per_second", "mfu")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep.
+
+    Attributes:
+        dir: the folder of the sweep that `task=sweep_status` shows.
+        objective: the result of a run that the sweeper receives; None: the evaluation loss,
+            the final loss of runs that evaluate nothing, the predicted step time of plans.
+        jobs: the number of concurrent runs.
+    """
+
+    dir: str | None = None
+    objective: str | None = field(default=None, metadata={"choices": OBJECTIVES})
+    jobs: int = number(1, minimum=1, maximum=256)
+    switches = (_of_task("sweep_status", "sweep.dir"),)
