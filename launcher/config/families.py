@@ -1,8 +1,8 @@
 """Registry of model and dataset families, each a class of settings defined in `recipes`.
 
 A family is a folder, `recipes/models/<family>/` or `recipes/datasets/<family>/`: its settings are
-a frozen dataclass in `options.py`, beside `model.py` or `dataset.py`, which builds what they
-describe. All of these classes are imported when settings are read, so no `options.py` imports JAX,
+a frozen dataclass in its `__init__.py`, beside `model.py` or `dataset.py`, which builds what they
+describe. All of these classes are imported when settings are read, so no `__init__.py` imports JAX,
 Flax or Grain.
 """
 
@@ -106,18 +106,19 @@ def find_datasets() -> Mapping[str, type[DatasetOptions]]:
 def builder_of(options: type[ModelOptions | DatasetOptions]) -> str:
     """Return the name of the module that builds the model or dataset of these settings."""
     name = "model" if issubclass(options, ModelOptions) else "dataset"
-    return f"{options.__module__.rpartition('.')[0]}.{name}"
+    return f"{options.__module__}.{name}"
 
 
 def modules_of_families(package: ModuleType, name: str) -> list[str]:
     """Return the full names of the modules `name` in the folders of families, sorted."""
     files = (file for home in package.__path__ for file in Path(home).glob(f"*/{name}.py"))
-    return sorted(f"{package.__name__}.{file.parent.name}.{name}" for file in files)
+    names = (f"{package.__name__}.{file.parent.name}.{name}" for file in files)
+    return sorted(name.removesuffix(".__init__") for name in names)
 
 
 @functools.cache
 def _import_options() -> None:
     """Import each family's module of settings, by its place: nothing else knows them."""
     for package in _PACKAGES:
-        for name in modules_of_families(import_module(package), "options"):
+        for name in modules_of_families(import_module(package), "__init__"):
             import_module(name)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.datasets.arrays.options import Arrays
+from launcher.recipes.datasets.arrays import Arrays
 
 MLP = SimpleNamespace(name="mlp", input_size=3, output_size=2)
 GPT = SimpleNamespace(name="gpt", vocab_size=7, sequence_length=4)

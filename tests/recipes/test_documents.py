@@ -20,8 +20,8 @@ from launcher.recipes import (
     tokenizer_of,
 )
 from launcher.recipes.data.corpus import sources
-from launcher.recipes.datasets.documents.options import Documents
-from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.mixture import Mixture
 
 MODEL = SimpleNamespace(name="gpt", vocab_size=257, sequence_length=8)
 

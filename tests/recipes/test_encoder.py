@@ -12,9 +12,9 @@ from filled import filled_params
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.recipes import build_dataset, build_model
-from launcher.recipes.datasets.synthetic.options import Synthetic
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.vit.options import ViTOptions
+from launcher.recipes.datasets.synthetic import Synthetic
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.vit import ViTOptions
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
 from launcher.train.step import init_state, make_train_step

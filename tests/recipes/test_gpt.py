@@ -10,8 +10,8 @@ from filled import filled_params
 from whole_logits import whole_logits
 
 from launcher.recipes import build_model
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.gpt.model import GPT
-from launcher.recipes.models.gpt.options import GPTOptions
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 pytestmark = pytest.mark.devices

@@ -28,11 +28,11 @@ from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import ExportTask
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.hugging_face import family_named
-from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.moe.options import MoEOptions
+from launcher.recipes.models.llama import LlamaOptions
+from launcher.recipes.models.moe import MoEOptions
 from launcher.testing import assert_allclose
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -14,8 +14,8 @@ from whole_logits import whole_logits
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.recipes import build_model
+from launcher.recipes.models.llama import LlamaOptions
 from launcher.recipes.models.llama.model import rotary_frequencies, rotate
-from launcher.recipes.models.llama.options import LlamaOptions
 
 pytestmark = pytest.mark.devices
 TINY = LlamaOptions(

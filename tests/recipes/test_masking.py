@@ -17,7 +17,7 @@ from launcher.recipes import build_dataset
 from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.masking import masked
 from launcher.recipes.datasets.documents.dataset import preparation
-from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.bert import BERTOptions
 
 BERT = "model=bert", "model.vocab_size=300", "model.sequence_length=8", "train.eval_every=0"
 JSONL = "dataset=jsonl", "dataset.path=talks.jsonl", "dataset.validation_fraction=0"

@@ -12,7 +12,7 @@ import pytest
 from launcher.recipes import InputError, build_dataset, check_dataset
 from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
 from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
-from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.mixture import Mixture
 from launcher.train.feed import Feeder, own_rows, shapes_of
 
 MODEL = SimpleNamespace(name="gpt", vocab_size=400, sequence_length=16)

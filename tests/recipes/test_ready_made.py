@@ -18,7 +18,7 @@ from launcher.recipes import build_dataset, build_model
 from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
 from launcher.recipes.datasets.documents.dataset import preparation
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.llama import LlamaOptions
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
 

@@ -212,8 +212,8 @@ def test_more_files_than_may_be_open_at_once(tmp_path):
         (tmp_path / f"{i:04}.txt").write_text(f"file {i} " * 8)
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
-        "from launcher.recipes.models.gpt.options import GPTOptions\n"
-        "from launcher.recipes.datasets.text.options import Text\n"
+        "from launcher.recipes.models.gpt import GPTOptions\n"
+        "from launcher.recipes.datasets.text import Text\n"
         "from launcher.recipes import build_dataset\n"
         f"data = build_dataset(Text(path={str(tmp_path)!r}), GPTOptions(sequence_length=16,"
         " vocab_size=256), 4, 0)\n"

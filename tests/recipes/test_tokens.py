@@ -9,9 +9,9 @@ from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.recipes import InputError, build_dataset, check_dataset
 from launcher.recipes.data.corpus.meta import CorpusMeta, TokenPart, write_meta
-from launcher.recipes.datasets.mixture.options import Mixture
-from launcher.recipes.datasets.text.options import Text
-from launcher.recipes.datasets.tokens.options import Tokens
+from launcher.recipes.datasets.mixture import Mixture
+from launcher.recipes.datasets.text import Text
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.train.feed import own_rows, shapes_of
 
 LENGTH = 4

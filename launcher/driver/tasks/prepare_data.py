@@ -15,7 +15,7 @@ from launcher.recipes import needs_preparing, prepare_dataset
 from launcher.report.console import RunConsole, status
 
 if TYPE_CHECKING:
-    from launcher.recipes.datasets.documents.options import Documents
+    from launcher.recipes.datasets.documents import Documents
 
 
 class PrepareData(TaskKind):
@@ -94,7 +94,7 @@ class TokenizeTask(TaskKind):
 
 
 def _documents(config: Config) -> Documents:
-    from launcher.recipes.datasets.documents.options import Documents
+    from launcher.recipes.datasets.documents import Documents
 
     if not isinstance(config.dataset, Documents):
         raise ConfigError(

@@ -13,7 +13,7 @@ from launcher.base import DamagedError, missing_path
 from launcher.recipes import Batches, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.fingerprint import fingerprint_of
-from launcher.recipes.datasets.arrays.options import Arrays
+from launcher.recipes.datasets.arrays import Arrays
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch

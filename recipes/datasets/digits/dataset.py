@@ -9,7 +9,7 @@ import numpy as np
 from launcher.base import lacking
 from launcher.recipes import Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
-from launcher.recipes.datasets.digits.options import CLASSES, SIDE, Digits
+from launcher.recipes.datasets.digits import CLASSES, SIDE, Digits
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch

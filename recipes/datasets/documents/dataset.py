@@ -10,9 +10,9 @@ from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus, up
 from launcher.recipes.data.corpus.saved_datasets import read_splits
 from launcher.recipes.data.corpus.sources import find_sources
 from launcher.recipes.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from launcher.recipes.datasets.documents.options import Documents
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
-from launcher.recipes.datasets.tokens.options import Tokens
 
 
 def check(options: Documents, model_options: Any, validation: bool) -> None:

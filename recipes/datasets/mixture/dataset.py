@@ -17,9 +17,9 @@ from launcher.recipes.data.corpus.meta import CorpusMeta
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
 from launcher.recipes.data.corpus.tokenizers import Tokenizer
 from launcher.recipes.data.masking import Gather, as_the_model_takes
-from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.mixture import Mixture
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
-from launcher.recipes.datasets.tokens.options import Tokens
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch

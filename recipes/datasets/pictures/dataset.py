@@ -14,6 +14,7 @@ import numpy as np
 from launcher.recipes import Batches, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.skipping import BadSampleError, Skipping
+from launcher.recipes.datasets.pictures import Pictures
 from launcher.recipes.datasets.pictures.decode import (
     BadPictureError,
     Fitting,
@@ -29,7 +30,6 @@ from launcher.recipes.datasets.pictures.index import (
     load_index,
     refused_picture,
 )
-from launcher.recipes.datasets.pictures.options import Pictures
 from launcher.recipes.datasets.pictures.scan import source_files
 
 if TYPE_CHECKING:

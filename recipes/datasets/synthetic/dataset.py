@@ -14,7 +14,7 @@ import numpy as np
 from launcher.recipes import Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out, next_token_batch
 from launcher.recipes.data.masking import Gather, as_the_model_takes
-from launcher.recipes.datasets.synthetic.options import Synthetic
+from launcher.recipes.datasets.synthetic import Synthetic
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch

@@ -24,7 +24,7 @@ from launcher.recipes.data.files import (
     total_size,
 )
 from launcher.recipes.data.masking import Gather, as_the_model_takes
-from launcher.recipes.datasets.text.options import VOCABULARY, StdlibText, Text
+from launcher.recipes.datasets.text import VOCABULARY, StdlibText, Text
 
 
 class _Text(NamedTuple):

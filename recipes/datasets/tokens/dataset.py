@@ -12,7 +12,7 @@ from launcher.recipes.data.corpus.rows import RowMaker, rows_between
 from launcher.recipes.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from launcher.recipes.data.masking import as_the_model_takes
 from launcher.recipes.data.skipping import Skipping
-from launcher.recipes.datasets.tokens.options import Tokens
+from launcher.recipes.datasets.tokens import Tokens
 
 
 class TokenRanges(NamedTuple):

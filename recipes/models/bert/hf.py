@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.base import DamagedError
-from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.bert import BERTOptions
 from launcher.recipes.models.hugging_face import Tensor, expect
 
 MODEL_TYPES = ("bert",)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.models.bert import BERTOptions
 from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
 from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock, gelu
 from launcher.recipes.models.losses import Metrics, mean_of, output_matrix, scores_in_chunks

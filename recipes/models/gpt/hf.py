@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.base import DamagedError
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.hugging_face import Tensor, expect
 
 MODEL_TYPES = ("gpt2",)

@@ -19,7 +19,7 @@ from launcher.recipes import Model
 from launcher.recipes.data.packing import Packed, same_document
 from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
 from launcher.recipes.models.decoding import Decoder
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.language_model import (
     attend_cached,
     cached_decoder,

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.base import DamagedError
 from launcher.recipes.models.hugging_face import Tensor
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.llama import LlamaOptions
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 

@@ -28,7 +28,7 @@ from launcher.recipes.models.language_model import (
     has_cache,
     next_token_model,
 )
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.llama import LlamaOptions
 
 INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.losses import Metrics
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.mlp import MLPOptions
 from launcher.trace import mark_pipeline_boundary
 
 

@@ -33,7 +33,7 @@ from launcher.recipes.models.llama.model import (
     output_scale,
 )
 from launcher.recipes.models.losses import Metrics, next_token_loss
-from launcher.recipes.models.moe.options import MoEOptions
+from launcher.recipes.models.moe import MoEOptions
 from launcher.trace import mark_pipeline_boundary
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.losses import Metrics, classification
-from launcher.recipes.models.resnet.options import BLOCKS, ResNetOptions
+from launcher.recipes.models.resnet import BLOCKS, ResNetOptions
 from launcher.trace import mark_pipeline_boundary, per_slice
 
 _EPSILON = 1e-5

@@ -11,7 +11,7 @@ from flax import nnx
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.nnx import model as nnx_model
-from launcher.recipes.models.toy.options import ToyOptions
+from launcher.recipes.models.toy import ToyOptions
 from launcher.trace import mark_pipeline_boundary, per_slice
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.losses import Metrics
-from launcher.recipes.models.unet.options import GROUPS, UNetOptions
+from launcher.recipes.models.unet import GROUPS, UNetOptions
 from launcher.trace import mark_pipeline_boundary
 
 _FIRST, _LAST = 1e-4, 0.02  # variances of the noise that is added in a step, for 1,000 steps

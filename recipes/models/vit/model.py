@@ -18,7 +18,7 @@ from launcher.recipes import Model
 from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
 from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock
 from launcher.recipes.models.losses import Metrics, classification
-from launcher.recipes.models.vit.options import ViTOptions
+from launcher.recipes.models.vit import ViTOptions
 
 _EPSILON = 1e-6
 

@@ -7,8 +7,8 @@ import pytest
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.sources import find_sources
+from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.dataset import prepare
-from launcher.recipes.datasets.documents.options import Documents
 
 
 def arrow(path, *texts):
