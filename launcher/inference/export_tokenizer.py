@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from launcher.config.schema import Config
 from launcher.recipes import InputError
-from launcher.recipes.data.corpus.meta import META, read_meta
+from launcher.recipes.data.corpus.files import META, read_meta
 from launcher.recipes.data.corpus.tokenizer_files import TokenizerFiles, tokenizer_files
 from launcher.recipes.data.corpus.tokenizers import BYTES, tokenizer_fingerprint
 from launcher.recipes.datasets.documents import Documents

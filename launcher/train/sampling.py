@@ -13,8 +13,7 @@ from launcher.arrays.stacked_array import StackedArray
 from launcher.checkpoint.adapters import adapted_kernel, adapters_of, without_adapters
 from launcher.checkpoint.names import flat_name, map_named
 from launcher.config.schema import Config
-from launcher.inference.model_layout import layout_of
-from launcher.inference.placed_model import ModelPlaces, everywhere, text_generator
+from launcher.inference.placed_model import ModelPlaces, everywhere, layout_of, text_generator
 from launcher.plan import Plan
 from launcher.recipes.models.decoding import Generator
 

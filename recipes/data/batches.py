@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
-from launcher.recipes import Batches
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.protocols import Batch, Batches
 
 
 def batches(
@@ -41,7 +38,8 @@ class _Order:
     seed: int
 
     def __call__(self, k: int) -> np.ndarray:
-        return cast(np.ndarray, self._passes[k])
+        numbers: np.ndarray = self._passes[k]
+        return numbers
 
     @functools.cached_property
     def _passes(self) -> Any:

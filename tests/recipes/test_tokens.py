@@ -8,7 +8,7 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.data.corpus.meta import CorpusMeta, TokenPart, write_meta
+from launcher.recipes.data.corpus.files import CorpusMeta, TokenPart, write_meta
 from launcher.recipes.datasets.mixture import Mixture
 from launcher.recipes.datasets.text import Text
 from launcher.recipes.datasets.tokens import Tokens

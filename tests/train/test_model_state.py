@@ -163,9 +163,9 @@ def returns(make):
     return counting(lambda params, state, batch, key: make(params.sum(), state))
 
 
-NESTED = (
-    "the loss of a model with state must return (loss, (metrics, state)), one number, a dict of "
-    "further ones, maybe an empty one, and the new state"
+RETURNS = (
+    "the model's loss must return (loss, metrics), one number and a dict of further ones, or, of a "
+    "Model(init, loss, has_state=True), (loss, (metrics, state)); it returns"
 )
 ALIKE = (
     "the state that the model's loss returns must have the names, shapes and dtypes of the one it "
@@ -192,16 +192,15 @@ REFUSED = [
     ),
     (
         returns(lambda value, state: (value, state)),
-        f"{NESTED}; it returns (float32[], a dict)",
+        f"{RETURNS} (float32[], a dict), with has_state=True",
     ),
     (
         returns(lambda value, state: (value, {}, state)),
-        f"{NESTED}; it returns (float32[], a dict, a dict)",
+        f"{RETURNS} (float32[], a dict, a dict), with has_state=True",
     ),
     (
         returns(lambda value, state: (value, (state, {}))),
-        "the model's loss returns (loss, (state, metrics)); the metrics come first: "
-        "(loss, (metrics, state))",
+        f"{ALIKE}; it lacks state['count']",
     ),
     (
         returns(lambda value, state: (value, ({}, {"count": state["count"]}))),
@@ -229,8 +228,7 @@ REFUSED = [
     ),
     (
         Model(lambda key: jnp.ones(3), lambda p, b, k: (p.sum(), ({}, {"count": 1}))),
-        "the model's loss returns (loss, (metrics, state)), which a model with state does; say "
-        "Model(init, loss, has_state=True), or return (loss, metrics)",
+        f"{RETURNS} (float32[], (a dict, a dict)), with has_state=False",
     ),
 ]
 

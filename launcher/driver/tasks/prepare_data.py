@@ -71,8 +71,7 @@ class TokenizeTask(TaskKind):
             launcher.recipes.InputError: they cannot be used.
             OSError: a file cannot be read or written.
         """
-        from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
-        from launcher.recipes.datasets.documents.dataset import preparation
+        from launcher.recipes.datasets.documents.prepare import train_tokenizer
 
         options, path = _documents(config), Path(config.tokenize.path).expanduser()
         if os.path.lexists(path) or not path.parent.is_dir():
@@ -88,7 +87,7 @@ class TokenizeTask(TaskKind):
                 ["tokenize.path"],
             )
         with status(console, f"training a tokenizer on {options.path}"):
-            size = train_tokenizer(preparation(options), config.tokenize.vocab_size, path)
+            size = train_tokenizer(options, config.tokenize.vocab_size, path)
         console.print(f"a tokenizer of {size:,} tokens is in {path}", soft_wrap=True)
         return 0
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from launcher.recipes import InputError
-from launcher.recipes.data.corpus.tokenizers import Tokenizer
-from launcher.recipes.data.corpus.values import check_text
+from launcher.recipes.data.corpus.documents import check_text
+from launcher.recipes.protocols import InputError, Tokenizer
 
 # Named templates, for tokenizers that bring none.
 TEMPLATES = {

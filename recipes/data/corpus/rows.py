@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from launcher.recipes import InputError
 from launcher.recipes.data.corpus.files import Stream
 from launcher.recipes.data.skipping import BadSampleError, Skipping
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.protocols import Batch, InputError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.recipes import InputError
 from launcher.recipes.data.corpus.chat import TEMPLATES
 from launcher.recipes.data.corpus.tokenizers import BYTES, load_tokenizer
+from launcher.recipes.protocols import InputError
 
 _TEMPLATE = "chat_template.jinja"
 _SETTINGS = "tokenizer_config.json"

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from launcher.arrays.npz import Header, read_arrays, read_headers
 from launcher.base import DamagedError, missing_path
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes import Batch, Batches, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
-from launcher.recipes.data.corpus.fingerprint import fingerprint_of
+from launcher.recipes.data.files import fingerprint_of
 from launcher.recipes.datasets.arrays import Arrays
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
 
 _KINDS = "biufc"  # booleans and numbers, as NumPy names them
 _REMEDY = "write one with numpy.savez(path, x=x, y=y)"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from launcher.base import lacking
-from launcher.recipes import Dataset, InputError
+from launcher.recipes import Batch, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.datasets.digits import CLASSES, SIDE, Digits
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
 
 _COUNT = 1797
 

@@ -6,23 +6,18 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes import Batch, Batches, Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import held_out
-from launcher.recipes.data.corpus.files import find_corpus
-from launcher.recipes.data.corpus.meta import CorpusMeta
+from launcher.recipes.data.corpus.files import CorpusMeta, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
-from launcher.recipes.data.corpus.tokenizers import Tokenizer
 from launcher.recipes.data.masking import Gather, as_the_model_takes
 from launcher.recipes.datasets.mixture import Mixture
 from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
 
 
 class _MixedPart(NamedTuple):
@@ -148,7 +143,8 @@ class _Mixed:
     seed: int
 
     def __call__(self, k: int) -> np.ndarray:
-        return cast(np.ndarray, self._batches[k])
+        numbers: np.ndarray = self._batches[k]
+        return numbers
 
     @functools.cached_property
     def _batches(self) -> Any:

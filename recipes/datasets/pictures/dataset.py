@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes import Batch, Batches, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.skipping import BadSampleError, Skipping
 from launcher.recipes.datasets.pictures import Pictures
@@ -31,9 +31,6 @@ from launcher.recipes.datasets.pictures.index import (
     refused_picture,
 )
 from launcher.recipes.datasets.pictures.scan import source_files
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
 
 _THREADS = 16
 

@@ -22,7 +22,7 @@ from launcher.arrays.npz import read_arrays, write_arrays
 from launcher.base import DamagedError
 from launcher.base.cache_folder import cache_folder
 from launcher.recipes import InputError
-from launcher.recipes.data.corpus.fingerprint import fingerprint_of
+from launcher.recipes.data.files import fingerprint_of
 from launcher.recipes.datasets.pictures.decode import BadPictureError, check_whole, open_picture
 from launcher.recipes.datasets.pictures.scan import FoundPicture, scanned, source_files
 

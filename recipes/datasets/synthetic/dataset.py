@@ -7,17 +7,14 @@ memory. The seed of the run only changes their order. Validation uses the next n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from launcher.recipes import Dataset, InputError
+from launcher.recipes import Batch, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out, next_token_batch
 from launcher.recipes.data.masking import Gather, as_the_model_takes
 from launcher.recipes.datasets.synthetic import Synthetic
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
 
 _NOISE = 0.3  # of pictures, beside patterns of deviation 1
 

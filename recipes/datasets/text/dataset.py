@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.recipes import Dataset, InputError
+from launcher.recipes import Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out, next_token_batch
-from launcher.recipes.data.corpus.fingerprint import fingerprint_of
-from launcher.recipes.data.corpus.tokenizers import Tokenizer, plain_bytes
+from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.data.files import (
     FileSlice,
     find_stdlib,
     find_text,
+    fingerprint_of,
     split,
     stdlib_folder,
     total_size,

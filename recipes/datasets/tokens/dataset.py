@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes import Batches, Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.files import Corpus, Stream, find_corpus
-from launcher.recipes.data.corpus.fingerprint import fingerprint_of
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
-from launcher.recipes.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer
+from launcher.recipes.data.files import fingerprint_of
 from launcher.recipes.data.masking import as_the_model_takes
 from launcher.recipes.data.skipping import Skipping
 from launcher.recipes.datasets.tokens import Tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, inputs] to float [batch, hidden_size]."""
-        normed = cast(jax.Array, per_slice(self.norm)(self.dense(x)))
+        normed: Any = per_slice(self.norm)(self.dense(x))
         return self.dropout(nnx.relu(normed))
 
 
