@@ -11,7 +11,7 @@ import glob
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,17 @@ class TokenFile:
     text: Path | None = None
 
 
+class _Opened:
+    """An open file, closed when nobody reads from it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Token files, one behind the other, and what the folder says of them if it is a prepared one.
@@ -178,145 +189,7 @@ class Corpus:
     @property
     def count(self) -> int:
         """The number of tokens."""
-        return sum(file.count for file in self.files)
-
-
-def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Corpus:
-    """Return the token files that `path` names, by name, from their sizes and headers alone.
-
-    Args:
-        path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
-            or a glob.
-        dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
-            they are of says, or uint16, as nanoGPT writes them.
-        key: the setting that names it.
-
-    Raises:
-        InputError: there are none, or one is not a token file.
-    """
-    source, root = f"{key}={path}", Path(path).expanduser()
-    if (root / META).is_file():
-        return _prepared(source, root)
-    if root.is_dir():
-        paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file())
-    elif glob.has_magic(path):
-        paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
-    else:
-        paths = [root] if root.is_file() else []
-    if not paths:
-        missing = "names no file" if glob.has_magic(path) else missing_path(root)
-        what = "holds no .bin or .npy file" if root.is_dir() else missing
-        raise InputError(f"{source} {what}; {_REMEDY}")
-    for file in paths:
-        if file.suffix not in ENDINGS:
-            raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
-    kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
-    files = [_plain(source, file, dtype, kind_in) for file in paths]
-    if not sum(file.count for file in files):
-        raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
-    return Corpus(source, tuple(file for file in files if file.count))
-
-
-def _remedy_for(file: Path) -> str:
-    """Return what to do with a file that holds no tokens."""
-    for format, endings in SUFFIXES.items():
-        if file.suffix in endings:
-            named = f"documents dataset.format={format}" if format == "text" else format
-            return (
-                f"make tokens of its documents with task=prepare_data dataset={named}, and name "
-                "the folder that this writes"
-            )
-    return _REMEDY
-
-
-def _prepared(source: str, root: Path) -> Corpus:
-    meta = read_meta(root, source)
-    files = []
-    for part in meta.parts:
-        file = root / f"{part.name}.bin"
-        size = file.stat().st_size if file.is_file() else -1
-        if size != part.tokens * meta.dtype.itemsize:
-            found = "is missing" if size < 0 else f"holds {size:,} bytes"
-            raise InputError(
-                f"{source}: {file} {found}, and {META} says {part.tokens:,} tokens of "
-                f"{meta.dtype}; run task=prepare_data again"
-            )
-        mask = root / f"{part.name}.mask" if meta.masked else None
-        text = root / f"{part.name}.bytes" if part.text_bytes is not None else None
-        ends = root / f"{part.name}.ends"
-        if part.tokens:
-            files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
-    if not files:
-        raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
-    return Corpus(source, tuple(files), meta)
-
-
-def _plain(
-    source: str, path: Path, dtype: str, kind_in: Callable[[Path], np.dtype[Any]]
-) -> TokenFile:
-    if not os.access(path, os.R_OK):
-        raise InputError(f"{source}: you may not read {path}; change its permissions")
-    if path.suffix == ".npy":
-        return _npy(source, path, dtype)
-    if dtype == "auto":
-        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
-        kind = kind_in(path.parent) if is_part else np.dtype("<u2")
-    else:
-        kind = np.dtype(dtype).newbyteorder("<")
-    size = path.stat().st_size
-    if size % kind.itemsize:
-        raise InputError(
-            f"{source}: {path} holds {size:,} bytes, which is not a whole number of {kind.name} "
-            "tokens; it was cut short, or dataset.dtype is another"
-        )
-    return TokenFile(path, kind, 0, size // kind.itemsize)
-
-
-def _npy(source: str, path: Path, dtype: str) -> TokenFile:
-    try:
-        with open(path, "rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
-                version, np.lib.format.read_array_header_2_0
-            )
-            shape, _, kind = read(file)
-            offset = file.tell()
-    except ValueError as error:
-        raise InputError(f"{source}: {path} is not a .npy file ({error})") from None
-    if len(shape) != 1 or kind.kind not in "iu":
-        raise InputError(
-            f"{source}: {path} holds {kind} {list(shape)}; tokens are integers in one dimension"
-        )
-    if dtype not in ("auto", kind.name):
-        raise InputError(f"{source}: {path} holds {kind}, not dataset.dtype={dtype}; leave it out")
-    if path.stat().st_size < offset + shape[0] * kind.itemsize:
-        raise InputError(
-            f"{source}: {path} is cut short: {path.stat().st_size:,} bytes for {shape[0]:,} "
-            f"tokens of {kind}"
-        )
-    return TokenFile(path, kind, offset, shape[0])
-
-
-class _Opened:
-    """An open file, closed when nobody reads from it any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The tokens of several files as one sequence, of which ranges are read.
-
-    Attributes:
-        files: the files.
-    """
-
-    files: Sequence[TokenFile]
+        return int(self.starts[-1])
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -413,3 +286,110 @@ class Stream:
                 f"{path} ends before token {first + number:,}: it was cut short while it was read"
             )
         return np.frombuffer(content, dtype)
+
+
+def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Corpus:
+    """Return the token files that `path` names, by name, from their sizes and headers alone.
+
+    Args:
+        path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
+            or a glob.
+        dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
+            they are of says, or uint16, as nanoGPT writes them.
+        key: the setting that names it.
+
+    Raises:
+        InputError: there are none, or one is not a token file.
+    """
+    source, root = f"{key}={path}", Path(path).expanduser()
+    if (root / META).is_file():
+        return _prepared(source, root)
+    if root.is_dir():
+        paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file())
+    elif glob.has_magic(path):
+        paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
+    else:
+        paths = [root] if root.is_file() else []
+    if not paths:
+        missing = "names no file" if glob.has_magic(path) else missing_path(root)
+        what = "holds no .bin or .npy file" if root.is_dir() else missing
+        raise InputError(f"{source} {what}; {_REMEDY}")
+    for file in paths:
+        if file.suffix not in ENDINGS:
+            raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
+    kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
+    files = [_plain(source, file, dtype, kind_in) for file in paths]
+    if not sum(file.count for file in files):
+        raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
+    return Corpus(source, tuple(file for file in files if file.count))
+
+
+def _remedy_for(file: Path) -> str:
+    """Return what to do with a file that holds no tokens."""
+    for format, endings in SUFFIXES.items():
+        if file.suffix in endings:
+            named = f"documents dataset.format={format}" if format == "text" else format
+            return (
+                f"make tokens of its documents with task=prepare_data dataset={named}, and name "
+                "the folder that this writes"
+            )
+    return _REMEDY
+
+
+def _prepared(source: str, root: Path) -> Corpus:
+    meta = read_meta(root, source)
+    files = []
+    for part in meta.parts:
+        file = root / f"{part.name}.bin"
+        size = file.stat().st_size if file.is_file() else -1
+        if size != part.tokens * meta.dtype.itemsize:
+            found = "is missing" if size < 0 else f"holds {size:,} bytes"
+            raise InputError(
+                f"{source}: {file} {found}, and {META} says {part.tokens:,} tokens of "
+                f"{meta.dtype}; run task=prepare_data again"
+            )
+        mask = root / f"{part.name}.mask" if meta.masked else None
+        text = root / f"{part.name}.bytes" if part.text_bytes is not None else None
+        ends = root / f"{part.name}.ends"
+        if part.tokens:
+            files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
+    if not files:
+        raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
+    return Corpus(source, tuple(files), meta)
+
+
+def _plain(
+    source: str, path: Path, dtype: str, kind_in: Callable[[Path], np.dtype[Any]]
+) -> TokenFile:
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{source}: you may not read {path}; change its permissions")
+    if path.suffix == ".npy":
+        return _npy(source, path, dtype)
+    if dtype == "auto":
+        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
+        kind = kind_in(path.parent) if is_part else np.dtype("<u2")
+    else:
+        kind = np.dtype(dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size % kind.itemsize:
+        raise InputError(
+            f"{source}: {path} holds {size:,} bytes, which is not a whole number of {kind.name} "
+            "tokens; it was cut short, or dataset.dtype is another"
+        )
+    return TokenFile(path, kind, 0, size // kind.itemsize)
+
+
+def _npy(source: str, path: Path, dtype: str) -> TokenFile:
+    try:
+        array: np.ndarray = np.load(path, "r", allow_pickle=False)
+        offset: int = array.offset  # type: ignore[attr-defined]
+    except (ValueError, EOFError, AttributeError) as error:
+        raise InputError(f"{source}: {path} is not a whole .npy file ({error})") from None
+    shape, kind = array.shape, array.dtype
+    if len(shape) != 1 or kind.kind not in "iu":
+        raise InputError(
+            f"{source}: {path} holds {kind} {list(shape)}; tokens are integers in one dimension"
+        )
+    if dtype not in ("auto", kind.name):
+        raise InputError(f"{source}: {path} holds {kind}, not dataset.dtype={dtype}; leave it out")
+    return TokenFile(path, kind, offset, shape[0])

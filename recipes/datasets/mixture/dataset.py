@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,12 +60,7 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         seed: picks the order of the training data.
     """
     parts = list(_parts(options, model_options))
-    numbers = _Mixed(
-        tuple(part.train for part in parts),
-        tuple(part.weight for part in parts),
-        global_batch_size,
-        seed,
-    )
+    numbers = _mixed(parts, global_batch_size, seed)
     held = [part.held for part in parts]
     masks = (part.mask_token for part in parts)  # all made by one tokenizer, where known
     mask = next((mask for mask in masks if mask is not None), None)
@@ -129,35 +123,27 @@ def check_tokenizers(options: Mixture) -> None:
         first = first or (name, meta)
 
 
-@dataclass(frozen=True)
-class _Mixed:
-    """The sample numbers of batches of a mixture; called with k, it returns those of batch k.
+def _mixed(parts: Sequence[_MixedPart], batch_size: int, seed: int) -> Callable[[int], np.ndarray]:
+    """Return a function from k to the sample numbers of batch k.
 
     Those of a part follow those of the parts before it. Each part is shuffled anew for each pass
     over it, and passes over the parts end at different times.
     """
 
-    counts: tuple[int, ...]
-    weights: tuple[float, ...]
-    batch_size: int
-    seed: int
-
-    def __call__(self, k: int) -> np.ndarray:
-        numbers: np.ndarray = self._batches[k]
-        return numbers
-
-    @functools.cached_property
-    def _batches(self) -> Any:
+    @functools.cache
+    def mixed() -> Any:
         import grain  # here: as in `launcher.recipes.data.batches`
 
-        starts = [0, *itertools.accumulate(self.counts)]
+        starts = [0, *itertools.accumulate(part.train for part in parts)]
         # Parts of one size must not have one order.
-        seeds = np.random.SeedSequence(self.seed).generate_state(len(self.counts))
+        seeds = np.random.SeedSequence(seed).generate_state(len(parts))
         passes = [
-            grain.MapDataset.range(start, stop).seed(int(seed)).shuffle().repeat()
-            for start, stop, seed in zip(starts, starts[1:], seeds, strict=False)
+            grain.MapDataset.range(start, stop).seed(int(own)).shuffle().repeat()
+            for start, stop, own in zip(starts, starts[1:], seeds, strict=False)
         ]
-        return grain.MapDataset.mix(passes, list(self.weights)).batch(self.batch_size)
+        return grain.MapDataset.mix(passes, [part.weight for part in parts]).batch(batch_size)
+
+    return lambda k: mixed()[k]
 
 
 def _parts(options: Mixture, model_options: Any) -> Iterator[_MixedPart]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from launcher.recipes import Batches, Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
-from launcher.recipes.data.corpus.files import Corpus, Stream, find_corpus
+from launcher.recipes.data.corpus.files import Corpus, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.data.files import fingerprint_of
@@ -98,8 +98,8 @@ def bytes_per_target(options: Tokens, model_options: Any, rows: int) -> float | 
     meta = ranges.validation.meta
     if meta is None or meta.masked or options.packing == "documents":
         return None
-    stream, count = Stream(ranges.validation.files), rows * model_options.sequence_length
-    size = stream.text_bytes(ranges.validation_start + 1, count)
+    count = rows * model_options.sequence_length
+    size = ranges.validation.text_bytes(ranges.validation_start + 1, count)
     return None if size is None else size / count
 
 
@@ -156,7 +156,7 @@ def row_makers(
     def maker(corpus: Corpus, first: int, stop: int) -> RowMaker:
         skips = options.bad == "skip"
         return RowMaker(
-            Stream(corpus.files),
+            corpus,
             length,
             first,
             vocab_size=model_options.vocab_size,

@@ -18,7 +18,7 @@ import pytest
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus import sources
-from launcher.recipes.data.corpus.files import Stream, find_corpus
+from launcher.recipes.data.corpus.files import find_corpus
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.prepare import (
@@ -42,9 +42,8 @@ def lines(path, texts, field="text"):
 def texts_in(folder):
     """The documents in a folder of tokens, by its index."""
     corpus = find_corpus(str(folder))
-    decode, stream = load_tokenizer("bytes").decode, Stream(corpus.files)
-    tokens = stream.tokens(0, corpus.count)
-    begins = np.flatnonzero(stream.begins(0, tokens, None))
+    decode, tokens = load_tokenizer("bytes").decode, corpus.tokens(0, corpus.count)
+    begins = np.flatnonzero(corpus.begins(0, tokens, None))
     return [decode(part.tolist()) for part in np.split(tokens, begins[1:])]
 
 

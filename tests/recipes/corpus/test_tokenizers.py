@@ -10,7 +10,7 @@ import tiktoken
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.chat import chat_encoder
-from launcher.recipes.data.corpus.files import Stream, find_corpus
+from launcher.recipes.data.corpus.files import find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer, tokenizer_fingerprint
 from launcher.recipes.datasets.documents import Documents
@@ -162,7 +162,7 @@ def test_parts_of_text_are_joined_to_the_content_of_a_message(tmp_path):
     source.write_text(json.dumps({"messages": talk}) + "\n")
     work = Documents(path=str(source), field="messages", chat_template="plain", tokens=out)
     meta = prepare_corpus(work, 1)
-    tokens = Stream(find_corpus(out).files).tokens(0, meta.tokens - 1)
+    tokens = find_corpus(out).tokens(0, meta.tokens - 1)
     assert load_tokenizer("bytes").decode(tokens.tolist()) == "user: hi\nassistant: hello\n"
     assert meta.text_bytes is None  # of conversations
 
@@ -210,7 +210,7 @@ def test_a_prepared_conversation_weighs_its_answers_alone(tmp_path):
     work = Documents(path=str(source), field="messages", chat_template="plain", tokens=out)
     assert prepare_corpus(work, 1).masked
     corpus = find_corpus(out)
-    maker = RowMaker(Stream(corpus.files), corpus.count - 1, 0, 257, masked=True)
+    maker = RowMaker(corpus, corpus.count - 1, 0, 257, masked=True)
     batch = maker(np.array([0]))
     learned = batch["targets"][0][batch["weights"][0] == 1]
     assert load_tokenizer("bytes").decode(learned) == "hello\nbye\n"
