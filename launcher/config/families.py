@@ -21,6 +21,21 @@ from launcher.config.fields import Switch
 _PACKAGES = ("launcher.recipes.models", "launcher.recipes.datasets")
 
 
+# Settings of a model that say what it takes.
+_TAKING = {
+    "text": ("vocab_size", "sequence_length"),
+    "vectors": ("input_size", "output_size"),
+    "pictures": ("image_size", "channels"),
+}
+_MODELS_FOR = {"text": "model=gpt", "pictures": "model=vit, resnet, wide_resnet or unet"}
+
+
+def taken_by(model: Any) -> str:
+    """Return what a model takes by its settings: a key of `_TAKING`; "" where they do not say."""
+    kinds = (kind for kind, names in _TAKING.items() if all(hasattr(model, n) for n in names))
+    return next(kinds, "")
+
+
 class ModelOptions:
     """Settings of a model family. A subclass is a frozen dataclass with a field for each setting.
 
@@ -56,14 +71,23 @@ class DatasetOptions:
     Attributes:
         name: the family's name, the value of `dataset.name`, a field with a default.
         switches: settings that need another setting.
+        holds: what models may take of it, as `taken_by` names it; empty: anything.
     """
 
     name: str
     switches: ClassVar[tuple[Switch, ...]] = ()
+    holds: ClassVar[tuple[str, ...]] = ()
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings and a model's."""
-        yield from ()
+        taken = taken_by(model)
+        if taken and self.holds and taken not in self.holds:
+            yield ConfigError(
+                f"model={model.name} cannot learn from dataset={self.name}: "
+                f"it takes {taken}, not {self.holds[0]}",
+                f"Use dataset=synthetic or {_MODELS_FOR[self.holds[0]]}.",
+                ["model.name", "dataset.name"],
+            )
 
     def notes(self, model: ModelOptions) -> Iterator[str]:
         """Yield hints about allowed settings, one line each."""

@@ -97,8 +97,7 @@ class CorpusMeta:
     def text_bytes(self) -> int | None:
         """The length of all documents as UTF-8; None: it is not known of all."""
         sizes = [part.text_bytes for part in self.parts]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+        return None if None in sizes else sum(filter(None, sizes))
 
     @property
     def skipped(self) -> int:

@@ -37,9 +37,8 @@ def check(options: Digits, model_options: Any, validation: bool) -> None:
     else:
         wanted = {"input_size": SIDE * SIDE, "output_size": CLASSES}
     for name, size in wanted.items():
-        there = getattr(model_options, name, None)
-        fits = there == size or (name == "num_classes" and there is not None and there > size)
-        if not fits:
+        own = getattr(model_options, name, 0)
+        if own < size or (own > size and name != "num_classes"):
             raise InputError(
                 f"model.name={model_options.name} does not take digits: they need "
                 f"model.{name}={size}"

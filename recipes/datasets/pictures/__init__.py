@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.config.errors import ConfigError
-from launcher.config.families import DatasetOptions, ModelOptions, register
+from launcher.config.families import DatasetOptions, register
 from launcher.config.fields import Switch, choice, number
 
 
@@ -16,6 +14,7 @@ class Pictures(DatasetOptions):
     """Pictures in folders, a class each, in WebDataset's tar files, or in `.npz` files."""
 
     name: str = "pictures"
+    holds = ("pictures",)
     path: str
     format: str = choice("folder", "folder", "tar", "npz")
     fit: str = choice("crop", "crop", "pad", "stretch")
@@ -36,12 +35,3 @@ class Pictures(DatasetOptions):
             "leave that out",
         ),
     )
-
-    def check(self, model: ModelOptions) -> Iterator[ConfigError]:
-        """Yield an error for a model that takes no pictures."""
-        if getattr(model, "vocab_size", None) is not None or hasattr(model, "input_size"):
-            yield ConfigError(
-                f"model={model.name} cannot learn from dataset={self.name}: it takes no pictures",
-                "Use model=vit, resnet, wide_resnet or unet.",
-                ["model.name", "dataset.name"],
-            )

@@ -16,16 +16,12 @@ VOCABULARY = 256  # the values of a byte
 class Bytes(DatasetOptions):
     """Text as bytes: what it asks of a model."""
 
+    holds = ("text",)
+
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
-        """Yield an error for a model that takes vectors, or one whose vocabulary is too small."""
+        """Yield an error for a model that takes no text, or one whose vocabulary is too small."""
+        yield from super().check(model)
         rows = getattr(model, "vocab_size", None)
-        if rows is None and hasattr(model, "input_size"):
-            yield ConfigError(
-                f"model={model.name} cannot learn from dataset={self.name}: "
-                "it takes vectors, not text",
-                "Use dataset=synthetic or model=gpt.",
-                ["model.name", "dataset.name"],
-            )
         if rows is not None and rows < VOCABULARY:
             yield ConfigError(
                 f"model.vocab_size={rows} is too small for dataset={self.name}, which is bytes",

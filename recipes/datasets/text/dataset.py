@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from launcher.config.families import taken_by
 from launcher.recipes import Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.files import Corpus, TokenFile
@@ -104,7 +105,7 @@ def fingerprint(options: StdlibText | Text) -> str:
 
 
 def _find(options: Any, model_options: Any) -> _Text:
-    if not hasattr(model_options, "vocab_size") or not hasattr(model_options, "sequence_length"):
+    if taken_by(model_options) != "text":
         raise InputError(
             f"dataset.name={options.name} holds text, which model.name={model_options.name} "
             "does not take; choose model=gpt or dataset=synthetic"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.config.errors import ConfigError
-from launcher.config.families import DatasetOptions, ModelOptions, register
+from launcher.config.families import DatasetOptions, ModelOptions, register, taken_by
 from launcher.config.fields import Switch, choice, number
 
 IS_PACKED = Switch(
@@ -21,18 +21,13 @@ IS_PACKED = Switch(
 class TokenRows(DatasetOptions):
     """Rows of tokens: what they ask of a model."""
 
+    holds = ("text",)
     packing: str
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
-        """Yield an error for a model that takes vectors, or one that attends across documents."""
-        if getattr(model, "vocab_size", None) is None and hasattr(model, "input_size"):
-            yield ConfigError(
-                f"model={model.name} cannot learn from dataset={self.name}: "
-                "it takes vectors, not tokens",
-                "Use dataset=synthetic or model=gpt.",
-                ["model.name", "dataset.name"],
-            )
-        elif self.packing == "documents" and not model.keeps_documents:
+        """Yield an error for a model that takes no text, or one that attends across documents."""
+        yield from super().check(model)
+        if taken_by(model) == "text" and self.packing == "documents" and not model.keeps_documents:
             yield ConfigError(
                 f"model={model.name} attends to all of a row, also where "
                 "dataset.packing=documents packs several documents into one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from launcher.config.families import taken_by
 from launcher.recipes import Batches, Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.files import Corpus, find_corpus
@@ -122,7 +123,7 @@ def tokenizer(options: Tokens) -> Tokenizer:
 
 def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:
     """Find the files and split their tokens; raises InputError where they do not fit the model."""
-    if not hasattr(model_options, "vocab_size") or not hasattr(model_options, "sequence_length"):
+    if taken_by(model_options) != "text":
         raise InputError(
             f"dataset.name={options.name} holds tokens, which model.name={model_options.name} "
             "does not take; choose model=gpt or dataset=synthetic"
