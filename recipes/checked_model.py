@@ -7,7 +7,7 @@ line that says what is wrong and what to return instead.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,29 +93,23 @@ def _check_arguments(model: Model, count: int) -> None:
 
 def _check_state(new: Any, state: Any) -> None:
     """Refuse a state whose structure, shapes or dtypes are not those of the given one."""
-    changed = next(_changes(new, state), None)
-    if changed:
-        raise InputError(
-            "the state that the model's loss returns must have the names, shapes and dtypes of the "
-            f"one it was given; {changed}"
-        )
-
-
-def _changes(new: Any, state: Any) -> Iterator[str]:
-    """Say what differs between two states."""
     now, before = (
-        {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (new, state)
+        {_name(path): _in_words(jnp.asarray(leaf)) for path, leaf in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (new, state))
     )
-    for name, leaf in before.items():
-        if name not in now:
-            yield f"it lacks {name}"
-        elif (was := _in_words(leaf)) != (this := _in_words(jnp.asarray(now[name]))):
-            yield f"{name} is {this}, and was {was}"
-    yield from (f"it has {name}, which init does not return" for name in now if name not in before)
     trees: list[Any] = [jax.tree.structure(tree) for tree in (new, state)]
-    if trees[0] != trees[1]:
-        yield f"it is {_in_words(new)}, and was {_in_words(state)}"
+    for name in before | now:
+        if now.get(name) != before.get(name):
+            changed = f"{name} is {now.get(name, 'missing')}, and was {before.get(name, 'missing')}"
+            break
+    else:
+        if trees[0] == trees[1]:
+            return
+        changed = f"it is {_in_words(new)}, and was {_in_words(state)}"
+    raise InputError(
+        "the state that the model's loss returns must have the names, shapes and dtypes of the "
+        f"one it was given; {changed}"
+    )
 
 
 def _check_numbers(value: Any, metrics: Metrics) -> None:

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class NamedTokenizer(NamedTuple):
-    """A tokenizer by what `dataset.tokenizer` would name it.
+    """A tokenizer as `dataset.tokenizer` would name it.
 
     Attributes:
         name: that.

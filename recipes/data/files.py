@@ -5,10 +5,11 @@ Everything here works on names and sizes; no file is opened.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +40,31 @@ class FileSlice:
     def size(self) -> int:
         """The number of bytes."""
         return self.stop - self.start
+
+
+def named_files(
+    named: str, path: str, in_folder: Callable[[Path], Iterable[Path]], remedy: str
+) -> list[Path]:
+    """Return the files that a path names, by name: one file, or those of a folder or a glob.
+
+    Args:
+        named: what the user wrote, as `dataset.path=…`.
+        path: the path.
+        in_folder: returns those of a folder, and maybe what is no file.
+        remedy: what to name instead, where there is nothing.
+
+    Raises:
+        InputError: there is no such file or folder.
+    """
+    root = Path(path).expanduser()
+    paths: Iterable[Path] = [root]
+    if root.is_dir():
+        paths = in_folder(root)
+    elif glob.has_magic(path) and not root.is_file():
+        paths = map(Path, glob.glob(str(root), recursive=True))
+    elif not root.is_file():
+        raise InputError(f"{named} {missing_path(root)}; {remedy}")
+    return sorted(path for path in paths if path.is_file())
 
 
 def total_size(pieces: Sequence[FileSlice]) -> int:

@@ -30,7 +30,7 @@ class Skipping:
 
     Args:
         count: how many samples there are, by number.
-        kind: what they are, in a word: pictures, rows.
+        kind: what they are, in a word: pictures, examples.
     """
 
     def __init__(self, count: int, kind: str) -> None:

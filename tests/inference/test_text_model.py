@@ -1,4 +1,4 @@
-"""`launcher/inference/model_layout.py`, `placed_model.py`: a generating model on its devices."""
+"""`launcher/inference/placed_model.py`: a generating model on its devices."""
 
 import dataclasses
 import json

@@ -72,7 +72,7 @@ def test_what_is_prepared_trains_and_has_its_tokenizer(given):
     text = tokenizer_of(given).decode(batch["tokens"].ravel().tolist())
     assert "docu" in text
     long = SimpleNamespace(name="gpt", vocab_size=257, sequence_length=10**6)
-    with pytest.raises(InputError, match="less than one row"):
+    with pytest.raises(InputError, match="less than one example"):
         check_dataset(given, long, validation=False)
 
 

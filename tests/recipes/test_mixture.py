@@ -45,7 +45,7 @@ def test_rows_come_by_their_weights_and_each_part_is_shuffled_anew(tmp_path):
     assert set(held // 1000) == {0, 1}
     assert min(held) >= 360
     assert dataset.describe == (
-        "a mixture: a 75% of 89 rows, b 25% of 44 rows; 13 rows held out for validation"
+        "a mixture: a 75% of 89 examples, b 25% of 44 examples; 13 examples held out for validation"
     )
 
 

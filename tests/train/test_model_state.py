@@ -200,15 +200,15 @@ REFUSED = [
     ),
     (
         returns(lambda value, state: (value, (state, {}))),
-        f"{ALIKE}; it lacks state['count']",
+        f"{ALIKE}; state['count'] is missing, and was int32[]",
     ),
     (
         returns(lambda value, state: (value, ({}, {"count": state["count"]}))),
-        f"{ALIKE}; it lacks state['mean']",
+        f"{ALIKE}; state['mean'] is missing, and was float32[3]",
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "more": value}))),
-        f"{ALIKE}; it has state['more'], which init does not return",
+        f"{ALIKE}; state['more'] is float32[], and was missing",
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "mean": value}))),

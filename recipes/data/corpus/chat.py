@@ -50,7 +50,7 @@ def chat_encoder(
                 prompt = render(messages[:index], True)
                 whole = render(messages[: index + 1], False)
                 if not (prompt.startswith(before) and whole.startswith(prompt)):
-                    raise ValueError("the chat template changes what was said before an answer")
+                    raise ValueError("the chat template changes the messages before an answer")
                 parts += [prompt[len(before) :], whole[len(prompt) :]]
                 learned += [False, True]
                 before = whole

@@ -7,7 +7,6 @@ is cut short gives an error and no signal, and pages are the kernel's to keep or
 from __future__ import annotations
 
 import functools
-import glob
 import itertools
 import json
 import os
@@ -18,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from launcher.base import missing_path, write_whole
+from launcher.base import write_whole
 from launcher.recipes.data.corpus.sources import SUFFIXES
+from launcher.recipes.data.files import named_files
 from launcher.recipes.protocols import InputError
 
 META = "meta.json"
@@ -303,15 +303,11 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     source, root = f"{key}={path}", Path(path).expanduser()
     if (root / META).is_file():
         return _prepared(source, root)
-    if root.is_dir():
-        paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file())
-    elif glob.has_magic(path):
-        paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
-    else:
-        paths = [root] if root.is_file() else []
+    paths = named_files(
+        source, path, lambda root: (p for p in root.iterdir() if p.suffix in ENDINGS), _REMEDY
+    )
     if not paths:
-        missing = "names no file" if glob.has_magic(path) else missing_path(root)
-        what = "holds no .bin or .npy file" if root.is_dir() else missing
+        what = "holds no .bin or .npy file" if root.is_dir() else "names no file"
         raise InputError(f"{source} {what}; {_REMEDY}")
     for file in paths:
         if file.suffix not in ENDINGS:

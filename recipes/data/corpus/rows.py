@@ -56,8 +56,8 @@ class RowMaker:
             rows = [read(int(number)) for number in which]
         except BadSampleError as error:
             raise InputError(
-                f"{error}; enlarge that, check dataset.dtype and the file, or leave such rows out "
-                "with dataset.bad=skip"
+                f"{error}; enlarge that, check dataset.dtype and the file, or leave such examples "
+                "out with dataset.bad=skip"
             ) from None
         starts = [start for start, _ in rows]
         tokens = np.array([row for _, row in rows], np.int64).reshape(-1, width)

@@ -5,14 +5,14 @@ A piece is a range of bytes or of row groups.
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.base import DamagedError, lacking, missing_path, read_json
+from launcher.base import DamagedError, lacking, read_json
+from launcher.recipes.data.files import named_files
 from launcher.recipes.protocols import InputError
 
 PIECE = 2**24  # bytes of source that are read as one
@@ -51,25 +51,24 @@ def find_sources(path: str, pattern: str | None, format: str) -> list[Path]:
     Raises:
         InputError: there are none.
     """
-    root = Path(path).expanduser()
-    if root.is_file():
-        return [root]
+    root, endings = Path(path).expanduser(), SUFFIXES[format]
     if root.is_dir() and format == "arrow" and pattern is None:
-        paths = saved_files(root, f"dataset.path={path}")
-    elif root.is_dir():
-        endings = SUFFIXES[format]
-        found = root.glob(pattern) if pattern else root.rglob("*")
-        paths = [p for p in found if p.is_file() and (pattern or p.suffix in endings)]
-    elif glob.has_magic(path):
-        paths = [Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()]
+        paths = sorted(saved_files(root, f"dataset.path={path}"))
     else:
-        raise InputError(
-            f"dataset.path={path} {missing_path(root)}; name a file, a folder or a glob"
+        paths = named_files(
+            f"dataset.path={path}",
+            path,
+            lambda root: (
+                root.glob(pattern)
+                if pattern
+                else (p for p in root.rglob("*") if p.suffix in endings)
+            ),
+            "name a file, a folder or a glob",
         )
     if not paths:
-        wanted = pattern or " or ".join(f"*{ending}" for ending in SUFFIXES[format])
+        wanted = pattern or " or ".join(f"*{ending}" for ending in endings)
         raise InputError(f"dataset.path={path} holds no file that fits {wanted}; name another")
-    return sorted(paths)
+    return paths
 
 
 def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[SourcePiece]]:

@@ -50,9 +50,9 @@ def check(options: Arrays, model_options: Any, validation: bool) -> None:
     split = _find(options, model_options)
     if validation and not split.validation:
         raise InputError(
-            f"dataset.validation_fraction={options.validation_fraction} of the {split.train} rows "
-            f"of dataset.path={options.path} holds none out to evaluate on; raise it, or set "
-            "train.eval_every=0"
+            f"dataset.validation_fraction={options.validation_fraction} of the {split.train} "
+            f"examples of dataset.path={options.path} holds none out to evaluate on; raise it, or "
+            "set train.eval_every=0"
         )
 
 
@@ -94,7 +94,7 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     return Dataset(
         train=train,
         validation=validation if count else None,
-        describe=f"{options.path}: {split.train + count:,} rows of {names}{order}, {end}",
+        describe=f"{options.path}: {split.train + count:,} examples of {names}{order}, {end}",
     )
 
 
@@ -166,17 +166,17 @@ def _check_rows(source: str, headers: dict[str, Header]) -> None:
             raise InputError(f"{source}: {name!r} is of type {header.dtype}; it must hold numbers")
         if not header.shape:
             raise InputError(
-                f"{source}: {name!r} is one number; it must have a row for each sample"
+                f"{source}: {name!r} is one number; it must have a row for each example"
             )
     lengths = {name: header.shape[0] for name, header in headers.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} {rows}" for name, rows in lengths.items())
         raise InputError(
-            f"{source}: its arrays have different numbers of rows ({counts}); a row of each is a "
-            "sample: save as many, or say with dataset.names which to take"
+            f"{source}: its arrays have different numbers of examples ({counts}); a row of each is "
+            "one: save as many, or say with dataset.names which to take"
         )
     if not max(lengths.values()):
-        raise InputError(f"{source}: its arrays have no rows; save at least one")
+        raise InputError(f"{source}: its arrays have no examples; save at least one")
 
 
 def _check_fit(name: str, header: Header, wanted: _Wanted) -> None:
@@ -184,7 +184,7 @@ def _check_fit(name: str, header: Header, wanted: _Wanted) -> None:
     if header.shape[1:] != wanted.shape:
         shape = ", ".join(str(size) for size in header.shape)
         raise InputError(
-            f"{name} has the shape [{shape}], and the model takes [rows, {wanted.shape[0]}]; "
+            f"{name} has the shape [{shape}], and the model takes [examples, {wanted.shape[0]}]; "
             f"set {wanted.setting}, or save it in that shape"
         )
     if wanted.integers and header.dtype.kind not in "iu":

@@ -46,7 +46,7 @@ def check(options: Mixture, model_options: Any, validation: bool) -> None:
     if validation and not any(part.held for part in parts):
         raise InputError(
             f"dataset.validation_fraction={options.validation_fraction} of dataset.parts holds out "
-            "no row to evaluate on; raise it, or set train.eval_every=0"
+            "no example to evaluate on; raise it, or set train.eval_every=0"
         )
 
 
@@ -70,9 +70,9 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
     )
     total = sum(part.weight for part in parts)
     shares = ", ".join(
-        f"{part.name} {part.weight / total:.0%} of {part.train:,} rows" for part in parts
+        f"{part.name} {part.weight / total:.0%} of {part.train:,} examples" for part in parts
     )
-    end = f"{sum(held):,} rows held out for validation" if any(held) else "none held out"
+    end = f"{sum(held):,} examples held out for validation" if any(held) else "none held out"
     return Dataset(
         train=Batches(numbers, train, a_sample=0),
         validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,

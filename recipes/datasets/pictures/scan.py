@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from launcher.arrays.npz import read_arrays, read_headers
-from launcher.base import DamagedError, missing_path
+from launcher.base import DamagedError
 from launcher.recipes import InputError
+from launcher.recipes.data.files import named_files
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"}
 _CLASS = "cls"  # the ending of a member that holds a class
@@ -55,24 +56,19 @@ def source_files(path: str, format: str, key: str = "dataset.path") -> list[Path
         InputError: there are none.
     """
     root, suffix = Path(path).expanduser(), f".{format}"
-    if not root.exists() and not glob.has_magic(path):
-        raise InputError(
-            f"{key}={path} {missing_path(root)}; name a file, a folder or a glob, or say "
-            "dataset.format"
-        )
-    if format == "folder":
+    if format == "folder" and (root.exists() or glob.has_magic(path)):
         if not root.is_dir() and not (root.is_file() and root.suffix == _LIST):
             raise InputError(
                 f"{key}={path} is neither a folder of pictures nor a list of them ({_LIST}); "
                 "name one, or say dataset.format"
             )
         return [root]
-    if root.is_dir():
-        found = sorted(p for p in root.iterdir() if p.suffix == suffix and p.is_file())
-    elif glob.has_magic(path):
-        found = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
-    else:
-        found = [root] if root.is_file() else []
+    found = named_files(
+        f"{key}={path}",
+        path,
+        lambda root: (p for p in root.iterdir() if p.suffix == suffix),
+        "name a file, a folder or a glob, or say dataset.format",
+    )
     if not found:
         raise InputError(f"{key}={path} names no file *{suffix}; name a file, a folder or a glob")
     return found
@@ -188,13 +184,13 @@ def _npz(path: Path) -> Iterator[FoundPicture]:
         if len(shape) not in (3, 4) or dtype != np.uint8:
             raise DamagedError(
                 f"'image' is {dtype} {list(shape)}, and pictures are uint8 "
-                "[rows, height, width, channels]"
+                "[examples, height, width, channels]"
             )
         labels = read_arrays(path, ["label"])["label"] if "label" in headers else None
         if labels is not None and (labels.shape != shape[:1] or labels.dtype.kind not in "iu"):
             raise DamagedError(
                 f"'label' is {labels.dtype} {list(labels.shape)}, and classes are an integer "
-                f"for each of {shape[0]} rows"
+                f"for each of {shape[0]} examples"
             )
     except DamagedError as error:
         yield FoundPicture(str(path), "", None, why=str(error))

@@ -47,7 +47,7 @@ def check(options: Tokens, model_options: Any, validation: bool) -> None:
     if validation and not held:
         raise InputError(
             f"dataset.validation_fraction={options.validation_fraction} of {ranges.train.source} "
-            f"holds out no row of {length} + 1 tokens to evaluate on; raise it, name held-out "
+            f"holds out no example of {length} + 1 tokens to evaluate on; raise it, name held-out "
             "tokens with dataset.validation_path, or set train.eval_every=0"
         )
 
@@ -140,8 +140,8 @@ def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:
     length = model_options.sequence_length
     if not rows_between(0, ranges.train_stop, length):
         raise InputError(
-            f"{corpus.source} holds {ranges.train_stop:,} tokens for training, less than one row "
-            f"of {length} + 1 tokens; give more, or lower model.sequence_length"
+            f"{corpus.source} holds {ranges.train_stop:,} tokens for training, less than one "
+            f"example of {length} + 1 tokens; give more, or lower model.sequence_length"
         )
     return ranges
 
@@ -164,7 +164,7 @@ def row_makers(
             packed=options.packing == "documents",
             masked=masked,
             end_token=options.end_token,
-            skipping=Skipping(rows_between(first, stop, length), "rows") if skips else None,
+            skipping=Skipping(rows_between(first, stop, length), "examples") if skips else None,
         )
 
     held = ranges.validation
@@ -203,10 +203,10 @@ def _check_fit(corpus: Corpus, options: Tokens, model_options: Any) -> None:
 
 def _describe(ranges: TokenRanges, count: int, held: int) -> str:
     corpus = ranges.train
-    files, end = len(corpus.files), f"{held:,} rows held out for validation"
+    files, end = len(corpus.files), f"{held:,} examples held out for validation"
     size = f"{corpus.count:,} tokens"
     size += f", {corpus.meta.documents:,} documents" if corpus.meta is not None else ""
     return (
         f"{corpus.source}: {files} file{'s' if files > 1 else ''}, {size}; "
-        f"{count:,} rows, {end if held else 'none held out'}"
+        f"{count:,} examples, {end if held else 'none held out'}"
     )

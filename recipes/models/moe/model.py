@@ -211,7 +211,7 @@ def build(options: MoEOptions, precision: str) -> Model:
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         hidden, (balance, z) = applied(moe, params, batch["tokens"], packing_of(batch))
-        evaluates = key is None  # which compares models by what they predict
+        evaluates = key is None  # which compares predictions alone
         value, metrics = next_token_loss(
             hidden, params, batch, moe.dtype, options.loss_chunks, evaluates
         )

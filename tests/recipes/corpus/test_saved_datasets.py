@@ -1,4 +1,4 @@
-"""`saved_datasets.py`: which files of a dataset as `datasets` saves it are read."""
+"""`sources.py`: which files of a dataset as `datasets` saves it are read."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`recipes/data/corpus/tokenizers.py`, `train_tokenizer.py` and `chat.py`."""
+"""`recipes/data/corpus/tokenizers.py` and `chat.py`, and tokenizers that are trained here."""
 
 import base64
 import json
@@ -137,7 +137,7 @@ def test_bad_conversations_and_templates_are_refused(tmp_path):
         chat_encoder(load_tokenizer("bytes"), "none")
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages | length }}")
-    with pytest.raises(ValueError, match="changes what was said before an answer"):
+    with pytest.raises(ValueError, match="changes the messages before an answer"):
         chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
 
 
