@@ -1,15 +1,15 @@
 """Models and datasets: plain single-device JAX and NumPy code that knows nothing of parallelism.
 
-A family is a folder, `models/<family>/` or `datasets/<family>/`. `options.py` defines its settings,
-a frozen dataclass; it is imported to check them, so it imports neither JAX nor Grain. `model.py` or
-`dataset.py` builds what they describe: a model's has `build(options, precision) -> Model`, a
-dataset's has `check(options, model_options, validation)` and `build(options, model_options,
-global_batch_size, seed) -> Dataset`, `fingerprint(options) -> str` where its content may change,
-and `tokenizer(options) -> Tokenizer` where it is text; `bytes_per_target(options, model_options,
-rows) -> float | None` where the text has a length; `is_prepared(options) -> bool` and
-`prepare(options, processes, progress) -> str` where something is made of the data once. A module of
-the user's own is named by the setting `model.module` or `dataset.module` and has the same
-functions.
+A family is a folder, `models/<family>/` or `datasets/<family>/`. Its `__init__.py` defines its
+settings, a frozen dataclass; it is imported to check them, so it imports neither JAX nor Grain.
+`model.py` or `dataset.py` builds what they describe. A model's has `build(options, precision) ->
+Model`, and `build_decoder(options, precision) -> Decoder` where it continues texts. A dataset's has
+`check(options, model_options, validation)` and `build(options, model_options, global_batch_size,
+seed) -> Dataset`, `fingerprint(options) -> str` where its content may change, and
+`tokenizer(options) -> Tokenizer` where it is text; `bytes_per_target(options, model_options,
+examples) -> float | None` where the text has a length; `is_prepared(options) -> bool` and
+`prepare(options, processes, progress) -> str` where something is made of the data once. A custom
+module is named by the setting `model.module` or `dataset.module` and has the same functions.
 
 Importing this package imports neither JAX nor Grain.
 """
@@ -20,92 +20,18 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from launcher.config.families import builder_of, find_datasets, find_models
+from launcher.recipes.models.attention import with_attention
+from launcher.recipes.protocols import Batch, Batches, Dataset, InputError, Model, Tokenizer
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    import jax
-    import numpy as np
-
-    from launcher.recipes.data.corpus.tokenizers import Tokenizer
-
-    Batch = dict[str, np.ndarray]
-
-
-class InputError(ValueError):
-    """Settings or files that cannot be used. Its one line says what, which key and what to do."""
-
-
-class Model(NamedTuple):
-    """A model as two pure functions.
-
-    Attributes:
-        init: takes a random key and returns the parameters, a pytree of float32 arrays; with state,
-            `(parameters, state)`.
-        loss: takes the parameters, with state also the state, a batch and a random key for dropout,
-            None to switch that off (evaluation); returns the mean loss over the batch, a float32
-            scalar, and a dict of further scalars, `(loss, metrics)`; with state,
-            `(loss, (metrics, state))`. A loss that is a mean over something else than rows, such as
-            the tokens that a mask leaves, gives their number as the metric `weight`.
-        has_state: whether the model has state, a pytree of arrays that training changes without
-            gradients: the running averages of batch normalization, counters. The state that `loss`
-            returns has the structure, shapes and dtypes of the one it was given, and is the next
-            step's; an evaluation does not change it.
-    """
-
-    init: Callable[[jax.Array], Any]
-    loss: Callable[..., tuple[jax.Array, Any]]
-    has_state: bool = False
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Numbered batches of rows that can be made apart; called with k, it returns batch k.
-
-    Each process makes the rows of a batch that its devices need, and no others.
-
-    Attributes:
-        numbers: returns the sample numbers of batch k, int64 [rows], a pure function of k.
-        gather: makes the rows of these sample numbers, one or more of them in any order.
-        num_rows: the rows of all batches together, of which the last may hold fewer than the
-            others, and those after it none; None where there is no end to them.
-        a_sample: a sample number, whose row shows the shapes of all; None: the first of batch 0.
-    """
-
-    numbers: Callable[[int], np.ndarray]
-    gather: Callable[[np.ndarray], Batch]
-    num_rows: int | None = None
-    a_sample: int | None = None
-
-    def __call__(self, k: int) -> Batch:
-        """Return batch k."""
-        return self.gather(self.numbers(k))
-
-
-class Dataset(NamedTuple):
-    """Batches addressed by number, as functions or as `Batches`.
-
-    A function makes whole batches, in every process. `launcher.recipes.data.batches` has functions
-    that return `Batches`.
-
-    Attributes:
-        train: returns batch k, a pure function of the seed and k, for every k >= 0; each pass over
-            the data has an order of its own.
-        validation: does the same for held-out data, in an order that does not depend on the seed;
-            None where nothing is held out. A batch with fewer rows than `global_batch_size`, or
-            with none, is the last one.
-        describe: one line that says what the data is.
-    """
-
-    train: Callable[[int], Batch]
-    validation: Callable[[int], Batch] | None
-    describe: str
+__all__ = ["Batch", "Batches", "Dataset", "InputError", "Model", "Tokenizer"]
 
 
 def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model:
@@ -121,8 +47,6 @@ def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model
         InputError: there is no such model, or no such module of the user's, or it asks for what the
             devices do not have.
     """
-    from launcher.recipes.models.attention import with_attention  # which imports this module
-
     chosen = with_attention(options, precision, device_kind)
     model: Model = _module("model", options).build(_fields(chosen), precision)
     return model
@@ -179,8 +103,8 @@ def fingerprint_dataset(options: Any) -> str:
     """
     if options.name == "custom":
         return ""
-    fingerprint = getattr(_module("dataset", options), "fingerprint", None)
-    return fingerprint(options) if fingerprint else ""
+    fingerprint = further_function("dataset", options, "fingerprint")
+    return fingerprint() if fingerprint else ""
 
 
 def needs_preparing(options: Any) -> bool:
@@ -193,8 +117,8 @@ def needs_preparing(options: Any) -> bool:
         InputError: the data cannot be used.
         OSError: a file cannot be read.
     """
-    found = getattr(_module("dataset", options), "is_prepared", None)
-    return found is not None and not found(_fields(options))
+    is_prepared = further_function("dataset", options, "is_prepared")
+    return is_prepared is not None and not is_prepared()
 
 
 def prepare_dataset(options: Any, processes: int, progress: Callable[[float], None]) -> str | None:
@@ -212,17 +136,12 @@ def prepare_dataset(options: Any, processes: int, progress: Callable[[float], No
         InputError: the data cannot be used.
         OSError: a file cannot be read or written.
     """
-    found = getattr(_module("dataset", options), "prepare", None)
-    if found is None:
-        return None
-    made: str = found(_fields(options), processes, progress)
-    return made
+    prepare = further_function("dataset", options, "prepare")
+    return prepare(processes, progress) if prepare else None
 
 
 def tokenizer_of(options: Any) -> Tokenizer:
     """Return what turns text into the tokens of a dataset, and back.
-
-    Its module has `tokenizer(options)`, one of the user's own, too, where that is so.
 
     Args:
         options: the settings of the section `dataset`.
@@ -230,31 +149,31 @@ def tokenizer_of(options: Any) -> Tokenizer:
     Raises:
         InputError: its data is no text, or does not say by which tokenizer it was made.
     """
-    found = getattr(_module("dataset", options), "tokenizer", None)
-    if found is None:
+    tokenizer = further_function("dataset", options, "tokenizer")
+    if tokenizer is None:
         raise InputError(
             f"dataset.name={options.name} is not text to continue; name a run that was trained "
             "from text or tokens"
         )
-    made: Tokenizer = found(_fields(options))
+    made: Tokenizer = tokenizer()
     return made
 
 
-def bytes_per_target(options: Any, model_options: Any, rows: int) -> float | None:
-    """Return the mean bytes of text that a target of the first held-out rows stands for.
+def bytes_per_target(options: Any, model_options: Any, examples: int) -> float | None:
+    """Return the mean bytes of text that a target of the first held-out examples stands for.
 
     None where that is not known, or some of the text is not predicted.
 
     Args:
         options: the settings of the section `dataset`.
         model_options: the settings of the section `model`.
-        rows: how many rows.
+        examples: how many examples.
 
     Raises:
         InputError: the data cannot be used.
     """
-    found = getattr(_module("dataset", options), "bytes_per_target", None)
-    return found(_fields(options), _fields(model_options), rows) if found else None
+    function = further_function("dataset", options, "bytes_per_target")
+    return function(_fields(model_options), examples) if function else None
 
 
 def find_module(key: str, name: str) -> None:
@@ -291,10 +210,10 @@ def _module(section: str, options: Any) -> ModuleType:
     return import_module(builder_of(known[options.name]))
 
 
-def users_function(section: str, options: Any, name: str) -> Callable[..., Any] | None:
-    """Return a further function of a user's own model or dataset, which has its options already.
+def further_function(section: str, options: Any, name: str) -> Callable[..., Any] | None:
+    """Return an optional function of the model's or dataset's module, bound to its options.
 
-    None if its module has no such function, or it is none of the user's.
+    None if the module has no such function.
 
     Args:
         section: "model" or "dataset".
@@ -304,10 +223,8 @@ def users_function(section: str, options: Any, name: str) -> Callable[..., Any] 
     Raises:
         InputError: there is no such module.
     """
-    if options.name != "custom":
-        return None
-    found = getattr(_module(section, options), name, None)
-    return functools.partial(found, _fields(options)) if callable(found) else None
+    function = getattr(_module(section, options), name, None)
+    return functools.partial(function, _fields(options)) if callable(function) else None
 
 
 def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:

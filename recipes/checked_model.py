@@ -7,16 +7,13 @@ line that says what is wrong and what to return instead.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from launcher.recipes import InputError
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch, Model
+from launcher.recipes.protocols import Batch, InputError, Model
 
 Metrics = dict[str, jax.Array]
 OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
@@ -61,15 +58,17 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
         given = (params, state, batch, key) if model.has_state else (params, batch, key)
         _check_arguments(model, len(given))
-        out = model.loss(*given)
-        if not model.has_state:
-            _check_pair(out)
-            value, metrics = out
-            new = None
-        else:
-            _check_nested(out, state)
-            value, (metrics, new) = out
-            _check_state(new, state)
+        match model.loss(*given):
+            case (value, dict() as metrics) if not model.has_state:
+                new = None
+            case (value, (dict() as metrics, new)) if model.has_state:
+                _check_state(new, state)
+            case out:
+                raise InputError(
+                    "the model's loss must return (loss, metrics), one number and a dict of "
+                    f"further ones, or, of a {_WITH_STATE}, (loss, (metrics, state)); it returns "
+                    f"{_in_words(out)}, with has_state={model.has_state}"
+                )
         _check_numbers(value, metrics)
         return value, (metrics, new)
 
@@ -87,79 +86,30 @@ def _check_arguments(model: Model, count: int) -> None:
     except TypeError:
         raise InputError(
             f"the model's loss must take (params, batch, key) or, of a {_WITH_STATE}, "
-            f"(params, state, batch, key); it takes {_parameters(signature)}, with "
+            f"(params, state, batch, key); it takes ({', '.join(signature.parameters)}), with "
             f"has_state={model.has_state}"
         ) from None
 
 
-def _parameters(signature: inspect.Signature) -> str:
-    return f"({', '.join(signature.parameters)})"
-
-
-def _check_pair(out: Any) -> None:
-    """Check what the loss of a model without state returns."""
-    if isinstance(out, tuple) and len(out) == 2:
-        if isinstance(out[1], dict):
-            return
-        if isinstance(out[1], tuple) and len(out[1]) == 2 and isinstance(out[1][0], dict):
-            raise InputError(
-                "the model's loss returns (loss, (metrics, state)), which a model with state does; "
-                f"say {_WITH_STATE}, or return (loss, metrics)"
-            )
-    raise InputError(
-        "the model's loss must return (loss, metrics), one number and a dict of further "
-        f"ones, maybe an empty one; it returns {_in_words(out)}"
-    )
-
-
-def _check_nested(out: Any, state: Any) -> None:
-    """Check the form of what the loss of a model with state returns."""
-    if isinstance(out, tuple) and len(out) == 2:
-        aux = out[1]
-        if isinstance(aux, tuple) and len(aux) == 2:
-            if _swapped(*aux, state):
-                raise InputError(
-                    "the model's loss returns (loss, (state, metrics)); the metrics come first: "
-                    "(loss, (metrics, state))"
-                )
-            if isinstance(aux[0], dict):
-                return
-    raise InputError(
-        "the loss of a model with state must return (loss, (metrics, state)), one number, a dict "
-        f"of further ones, maybe an empty one, and the new state; it returns {_in_words(out)}"
-    )
-
-
-def _swapped(first: Any, second: Any, state: Any) -> bool:
-    trees: list[Any] = [jax.tree.structure(tree) for tree in (first, second, state)]
-    return trees[0] == trees[2] != trees[1] and bool(jax.tree.leaves(state))
-
-
 def _check_state(new: Any, state: Any) -> None:
     """Refuse a state whose structure, shapes or dtypes are not those of the given one."""
-    changed = next(_changes(new, state), None)
-    if changed:
-        raise InputError(
-            "the state that the model's loss returns must have the names, shapes and dtypes of the "
-            f"one it was given; {changed}"
-        )
-
-
-def _changes(new: Any, state: Any) -> Iterator[str]:
-    """Say what differs between two states."""
     now, before = (
-        {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (new, state)
+        {_name(path): _in_words(jnp.asarray(leaf)) for path, leaf in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (new, state))
     )
-    for name, leaf in before.items():
-        if name not in now:
-            yield f"it lacks {name}"
-        elif (was := _in_words(leaf)) != (this := _in_words(jnp.asarray(now[name]))):
-            yield f"{name} is {this}, and was {was}"
-    yield from (f"it has {name}, which init does not return" for name in now if name not in before)
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (new, state)]
-    if structures[0] != structures[1]:
-        yield f"it is {_in_words(new)}, and was {_in_words(state)}"
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (new, state)]
+    for name in before | now:
+        if now.get(name) != before.get(name):
+            changed = f"{name} is {now.get(name, 'missing')}, and was {before.get(name, 'missing')}"
+            break
+    else:
+        if trees[0] == trees[1]:
+            return
+        changed = f"it is {_in_words(new)}, and was {_in_words(state)}"
+    raise InputError(
+        "the state that the model's loss returns must have the names, shapes and dtypes of the "
+        f"one it was given; {changed}"
+    )
 
 
 def _check_numbers(value: Any, metrics: Metrics) -> None:

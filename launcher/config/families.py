@@ -1,8 +1,8 @@
 """Registry of model and dataset families, each a class of settings defined in `recipes`.
 
 A family is a folder, `recipes/models/<family>/` or `recipes/datasets/<family>/`: its settings are
-a frozen dataclass in `options.py`, beside `model.py` or `dataset.py`, which builds what they
-describe. All of these classes are imported when settings are read, so no `options.py` imports JAX,
+a frozen dataclass in its `__init__.py`, beside `model.py` or `dataset.py`, which builds what they
+describe. All of these classes are imported when settings are read, so no `__init__.py` imports JAX,
 Flax or Grain.
 """
 
@@ -19,6 +19,21 @@ from launcher.config.errors import ConfigError
 from launcher.config.fields import Switch
 
 _PACKAGES = ("launcher.recipes.models", "launcher.recipes.datasets")
+
+
+# Settings of a model that say what it takes.
+_TAKING = {
+    "text": ("vocab_size", "sequence_length"),
+    "vectors": ("input_size", "output_size"),
+    "pictures": ("image_size", "channels"),
+}
+_MODELS_FOR = {"text": "model=gpt", "pictures": "model=vit, resnet, wide_resnet or unet"}
+
+
+def taken_by(model: Any) -> str:
+    """Return what a model takes by its settings: a key of `_TAKING`; "" where they do not say."""
+    kinds = (kind for kind, names in _TAKING.items() if all(hasattr(model, n) for n in names))
+    return next(kinds, "")
 
 
 class ModelOptions:
@@ -56,14 +71,23 @@ class DatasetOptions:
     Attributes:
         name: the family's name, the value of `dataset.name`, a field with a default.
         switches: settings that need another setting.
+        holds: what models may take of it, as `taken_by` names it; empty: anything.
     """
 
     name: str
     switches: ClassVar[tuple[Switch, ...]] = ()
+    holds: ClassVar[tuple[str, ...]] = ()
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings and a model's."""
-        yield from ()
+        taken = taken_by(model)
+        if taken and self.holds and taken not in self.holds:
+            yield ConfigError(
+                f"model={model.name} cannot learn from dataset={self.name}: "
+                f"it takes {taken}, not {self.holds[0]}",
+                f"Use dataset=synthetic or {_MODELS_FOR[self.holds[0]]}.",
+                ["model.name", "dataset.name"],
+            )
 
     def notes(self, model: ModelOptions) -> Iterator[str]:
         """Yield hints about allowed settings, one line each."""
@@ -106,18 +130,19 @@ def find_datasets() -> Mapping[str, type[DatasetOptions]]:
 def builder_of(options: type[ModelOptions | DatasetOptions]) -> str:
     """Return the name of the module that builds the model or dataset of these settings."""
     name = "model" if issubclass(options, ModelOptions) else "dataset"
-    return f"{options.__module__.rpartition('.')[0]}.{name}"
+    return f"{options.__module__}.{name}"
 
 
 def modules_of_families(package: ModuleType, name: str) -> list[str]:
     """Return the full names of the modules `name` in the folders of families, sorted."""
     files = (file for home in package.__path__ for file in Path(home).glob(f"*/{name}.py"))
-    return sorted(f"{package.__name__}.{file.parent.name}.{name}" for file in files)
+    names = (f"{package.__name__}.{file.parent.name}.{name}" for file in files)
+    return sorted(name.removesuffix(".__init__") for name in names)
 
 
 @functools.cache
 def _import_options() -> None:
     """Import each family's module of settings, by its place: nothing else knows them."""
     for package in _PACKAGES:
-        for name in modules_of_families(import_module(package), "options"):
+        for name in modules_of_families(import_module(package), "__init__"):
             import_module(name)

@@ -24,8 +24,8 @@ from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
-from launcher.inference.model_layout import ModelLayout, layout_of
 from launcher.inference.model_workers import EvaluationWorker, TextWorker
+from launcher.inference.placed_model import ModelLayout, layout_of
 from launcher.plan import Plan, PlanError
 from launcher.report.console import status
 

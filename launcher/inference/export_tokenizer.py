@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from launcher.config.schema import Config
 from launcher.recipes import InputError
-from launcher.recipes.data.corpus.meta import META, read_meta
+from launcher.recipes.data.corpus.files import META, read_meta
 from launcher.recipes.data.corpus.tokenizer_files import TokenizerFiles, tokenizer_files
 from launcher.recipes.data.corpus.tokenizers import BYTES, tokenizer_fingerprint
-from launcher.recipes.datasets.documents.options import Documents
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.mixture import Mixture
 from launcher.recipes.datasets.mixture.dataset import check_tokenizers
-from launcher.recipes.datasets.mixture.options import Mixture
-from launcher.recipes.datasets.text.options import Bytes
-from launcher.recipes.datasets.tokens.options import Tokens
+from launcher.recipes.datasets.text import Bytes
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.models.hugging_face import folder_of
 
 _NONE = TokenizerFiles({}, {})
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class NamedTokenizer(NamedTuple):
-    """A tokenizer by what `dataset.tokenizer` would name it.
+    """A tokenizer as `dataset.tokenizer` would name it.
 
     Attributes:
         name: that.

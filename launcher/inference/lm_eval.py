@@ -28,8 +28,7 @@ from launcher.config.compose import load, load_frozen
 from launcher.config.errors import ConfigError
 from launcher.inference.answers import stored_plan
 from launcher.inference.export_tokenizer import run_tokenizer
-from launcher.inference.model_layout import layout_of
-from launcher.inference.placed_model import ModelPlaces
+from launcher.inference.placed_model import ModelPlaces, layout_of
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder

@@ -17,8 +17,7 @@ from launcher.cluster.process_group import Peer
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
-from launcher.inference.model_layout import ModelLayout
-from launcher.inference.placed_model import ModelPlaces, put, text_generator
+from launcher.inference.placed_model import ModelLayout, ModelPlaces, put, text_generator
 from launcher.recipes import Dataset, build_dataset, build_model
 
 # The mean of each metric with its weight, and the number of rows.

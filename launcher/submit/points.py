@@ -20,7 +20,8 @@ from launcher.base import DamagedError, read_json, write_whole
 from launcher.base.reading import read
 from launcher.config.compose import Point, to_written
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config, Run
+from launcher.config.schema import Config
+from launcher.config.sections import Run
 
 FILE = "sweep.json"
 _FOLDER = "multirun"  # unless run.dir says otherwise

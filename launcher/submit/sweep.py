@@ -25,7 +25,8 @@ from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
-from launcher.config.schema import Config, Run
+from launcher.config.schema import Config
+from launcher.config.sections import Run
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 from launcher.driver.folder.make_folder import private_files
 from launcher.driver.planning.check import check

@@ -18,8 +18,7 @@ from launcher.checkpoint.train_state import (
     without_adapters,
 )
 from launcher.config.schema import Config
-from launcher.inference.model_layout import layout_of
-from launcher.inference.placed_model import ModelPlaces, everywhere, text_generator
+from launcher.inference.placed_model import ModelPlaces, everywhere, layout_of, text_generator
 from launcher.plan import Plan
 from launcher.recipes.models.decoding import Generator
 

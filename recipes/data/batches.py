@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
-from launcher.recipes import Batches
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.protocols import Batch, Batches
 
 
 def batches(
@@ -29,27 +25,16 @@ def batches(
         seed: picks the order of each pass.
         gather: turns sample numbers, int64 [rows], into rows, one or more of a batch's.
     """
-    return Batches(_Order(num_samples, batch_size, seed), gather, a_sample=0)
 
-
-@dataclass(frozen=True)
-class _Order:
-    """The sample numbers of shuffled batches; called with k, it returns those of batch k."""
-
-    num_samples: int
-    batch_size: int
-    seed: int
-
-    def __call__(self, k: int) -> np.ndarray:
-        return cast(np.ndarray, self._passes[k])
-
-    @functools.cached_property
-    def _passes(self) -> Any:
+    @functools.cache
+    def passes() -> Any:
         import grain  # here: checking a dataset must not import JAX, nor planning Grain and Orbax
 
         # Grain derives the order of each pass from the seed and the number of the pass.
-        one = grain.MapDataset.range(self.num_samples).seed(self.seed).shuffle()
-        return one.repeat().batch(self.batch_size)
+        one = grain.MapDataset.range(num_samples).seed(seed).shuffle()
+        return one.repeat().batch(batch_size)
+
+    return Batches(lambda k: passes()[k], gather, a_sample=0)
 
 
 def held_out(num_samples: int, batch_size: int, gather: Callable[[np.ndarray], Batch]) -> Batches:

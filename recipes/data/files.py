@@ -5,15 +5,16 @@ Everything here works on names and sizes; no file is opened.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.base import missing_path
-from launcher.recipes import InputError
+from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -39,6 +40,31 @@ class FileSlice:
     def size(self) -> int:
         """The number of bytes."""
         return self.stop - self.start
+
+
+def named_files(
+    named: str, path: str, in_folder: Callable[[Path], Iterable[Path]], remedy: str
+) -> list[Path]:
+    """Return the files that a path names, by name: one file, or those of a folder or a glob.
+
+    Args:
+        named: what the user wrote, as `dataset.path=…`.
+        path: the path.
+        in_folder: returns those of a folder, and maybe what is no file.
+        remedy: what to name instead, where there is nothing.
+
+    Raises:
+        InputError: there is no such file or folder.
+    """
+    root = Path(path).expanduser()
+    paths: Iterable[Path] = [root]
+    if root.is_dir():
+        paths = in_folder(root)
+    elif glob.has_magic(path) and not root.is_file():
+        paths = map(Path, glob.glob(str(root), recursive=True))
+    elif not root.is_file():
+        raise InputError(f"{named} {missing_path(root)}; {remedy}")
+    return sorted(path for path in paths if path.is_file())
 
 
 def total_size(pieces: Sequence[FileSlice]) -> int:
@@ -170,3 +196,26 @@ def _whole(paths: Sequence[Path], root: Path) -> list[FileSlice]:
         FileSlice(path.relative_to(root).as_posix(), path, 0, path.stat().st_size) for path in paths
     ]
     return sorted(piece for piece in pieces if piece.size)
+
+
+_SAMPLES = 16
+_SAMPLE = 2**14  # bytes
+
+
+def fingerprint_of(paths: Iterable[Path]) -> str:
+    """Return a digest of files, in their order: of their sizes, and of 16 samples of each.
+
+    A file of up to 256 KiB is read whole; of a larger one its beginning, its end and places between
+    them. It detects another corpus or file, but hardly a single changed byte.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{size}\n".encode())
+            starts = list(range(0, size, _SAMPLE))
+            if len(starts) > _SAMPLES:
+                starts = [i * (size - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+            for start in starts:
+                digest.update(os.pread(file.fileno(), _SAMPLE, start))
+    return digest.hexdigest()[:32]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.protocols import Batch
 
 # From sample numbers to their rows.
 Gather = Callable[[np.ndarray], "Batch"]

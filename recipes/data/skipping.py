@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from launcher.recipes import InputError
+from launcher.recipes.protocols import InputError
 
 MOST = 1000  # neighbours that are tried: more are no bad samples, but a disk that is not there
 
@@ -30,7 +30,7 @@ class Skipping:
 
     Args:
         count: how many samples there are, by number.
-        kind: what they are, in a word: pictures, rows.
+        kind: what they are, in a word: pictures, examples.
     """
 
     def __init__(self, count: int, kind: str) -> None:

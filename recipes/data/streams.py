@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-from launcher.recipes import InputError
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.protocols import Batch, InputError
 
 
 class StreamedBatches:

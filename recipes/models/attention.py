@@ -10,7 +10,7 @@ import dataclasses
 import re
 from typing import Any
 
-from launcher.recipes import InputError
+from launcher.recipes.protocols import InputError
 
 _LARGEST_HEAD, _MULTIPLE = 128, 8  # of heads that it takes on every kind
 # NVIDIA's GPUs since Ampere, as JAX, nvidia-smi and conf/device/ name them.

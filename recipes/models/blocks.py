@@ -22,6 +22,70 @@ def dtype_of(precision: str) -> Any:
     return jnp.bfloat16 if precision == "bf16" else jnp.float32
 
 
+INIT_SCALE = 0.02  # the deviation of initial kernels and embeddings
+
+
+def output_scale(num_layers: int) -> float:
+    """Return the initial scale of the 2 * num_layers branches that are added to hidden values.
+
+    It keeps their variance (Radford et al., 2019, section 2.3).
+    """
+    return float(INIT_SCALE / (2 * num_layers) ** 0.5)
+
+
+def applied(module: nn.Module, params: Any, *inputs: Any, **how: Any) -> Any:
+    """Return what a module makes of its inputs, with these parameters."""
+    return module.apply({"params": params}, *inputs, **how)
+
+
+def word_embeddings(options: Any, dtype: Any) -> nn.Embed:
+    """Return a language model's embedding, a submodule as in `dense`, by its settings."""
+    normal, shape = nn.initializers.normal(INIT_SCALE), (options.vocab_size, options.hidden_size)
+    return nn.Embed(*shape, embedding_init=normal, dtype=dtype, name="word_embeddings")
+
+
+def output_layer(module: Any, x: jax.Array) -> None:
+    """Make the kernel of an output layer of its own; the loss multiplies by it."""
+    if not module.options.tie_embeddings and module.is_initializing():
+        initial = nn.initializers.normal(INIT_SCALE)
+        nn.Dense(module.options.vocab_size, False, kernel_init=initial, name="output_layer")(x)
+
+
+def dense(
+    x: jax.Array,
+    size: int | tuple[int, ...],
+    name: str,
+    dtype: Any,
+    scale: float = INIT_SCALE,
+    bias: bool = True,
+) -> jax.Array:
+    """Apply a dense layer, a submodule of the module in whose compact method this is called.
+
+    Args:
+        x: float [..., inputs].
+        size: the sizes of the axes that replace the last one.
+        name: the submodule's.
+        dtype: the type of the product.
+        scale: the deviation of the initial kernel.
+        bias: whether there is one.
+    """
+    kind: Any = nn.Dense if isinstance(size, int) else nn.DenseGeneral
+    initial = nn.initializers.normal(scale)
+    out: jax.Array = kind(size, use_bias=bias, kernel_init=initial, dtype=dtype, name=name)(x)
+    return out
+
+
+def heads_joined(
+    x: jax.Array, size: int, dtype: Any, scale: float = INIT_SCALE, bias: bool = True
+) -> jax.Array:
+    """Map what attention's heads return, float [..., heads, head_size], to float [..., size]."""
+    initial = nn.initializers.normal(scale)
+    joined = nn.DenseGeneral(
+        size, (-2, -1), use_bias=bias, kernel_init=initial, dtype=dtype, name="linear_proj"
+    )
+    return joined(x)
+
+
 def blocks_in_a_row(
     parent: nn.Module,
     make: Callable[..., nn.Module],
@@ -95,3 +159,53 @@ def _first_function(
         return out, made["params"]
 
     return block
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """Map by GELU itself, as BERT's and ViT's published weights mean it, not its approximation."""
+    return nn.gelu(x, approximate=False)
+
+
+class EncoderBlock(nn.Module):
+    """Attention and an MLP with GELU.
+
+    Attributes:
+        num_heads: of attention.
+        mlp_size: the width of the MLP.
+        epsilon: of the norms.
+        norm_first: whether a norm stands before each branch (ViT) or after its sum (BERT).
+        attention: "xla" or "cudnn".
+        dtype: the type of activations and products.
+    """
+
+    num_heads: int
+    mlp_size: int
+    epsilon: float
+    norm_first: bool
+    attention: str
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map float [batch, length, hidden] to the same."""
+        norms = [
+            nn.LayerNorm(epsilon=self.epsilon, dtype=self.dtype, name=name)
+            for name in ("attention_layernorm", "mlp_layernorm")
+        ]
+        for branch, norm in zip((self._attend, self._feed), norms, strict=True):
+            x = x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+        return x
+
+    def _attend(self, x: jax.Array) -> jax.Array:
+        hidden = x.shape[-1]
+        shape = 3, self.num_heads, hidden // self.num_heads
+        qkv = dense(x, shape, "linear_qkv", self.dtype)
+        mixed = jax.nn.dot_product_attention(
+            *(qkv[..., part, :, :] for part in range(3)),
+            implementation="cudnn" if self.attention == "cudnn" else "xla",
+        )
+        return heads_joined(mixed, hidden, self.dtype)
+
+    def _feed(self, x: jax.Array) -> jax.Array:
+        inner = gelu(dense(x, self.mlp_size, "linear_fc1", self.dtype))
+        return dense(inner, x.shape[-1], "linear_fc2", self.dtype)

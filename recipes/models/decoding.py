@@ -11,15 +11,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher.config.families import builder_of
-from launcher.recipes import InputError, users_function
+from launcher.recipes import further_function
+from launcher.recipes.protocols import InputError
 
 _SHORT = 16  # tokens that take less time one by one than a program takes to compile for them
 
@@ -64,23 +63,19 @@ def build_decoder(options: Any, precision: str) -> Decoder:
     Raises:
         InputError: the family has none.
     """
-    if options.name == "custom":
-        build = users_function("model", options, "build_decoder")
-        if build is None:
-            raise InputError(
-                f"model.module={options.module} cannot generate text: it has no function "
-                "build_decoder; write one, of launcher.recipes.models.decoding.without_cache"
-            )
+    build = further_function("model", options, "build_decoder")
+    if build is not None:
         decoder: Decoder = build(precision)
         return decoder
-    family = import_module(builder_of(type(options)))
-    if not hasattr(family, "build_decoder"):
+    if options.name == "custom":
         raise InputError(
-            f"model.name={options.name} cannot generate text: it has no decoder; "
-            "model=gpt, model=llama and model=moe have one"
+            f"model.module={options.module} cannot generate text: it has no function "
+            "build_decoder; write one, of launcher.recipes.models.decoding.without_cache"
         )
-    decoder = family.build_decoder(options, precision)
-    return decoder
+    raise InputError(
+        f"model.name={options.name} cannot generate text: it has no decoder; "
+        "model=gpt, model=llama and model=moe have one"
+    )
 
 
 def without_cache(logits: Callable[[Any, jax.Array], jax.Array], length: int) -> Decoder:

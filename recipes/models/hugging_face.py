@@ -18,8 +18,8 @@ None of these modules imports JAX: settings are filled from `config.json`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +34,14 @@ from launcher.config.families import modules_of_families
 
 CONFIG = "config.json"
 PREFIX = "hf:"  # of a path that is a folder of this kind
+# Names of settings of the section `model` in most families' `config.json`.
+NAMES = {
+    "vocab_size": "vocab_size",
+    "sequence_length": "max_position_embeddings",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "hidden_size": "hidden_size",
+}
 
 
 @dataclass(frozen=True)
@@ -199,6 +207,33 @@ def expect(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if config.get(name, value) != value:
             raise DamagedError(f"{name}={config[name]} is not supported; {name}={value} is")
+
+
+def ratio_of(config: Mapping[str, Any], name: str, width: int, hidden: str) -> int:
+    """Return an MLP's width over the hidden size; raises DamagedError if that is not whole."""
+    if width % config[hidden]:
+        raise DamagedError(f"{name}={width} is not a multiple of {hidden}={config[hidden]}")
+    return int(width // config[hidden])
+
+
+def in_layers(count: int, place: str, block: Callable[[int], Iterable[Tensor]]) -> Iterator[Tensor]:
+    """Yield the arrays of all blocks.
+
+    Args:
+        count: the number of blocks.
+        place: the name of their list there.
+        block: returns the arrays of a block, by its number and their names in it.
+    """
+    for i in range(count):
+        for one in block(i):
+            theirs, ours = f"{place}.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
+            yield replace(one, theirs=theirs, ours=ours)
+
+
+def layer_norm(theirs: str, ours: str, size: int) -> Iterator[Tensor]:
+    """Yield the arrays of a layer norm."""
+    yield Tensor(f"{theirs}.weight", f"{ours}.scale", (size,))
+    yield Tensor(f"{theirs}.bias", f"{ours}.bias", (size,))
 
 
 def _modules() -> Iterator[ModuleType]:

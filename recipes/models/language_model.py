@@ -6,16 +6,34 @@ decoding as in training.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from launcher.recipes import Model
-from launcher.recipes.data.packing import packing_of
+from launcher.recipes.models.blocks import applied
 from launcher.recipes.models.decoding import Decoder
 from launcher.recipes.models.losses import Metrics, next_token_loss, output_matrix
+from launcher.recipes.protocols import Model
+
+# Each token's document number and its position in the document, int32 [batch, length].
+Packed = tuple[jax.Array, jax.Array] | None
+
+
+def packing_of(batch: Any) -> Packed:
+    """Return the documents of a batch's rows; None where a row is one text."""
+    return (batch["segments"], batch["positions"]) if "segments" in batch else None
+
+
+def same_document(segments: jax.Array) -> jax.Array:
+    """Return which tokens may see which, bool [batch, 1, length, length]: those of one document.
+
+    Args:
+        segments: the number of each token's document, int32 [batch, length].
+    """
+    return segments[:, None, :, None] == segments[:, None, None, :]
+
 
 _CACHE = "cache"  # the collection of variables
 
@@ -41,10 +59,9 @@ def next_token_model(module: nn.Module, options: Any, draws: bool = False) -> Mo
         return module.init(key, jnp.zeros((1, 1), jnp.int32), **how(None))["params"]
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
-        variables, packed = {"params": params}, packing_of(batch)
-        hidden = module.apply(variables, batch["tokens"], packed=packed, **how(key))
-        last, chunks, dtype = cast(jax.Array, hidden), options.loss_chunks, module.dtype
-        return next_token_loss(last, params, batch, dtype, chunks, evaluates=key is None)
+        hidden = applied(module, params, batch["tokens"], packed=packing_of(batch), **how(key))
+        chunks, dtype = options.loss_chunks, module.dtype
+        return next_token_loss(hidden, params, batch, dtype, chunks, evaluates=key is None)
 
     return Model(init, loss)
 
@@ -75,7 +92,7 @@ def attend_cached(
     rows = jnp.arange(len(positions))[:, None]
 
     def extended(name: str, new: jax.Array) -> jax.Array:
-        old = cast(jax.Array, module.get_variable(_CACHE, name))
+        old: Any = module.get_variable(_CACHE, name)
         cached = old.at[rows, positions].set(new.astype(old.dtype), mode="drop")
         module.put_variable(_CACHE, name, cached)
         return cached
@@ -114,7 +131,7 @@ def cached_decoder(model: nn.Module, options: Any, shape: tuple[int, int], **how
         made, new = model.apply(
             {"params": params, _CACHE: cache}, tokens, packed=packed, mutable=_CACHE, **how
         )
-        hidden = cast(jax.Array, made[0] if isinstance(made, tuple) else made)
+        hidden: Any = made[0] if isinstance(made, tuple) else made
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         logits = hidden @ output_matrix(params).astype(dtype)
         return logits.astype(jnp.float32), new[_CACHE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,10 @@ def next_token_loss(
 def output_matrix(params: Any) -> jax.Array:
     """Return what maps hidden values to logits: the output layer, or the embedding, transposed."""
     if "output_layer" in params:
-        return cast(jax.Array, params["output_layer"]["kernel"])
-    return cast(jax.Array, params["word_embeddings"]["embedding"].T)
+        matrix: jax.Array = params["output_layer"]["kernel"]
+    else:
+        matrix = params["word_embeddings"]["embedding"].T
+    return matrix
 
 
 def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, Metrics]:

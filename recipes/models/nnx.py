@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from launcher.recipes import Model
+from launcher.recipes.protocols import Model
 
 Make = Callable[[nnx.Rngs], nnx.Module]
 _MOST_DRAWS = 2**16  # of one random stream in one step

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from launcher.recipes import build_model
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.gpt import GPTOptions
 
 BATCH = 32
 SIZES = GPTOptions(

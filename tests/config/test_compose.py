@@ -29,10 +29,10 @@ from launcher.config.reader import build, setting_keys
 from launcher.config.schema import Config
 from launcher.config.sweep import Batch, Outcome, run_sweeper
 from launcher.plan import local_shape
-from launcher.recipes.datasets.text.options import StdlibText, Text
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.datasets.text import StdlibText, Text
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.llama.hf import config_of
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.mlp import MLPOptions
 
 FILES = sorted(CONF.rglob("*.yaml"))
 DEVICES = sorted((CONF / "device").glob("*.yaml"))  # parts of files

@@ -49,9 +49,8 @@ from launcher.inference import stored_model
 from launcher.plan import PlanError, local_shape
 from launcher.recipes import InputError, Model, build_dataset, build_model
 from launcher.recipes.checked_model import checked_loss, init_model
-from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
-from launcher.recipes.datasets.documents.dataset import preparation
+from launcher.recipes.datasets.documents.prepare import prepare_corpus
 from launcher.report.sweep import objective_of
 from launcher.stop import Stop
 from launcher.submit import job
@@ -141,7 +140,7 @@ def pictures_told(config: Config):
 def documents_told(config: Config):
     """What preparing says or writes, and the batches of it."""
     try:
-        meta = prepare_corpus(preparation(config.dataset), 1)
+        meta = prepare_corpus(config.dataset, 1)
         return config.dataset.folder, meta, data_told(config)
     except InputError as error:
         return str(error)
@@ -156,7 +155,7 @@ def prepared_told(config: Config):
             lambda *given: told.append(given[1]) or META,
         )
         patch.setattr(
-            "launcher.recipes.data.corpus.train_tokenizer.train_tokenizer",
+            "launcher.recipes.datasets.documents.prepare.train_tokenizer",
             lambda *given: told.append(given[1:]) or 1,
         )
         task.task_named(config.task)().run(config, console)

@@ -20,11 +20,11 @@ NET, DATA, NET_OPTIONS, DATA_OPTIONS = (
 )
 NET_YAML, DATA_YAML = (block.text for block in read_page("recipes/README.md").of("yaml"))
 (CLUSTER_YAML,) = (block.text for block in read_page("conf/cluster/README.md").of("yaml"))
-MODEL = {"recipes/models/net/model.py": NET, "recipes/models/net/options.py": NET_OPTIONS}
+MODEL = {"recipes/models/net/model.py": NET, "recipes/models/net/__init__.py": NET_OPTIONS}
 MODEL |= {"conf/model/net.yaml": NET_YAML}
 DATASET = {
     "recipes/datasets/data/dataset.py": DATA,
-    "recipes/datasets/data/options.py": DATA_OPTIONS,
+    "recipes/datasets/data/__init__.py": DATA_OPTIONS,
 }
 DATASET |= {"conf/dataset/data.yaml": DATA_YAML}
 NEW = "model=net", "dataset=data", "train.eval_every=0", "wandb.mode=disabled"

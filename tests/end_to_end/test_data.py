@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.documents.prepare import prepare_corpus
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launched import Launcher, losses
@@ -46,8 +47,7 @@ def test_a_packed_mixture_resumes_on_other_hosts_and_not_with_other_data(tmp_pat
         texts = ["".join(rng.choice(list("abc "), 1 + rng.integers(40))) for _ in range(60)]
         pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet")
         source, out = str(tmp_path / f"{name}.parquet"), str(tmp_path / name)
-        given = ("parquet", "text", "bytes", None, "refuse", out)
-        prepare_corpus(Preparation(source, None, *given), 1)
+        prepare_corpus(Documents(path=source, format="parquet", tokens=out), 1)
     parts = "dataset.parts={a: {path: a, weight: 2}, b: {path: b}}"
     data = ("dataset=mixture", parts, "dataset.packing=documents", *PLAN)
     for number, (steps, hosts) in enumerate([(6, 1), (3, 1), (6, 2)]):
@@ -63,8 +63,8 @@ def test_a_packed_mixture_resumes_on_other_hosts_and_not_with_other_data(tmp_pat
     tokens = bytearray((tmp_path / "a" / "00000.bin").read_bytes())
     (tmp_path / "a.parquet").unlink()
     pq.write_table(pa.table({"text": ["another text"] * 40}), tmp_path / "a.parquet")
-    given = ("parquet", "text", "bytes", None, "refuse", str(tmp_path / "a"))
-    prepare_corpus(Preparation(str(tmp_path / "a.parquet"), None, *given), 1)
+    source, out = str(tmp_path / "a.parquet"), str(tmp_path / "a")
+    prepare_corpus(Documents(path=source, format="parquet", tokens=out), 1)
     assert (tmp_path / "a" / "00000.bin").read_bytes() != tokens
     code, err = launched(tmp_path, *data, "run.id=resumed", "train.steps=9")
     assert code == 2

@@ -22,8 +22,8 @@ from launcher.cli import runs_command
 from launcher.cli.new import write_project
 from launcher.config.compose import load, to_dict
 from launcher.config.folders import CONF, find_groups
-from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
-from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, train_tokenizer
 from launcher.recipes.models.llama.hf import config_of
 from launcher.train.program import build_program
 
@@ -73,10 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_llama" / "config.json").write_text(json.dumps(config_of(theirs)))
     for module in ("arrays", "shapes", "talks"):
         subprocess.run([sys.executable, f"my_pkg/{module}.py"], cwd=folder, check=True)
-    work = ("jsonl", "text", str(folder / "tokenizer.json"), None, "refuse")
-    talks = Preparation(
-        str(folder / "talks.jsonl"), None, *work, str(folder / "talks.jsonl.tokens")
-    )
+    talks = Documents(path=str(folder / "talks.jsonl"), tokenizer=str(folder / "tokenizer.json"))
     train_tokenizer(talks, 300, folder / "tokenizer.json")
     prepare_corpus(talks, 1)
     shutil.copy(folder / "tokenizer.json", folder / "my_llama")

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from launcher.recipes import Dataset
 from launcher.recipes.datasets.synthetic.dataset import build as synthetic
-from launcher.recipes.datasets.synthetic.options import Synthetic
+from launcher.recipes.datasets.synthetic import Synthetic
 
 
 def hold_up(method):

@@ -20,7 +20,7 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.recipes import build_model
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.runtime import PermuteTransport, PullTransport, compile_step
 from launcher.runtime.transport.transport import Parcel
 from launcher.trace import trace_step

@@ -16,7 +16,7 @@ import transformers_reference
 from test_hugging_face import random_params, write
 
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.llama import LlamaOptions
 
 pytestmark = [pytest.mark.devices, pytest.mark.stress]
 

@@ -1,4 +1,4 @@
-"""`launcher/inference/model_layout.py`, `placed_model.py`: a generating model on its devices."""
+"""`launcher/inference/placed_model.py`: a generating model on its devices."""
 
 import dataclasses
 import json
@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load
-from launcher.inference.model_layout import ModelLayout, layout_of
-from launcher.inference.placed_model import ModelPlaces, everywhere, text_generator
+from launcher.inference.placed_model import (
+    ModelLayout,
+    ModelPlaces,
+    everywhere,
+    layout_of,
+    text_generator,
+)
 from launcher.train.program import build_program
 
 HERE = Path(__file__).parent

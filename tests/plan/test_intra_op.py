@@ -15,8 +15,8 @@ from launcher.plan.cost.collectives import equation_load, flow, seconds
 from launcher.plan.intra_op import along_data, model_classes
 from launcher.plan.methods import ShardParallel
 from launcher.recipes import build_model
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.mlp import MLPOptions
 from launcher.trace import trace_step
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr, nbytes
 from launcher.trace.ir.primitive_kinds import PRODUCTS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.datasets.arrays.options import Arrays
+from launcher.recipes.datasets.arrays import Arrays
 
 MLP = SimpleNamespace(name="mlp", input_size=3, output_size=2)
 GPT = SimpleNamespace(name="gpt", vocab_size=7, sequence_length=4)
@@ -40,7 +40,8 @@ def test_rows_come_in_order_pass_after_pass_and_the_last_are_held_out(file):
     np.testing.assert_array_equal(dataset.validation(0)["x"][:5], X[15:])
     assert dataset.train(0)["x"].dtype == np.float32
     assert dataset.describe == (
-        f"{options.path}: 20 rows of x and y, in their order, the last 5 held out for validation"
+        f"{options.path}: 20 examples of x and y, in their order, the last 5 held out for "
+        "validation"
     )
 
 
@@ -74,15 +75,15 @@ def test_a_model_takes_what_its_settings_say_or_all_or_what_is_named(file):
         (
             MLP,
             {"x": X, "y": Y[:-1]},
-            ": its arrays have different numbers of rows (x 20, y 19); a row of each is a sample",
+            ": its arrays have different numbers of examples (x 20, y 19); a row of each is one",
         ),
-        (MLP, {"x": X[:0], "y": Y[:0]}, ": its arrays have no rows; save at least one"),
+        (MLP, {"x": X[:0], "y": Y[:0]}, ": its arrays have no examples; save at least one"),
         (MLP, {"x": X, "y": np.array("a")}, ": 'y' is of type <U1; it must hold numbers"),
         (MLP, {"x": X, "y": np.ones(())}, ": 'y' is one number; it must have a row for each"),
         (
             MLP,
             {"x": X, "y": Y[:, :1]},
-            ": 'y' has the shape [20, 1], and the model takes [rows, 2]; set model.output_size, or",
+            ": 'y' has the shape [20, 1], and the model takes [examples, 2]; set model.output_",
         ),
         (GPT, {"tokens": TOKENS, "targets": TOKENS * 1.0}, ": 'targets' is of type float64; the"),
         (
@@ -125,7 +126,7 @@ def test_a_file_that_is_missing_or_odd_is_refused_before_anything_starts(file, t
         assert str(error.value).startswith(f"dataset.path={named} {text}")
     with pytest.raises(InputError, match=r"has no array 'z', which dataset.names names; it has x"):
         check_dataset(Arrays(path=path, names=["z"]), MLP, validation=False)
-    with pytest.raises(InputError, match=r"=0.01 of the 20 rows of .* holds none out to evaluate"):
+    with pytest.raises(InputError, match=r"=0.01 of the 20 examples of .* holds none out"):
         check_dataset(Arrays(path=path, validation_fraction=0.01), MLP, validation=True)
 
 

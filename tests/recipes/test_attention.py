@@ -12,9 +12,9 @@ from launcher.config.compose import load
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.recipes import InputError, build_model
 from launcher.recipes.models.attention import with_attention
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.vit.options import ViTOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.llama import LlamaOptions
+from launcher.recipes.models.vit import ViTOptions
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.train.program import build_program
 

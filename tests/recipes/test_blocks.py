@@ -6,10 +6,10 @@ import pytest
 
 from launcher.recipes import build_model
 from launcher.recipes.models import blocks
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.vit.options import ViTOptions
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.llama import LlamaOptions
+from launcher.recipes.models.vit import ViTOptions
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr, structure_text
 

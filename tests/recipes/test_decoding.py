@@ -13,10 +13,10 @@ from whole_logits import whole_logits
 from launcher.recipes import InputError, build_model
 from launcher.recipes.models import decoding
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder, draw
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.mlp.options import MLPOptions
-from launcher.recipes.models.moe.options import MoEOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.llama import LlamaOptions
+from launcher.recipes.models.mlp import MLPOptions
+from launcher.recipes.models.moe import MoEOptions
 
 SMALL = {"vocab_size": 40, "sequence_length": 16, "num_layers": 2, "num_heads": 4}
 SMALL |= {"hidden_size": 16}

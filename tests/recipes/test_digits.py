@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.datasets.digits.options import Digits
+from launcher.recipes.datasets.digits import Digits
 
 VIT = SimpleNamespace(name="vit", image_size=16, channels=3, num_classes=10)
 MLP = SimpleNamespace(name="mlp", input_size=64, output_size=10)

@@ -20,8 +20,8 @@ from launcher.recipes import (
     tokenizer_of,
 )
 from launcher.recipes.data.corpus import sources
-from launcher.recipes.datasets.documents.options import Documents
-from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.mixture import Mixture
 
 MODEL = SimpleNamespace(name="gpt", vocab_size=257, sequence_length=8)
 
@@ -72,7 +72,7 @@ def test_what_is_prepared_trains_and_has_its_tokenizer(given):
     text = tokenizer_of(given).decode(batch["tokens"].ravel().tolist())
     assert "docu" in text
     long = SimpleNamespace(name="gpt", vocab_size=257, sequence_length=10**6)
-    with pytest.raises(InputError, match="less than one row"):
+    with pytest.raises(InputError, match="less than one example"):
         check_dataset(given, long, validation=False)
 
 

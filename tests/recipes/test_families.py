@@ -20,7 +20,7 @@ from launcher.config.compose import load
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.recipes import build_dataset, build_model
-from launcher.recipes.datasets.synthetic.options import Synthetic
+from launcher.recipes.datasets.synthetic import Synthetic
 from launcher.trace import trace_step
 from launcher.train.program import build_program, build_steps
 from launcher.train.step import init_state, make_train_step

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from filled import filled_params
 from whole_logits import whole_logits
 
 from launcher.recipes import build_model
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.gpt.model import GPT
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.llama import LlamaOptions
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
 
 pytestmark = pytest.mark.devices
@@ -23,6 +23,7 @@ TINY = {
     "hidden_size": 16,
     "attention": "xla",
 }
+LLAMA = LlamaOptions(**{**TINY, "num_layers": 3}, num_kv_heads=1).filled()
 
 
 def build(precision="fp32", **changes):
@@ -56,19 +57,18 @@ def names_of(params):
     }
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 4])
-def test_there_are_exactly_num_layers_pipeline_layers(num_layers):
-    model = build(num_layers=num_layers)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    jaxpr = make_jaxpr(lambda p, b: model.loss(p, b, None), params, random_batch())
-    names = [equation.primitive.name for equation in jaxpr.eqns]
-    assert names.count("pipeline_boundary") == num_layers - 1
-
-
-@pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["still", "dropout"])
-def test_blocks_share_no_array_but_the_one_they_hand_on(key):
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        (build(num_layers=3, dropout=0.1), None),
+        (build(num_layers=3, dropout=0.1), jax.random.key(0)),
+        (build_model(LLAMA, "fp32"), None),
+        (build(num_layers=1), None),
+    ],
+    ids=["gpt", "gpt with dropout", "llama", "one layer"],
+)
+def test_blocks_are_pipeline_layers_and_share_no_array_but_the_one_they_hand_on(model, key):
     """Only one array crosses each boundary, so a stage waits for its neighbour alone."""
-    model = build(num_layers=3, dropout=0.1)
     params = jax.eval_shape(model.init, jax.random.key(0))
     jaxpr = make_jaxpr(model.loss, params, random_batch(), key)
     made_in, crossing, layer = {}, {}, 0
@@ -79,7 +79,11 @@ def test_blocks_share_no_array_but_the_one_they_hand_on(key):
             if source != layer:
                 crossing.setdefault((source, layer), set()).add(id(variable))
         made_in.update({id(variable): layer for variable in equation.outvars})
-    assert {ends: len(variables) for ends, variables in crossing.items()} == {(0, 1): 1, (1, 2): 1}
+    num_layers = sum("layers_" in name for name in params)
+    assert layer == num_layers - 1
+    assert {ends: len(variables) for ends, variables in crossing.items()} == {
+        (i, i + 1): 1 for i in range(num_layers - 1)
+    }
 
 
 def test_parameters_have_megatron_names_and_an_axis_of_heads():
@@ -109,9 +113,16 @@ def test_parameters_have_megatron_names_and_an_axis_of_heads():
     }
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_an_untrained_model_knows_nothing(tie_embeddings):
-    model = build(tie_embeddings=tie_embeddings)
+@pytest.mark.parametrize(
+    "model",
+    [
+        build(),
+        build_model(LLAMA, "fp32"),
+        pytest.param(build(tie_embeddings=False), marks=pytest.mark.slow),
+    ],
+    ids=["gpt", "llama", "gpt untied"],
+)
+def test_an_untrained_model_knows_nothing(model):
     loss = loss_of(model, init(model), random_batch())
     assert loss.shape == ()
     assert float(loss) == pytest.approx(math.log(256), abs=0.05)
@@ -178,21 +189,8 @@ def test_dropout_needs_a_key_and_follows_it():
     assert len({loss(model), loss(model, seed=1), loss(model, seed=2)}) == 3
 
 
-def test_scanned_layers_compute_what_layers_in_a_row_do():
-    scanned, apart = build(scan_layers=True, num_layers=3), build(num_layers=3)
-    params, batch = dict(filled_params(scanned)), random_batch()
-    stacked = params.pop("layers")
-    layers = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(3)}
-    assert jax.tree.structure({**params, **layers}) == jax.tree.structure(filled_params(apart))
-    expected = loss_of(apart, {**params, **layers}, batch)
-    found = loss_of(scanned, {**params, "layers": stacked}, batch)
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
-
-
-def test_scanned_layers_start_apart_and_drop_out_apart():
+def test_scanned_layers_drop_out_by_the_key():
     model = build(scan_layers=True, num_layers=2, dropout=0.5)
     params, batch = init(model), random_batch()
-    first, second = params["layers"]["self_attention"]["linear_qkv"]["kernel"]
-    assert (first != second).any()
     losses = {float(loss_of(model, params, batch, jax.random.key(i))) for i in range(3)}
     assert len(losses) == 3

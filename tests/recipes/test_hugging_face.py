@@ -28,11 +28,11 @@ from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import ExportTask
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.hugging_face import family_named
-from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.moe.options import MoEOptions
+from launcher.recipes.models.llama import LlamaOptions
+from launcher.recipes.models.moe import MoEOptions
 from launcher.testing import assert_allclose
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -235,41 +235,18 @@ def changed(folder, change):
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda a: a.pop(Q), f"it has no {Q}"),
-        (lambda a: a.update(extra=a[Q]), "it has extra, which the model does not have"),
-        (lambda a: a.update({Q: a[Q][:-1]}), f"{Q} is (31, 32), and (32, 32) by config.json"),
-        (lambda a: a.update({Q: a[Q].astype("i4")}), f"{Q} is of type I32"),
-    ],
-    ids=["missing", "extra", "shape", "type"],
-)
-def test_an_array_that_is_not_as_it_should_be_is_named(change, words, tmp_path):
-    write(KINDS["llama"], random_params(KINDS["llama"]), tmp_path / "theirs")
-    changed(tmp_path / "theirs", change)
-    with pytest.raises(ConfigError) as refused:
-        read(KINDS["llama"], tmp_path / "theirs")
-    assert words in str(refused.value)
-    assert f"train.init_from=hf:{tmp_path}/theirs does not fit the model" in str(refused.value)
-
-
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 KEY = "bert.encoder.layer.0.attention.self.key.bias"
 
 
-def test_a_missing_file_of_several_is_named(tmp_path):
-    write(KINDS["llama"], random_params(KINDS["llama"]), tmp_path / "parts", largest=16_000)
-    lost = sorted((tmp_path / "parts").glob("*.safetensors"))[1]
-    lost.unlink()
-    with pytest.raises(ConfigError, match=f"it has no {lost.name}, which .*json names"):
-        read(KINDS["llama"], tmp_path / "parts")
-
-
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
+        ("llama", lambda a: a.pop(Q), f"it has no {Q}"),
+        ("llama", lambda a: a.update(extra=a[Q]), "it has extra, which the model does not have"),
+        ("llama", lambda a: a.update({Q: a[Q][:-1]}), f"{Q} is (31, 32), and (32, 32) by config"),
+        ("llama", lambda a: a.update({Q: a[Q].astype("i4")}), f"{Q} is of type I32"),
+        # Several arrays there that are one here.
         ("mixtral", lambda a: a.pop(EXPERT), f"it has no {EXPERT}"),
         ("mixtral", lambda a: a.update({EXPERT: a[EXPERT].T.copy()}), f"{EXPERT} is (32, 48), and"),
         (
@@ -279,14 +256,22 @@ def test_a_missing_file_of_several_is_named(tmp_path):
         ),
         ("bert", lambda a: a.pop(KEY), f"it has no {KEY}"),
     ],
-    ids=["missing", "shape", "extra", "missing of three"],
 )
-def test_one_of_several_arrays_that_are_one_here_is_named(kind, change, words, tmp_path):
+def test_an_array_that_is_not_as_it_should_be_is_named(kind, change, words, tmp_path):
     write(KINDS[kind], random_params(KINDS[kind]), tmp_path / "theirs")
     changed(tmp_path / "theirs", change)
     with pytest.raises(ConfigError) as refused:
         read(KINDS[kind], tmp_path / "theirs")
     assert words in str(refused.value)
+    assert f"train.init_from=hf:{tmp_path}/theirs does not fit the model" in str(refused.value)
+
+
+def test_a_missing_file_of_several_is_named(tmp_path):
+    write(KINDS["llama"], random_params(KINDS["llama"]), tmp_path / "parts", largest=16_000)
+    lost = sorted((tmp_path / "parts").glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=f"it has no {lost.name}, which .*json names"):
+        read(KINDS["llama"], tmp_path / "parts")
 
 
 def test_bert_is_read_from_older_files(tmp_path):

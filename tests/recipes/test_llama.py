@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from whole_logits import whole_logits
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.recipes import build_model
+from launcher.recipes.models.llama import LlamaOptions
 from launcher.recipes.models.llama.model import rotary_frequencies, rotate
-from launcher.recipes.models.llama.options import LlamaOptions
 
 pytestmark = pytest.mark.devices
 TINY = LlamaOptions(
@@ -37,30 +36,8 @@ def logits_of(options, params, tokens):
     return jax.jit(functools.partial(whole_logits, options))(params, tokens)
 
 
-def test_each_block_is_a_pipeline_layer_and_one_array_crosses_each_boundary():
-    model = build()
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(lambda p, b: model.loss(p, b, None))(params, random_batch())
-    made_in, crossing, layer = {}, {}, 0
-    for equation in jaxpr.eqns:
-        layer += equation.primitive.name == "pipeline_boundary"
-        for variable in equation.invars:
-            source = made_in.get(id(variable), layer)
-            if source != layer:
-                crossing.setdefault((source, layer), set()).add(id(variable))
-        made_in.update({id(variable): layer for variable in equation.outvars})
-    assert {ends: len(variables) for ends, variables in crossing.items()} == {(0, 1): 1, (1, 2): 1}
-
-
 def loss_of(model, params, batch):
     return float(jax.jit(model.loss, static_argnums=2)(params, batch, None)[0])
-
-
-@pytest.mark.parametrize("tie_embeddings", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_untrained_model_knows_nothing(tie_embeddings):
-    model = build(tie_embeddings=tie_embeddings)
-    params = jax.jit(model.init)(jax.random.key(0))
-    assert loss_of(model, params, random_batch()) == pytest.approx(math.log(256), abs=0.05)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -110,14 +87,6 @@ def test_bf16_products_keep_parameters_and_loss_in_fp32():
     assert {str(leaf.dtype) for leaf in jax.tree.leaves([params, loss, grads])} == {"float32"}
     full = loss_of(build(), params, batch)
     assert loss_of(model, params, batch) == pytest.approx(full, abs=0.02)
-
-
-def test_scanned_layers_compute_what_layers_in_a_row_do():
-    params, batch = dict(filled_params(build(scan_layers=True))), random_batch()
-    stacked = params.pop("layers")
-    layers = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(3)}
-    found = loss_of(build(scan_layers=True), {**params, "layers": stacked}, batch)
-    assert found == pytest.approx(loss_of(build(), {**params, **layers}, batch), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from filled import filled_params
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.recipes import build_model
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.llama import LlamaOptions
 from launcher.recipes.models.losses import classification, mean_of, scores_in_chunks, scores_of
 
 SIZES = {

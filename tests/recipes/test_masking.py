@@ -14,10 +14,9 @@ from launcher.config.errors import ConfigError
 from launcher.driver.tasks.export import _theirs
 from launcher.inference.export_tokenizer import exported_tokenizer
 from launcher.recipes import build_dataset
-from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.masking import masked
-from launcher.recipes.datasets.documents.dataset import preparation
-from launcher.recipes.models.bert.options import BERTOptions
+from launcher.recipes.datasets.documents.prepare import prepare_corpus
+from launcher.recipes.models.bert import BERTOptions
 
 BERT = "model=bert", "model.vocab_size=300", "model.sequence_length=8", "train.eval_every=0"
 JSONL = "dataset=jsonl", "dataset.path=talks.jsonl", "dataset.validation_fraction=0"
@@ -42,7 +41,7 @@ def prepared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         for name in (*MASK, "bytes"):
-            prepare_corpus(preparation(load([*BERT, *data_of(name)]).dataset), 1)
+            prepare_corpus(load([*BERT, *data_of(name)]).dataset, 1)
     return home
 
 

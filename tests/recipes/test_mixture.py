@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
-from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
-from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, train_tokenizer
+from launcher.recipes.datasets.mixture import Mixture
 from launcher.train.feed import Feeder, own_rows, shapes_of
 
 MODEL = SimpleNamespace(name="gpt", vocab_size=400, sequence_length=16)
@@ -45,7 +45,7 @@ def test_rows_come_by_their_weights_and_each_part_is_shuffled_anew(tmp_path):
     assert set(held // 1000) == {0, 1}
     assert min(held) >= 360
     assert dataset.describe == (
-        "a mixture: a 75% of 89 rows, b 25% of 44 rows; 13 rows held out for validation"
+        "a mixture: a 75% of 89 examples, b 25% of 44 examples; 13 examples held out for validation"
     )
 
 
@@ -81,14 +81,13 @@ def prepared(tmp_path):
     for name in ("a", "b"):
         texts = [" ".join(rng.choice(words, rng.integers(2, 30))) for _ in range(150)]
         pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=40)
-    settings = (None, "parquet", "text")
     tokenizer = str(tmp_path / "tokenizer.json")
     for name in ("a", "b"):
         source, out = str(tmp_path / f"{name}.parquet"), str(tmp_path / name)
         if name == "a":
-            unused = Preparation(source, *settings, "bytes", None, "refuse", out)
-            train_tokenizer(unused, 400, tmp_path / "tokenizer.json")
-        prepare_corpus(Preparation(source, *settings, tokenizer, None, "refuse", out), 1)
+            train_tokenizer(Documents(path=source, format="parquet"), 400, Path(tokenizer))
+        options = Documents(path=source, format="parquet", tokenizer=tokenizer, tokens=out)
+        prepare_corpus(options, 1)
         parts[name] = {"path": out, "weight": {"a": 2, "b": 1}[name]}
     return Mixture(parts=parts, packing="documents")
 
@@ -134,7 +133,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(prepared):
 
 def test_parts_of_different_tokenizers_are_refused_with_both_named(prepared, tmp_path):
     source, out = str(tmp_path / "a.parquet"), str(tmp_path / "c")
-    prepare_corpus(Preparation(source, None, "parquet", "text", "bytes", None, "refuse", out), 1)
+    prepare_corpus(Documents(path=source, format="parquet", tokens=out), 1)
     mixed = Mixture(parts={**prepared.parts, "c": {"path": out}}, packing="documents")
     with pytest.raises(InputError) as error:
         check_dataset(mixed, MODEL, validation=False)

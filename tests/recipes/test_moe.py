@@ -11,8 +11,8 @@ from filled import filled_params
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.recipes import build_model
+from launcher.recipes.models.moe import MoEOptions
 from launcher.recipes.models.moe.model import route_tokens
-from launcher.recipes.models.moe.options import MoEOptions
 
 OPTIONS = MoEOptions(
     vocab_size=32,

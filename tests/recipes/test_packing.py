@@ -8,10 +8,10 @@ from filled import filled_params
 
 import launcher
 from launcher.recipes import build_model
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.llama.options import LlamaOptions
-from launcher.recipes.models.moe.options import MoEOptions
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.llama import LlamaOptions
+from launcher.recipes.models.moe import MoEOptions
 
 SHAPE = {
     "vocab_size": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16, "sequence_length": 12,

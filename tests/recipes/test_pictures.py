@@ -22,10 +22,9 @@ from launcher.recipes import (
     needs_preparing,
     prepare_dataset,
 )
-from launcher.recipes.datasets.pictures import decode
+from launcher.recipes.datasets.pictures import Pictures, decode
 from launcher.recipes.datasets.pictures import index as index_module
 from launcher.recipes.datasets.pictures.decode import Fitting
-from launcher.recipes.datasets.pictures.options import Pictures
 from launcher.train.feed import own_rows, shapes_of
 
 VIT = SimpleNamespace(name="vit", image_size=8, channels=3, num_classes=3)

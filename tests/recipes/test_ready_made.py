@@ -15,10 +15,9 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.folders import CONF
 from launcher.recipes import build_dataset, build_model
-from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
-from launcher.recipes.datasets.documents.dataset import preparation
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.datasets.documents.prepare import prepare_corpus
+from launcher.recipes.models.llama import LlamaOptions
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
 
@@ -67,7 +66,7 @@ def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         for name in ("finetune_hf", "chat_lora"):
-            prepare_corpus(preparation(load([f"recipe={name}", *WORDS[name]]).dataset), 1)
+            prepare_corpus(load([f"recipe={name}", *WORDS[name]]).dataset, 1)
     return home
 
 

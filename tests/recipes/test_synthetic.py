@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.datasets.synthetic.options import Synthetic
+from launcher.recipes.datasets.synthetic import Synthetic
 
 GPT = SimpleNamespace(name="gpt", vocab_size=11, sequence_length=32)
 MLP = SimpleNamespace(name="mlp", input_size=6, output_size=2)

@@ -111,18 +111,45 @@ def test_build_refuses_what_check_refuses(tmp_path):
         build_dataset(text(tmp_path / "none.txt"), model(), 4, seed=0)
 
 
-def test_refuses_a_missing_path(tmp_path):
-    path = tmp_path / "none.txt"
-    assert refusal(text(path)) == (
-        f"dataset.path={path} does not exist; name a text file, "
-        "or a folder whose files fit dataset.pattern"
-    )
+@pytest.mark.parametrize(
+    ("content", "name", "changes", "said"),
+    [
+        (None, "none.txt", {}, "dataset.path={} does not exist; name a text file, or a folder who"),
+        (b"", "a.txt", {}, "dataset.path={} is empty; name a file or folder with text in it"),
+        (b"", "", {}, "dataset.path={} holds only empty files for **/*.txt; name a file or folder"),
+        (None, "", {}, "dataset.pattern=**/*.txt fits no file below dataset.path={}; change eith"),
+        (None, "", {"pattern": ""}, "dataset.pattern= is not a pattern for files below a folder ("),
+        (b"", "", {"pattern": "/etc/*"}, "dataset.pattern=/etc/* is not a pattern for files belo"),
+        (
+            b"1234",
+            "a.txt",
+            {},
+            "dataset.path={} holds 4 bytes, less than one sequence of 4 + 1 bytes; give more text",
+        ),
+        (
+            bytes(20),
+            "",
+            {"validation_fraction": 0.8},
+            "dataset.validation_fraction=0.8 leaves 4 bytes of dataset.path={} for training, less "
+            "than one sequence of 4 + 1 bytes; lower it",
+        ),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused(tmp_path, content, name, changes, said):
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    assert refusal(text(tmp_path / name, **changes)).startswith(said.format(tmp_path / name))
 
 
 def test_refuses_what_is_no_file():
     assert refusal(text("/dev/null")) == (
         "dataset.path=/dev/null is neither a file nor a folder; name one of these"
     )
+
+
+def test_one_sequence_is_enough(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"12345")
+    assert rows(build_dataset(text(tmp_path), model(), 2, 0).train, 1) == {b"1234"}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -132,54 +159,6 @@ def test_refuses_a_file_that_may_not_be_read(tmp_path):
     path.chmod(0)
     assert refusal(text(path)) == (
         f"dataset.path={path}: you may not read {path}; change its permissions or name another path"
-    )
-
-
-def test_refuses_an_empty_file(tmp_path):
-    path = tmp_path / "a.txt"
-    path.touch()
-    assert refusal(text(path)) == (
-        f"dataset.path={path} is empty; name a file or folder with text in it"
-    )
-    assert refusal(text(tmp_path)) == (
-        f"dataset.path={tmp_path} holds only empty files for **/*.txt; "
-        "name a file or folder with text in it"
-    )
-
-
-def test_refuses_a_folder_without_fitting_files(tmp_path):
-    assert refusal(text(tmp_path)) == (
-        f"dataset.pattern=**/*.txt fits no file below dataset.path={tmp_path}; "
-        "change either, for example dataset.pattern='**/*'"
-    )
-
-
-@pytest.mark.parametrize("pattern", ["", "/etc/*"])
-def test_refuses_what_is_no_pattern(tmp_path, pattern):
-    message = refusal(text(tmp_path, pattern=pattern))
-    assert message.startswith(
-        f"dataset.pattern={pattern} is not a pattern for files below a folder ("
-    )
-    assert message.endswith("); use one like **/*.txt")
-
-
-def test_refuses_text_shorter_than_one_sequence(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"1234")
-    assert refusal(text(path)) == (
-        f"dataset.path={path} holds 4 bytes, less than one sequence of 4 + 1 bytes; "
-        "give more text or lower model.sequence_length"
-    )
-    path.write_bytes(b"12345")
-    check_dataset(text(path), model(), validation=False)
-    assert rows(build_dataset(text(path), model(), 2, 0).train, 1) == {b"1234"}
-
-
-def test_refuses_a_split_that_leaves_nothing_to_train_on(tmp_path):
-    (tmp_path / "a.txt").write_bytes(bytes(20))
-    assert refusal(text(tmp_path, validation_fraction=0.8)) == (
-        f"dataset.validation_fraction=0.8 leaves 4 bytes of dataset.path={tmp_path} for training, "
-        "less than one sequence of 4 + 1 bytes; lower it"
     )
 
 
@@ -212,8 +191,8 @@ def test_more_files_than_may_be_open_at_once(tmp_path):
         (tmp_path / f"{i:04}.txt").write_text(f"file {i} " * 8)
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
-        "from launcher.recipes.models.gpt.options import GPTOptions\n"
-        "from launcher.recipes.datasets.text.options import Text\n"
+        "from launcher.recipes.models.gpt import GPTOptions\n"
+        "from launcher.recipes.datasets.text import Text\n"
         "from launcher.recipes import build_dataset\n"
         f"data = build_dataset(Text(path={str(tmp_path)!r}), GPTOptions(sequence_length=16,"
         " vocab_size=256), 4, 0)\n"

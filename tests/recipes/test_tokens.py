@@ -8,10 +8,10 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.data.corpus.meta import CorpusMeta, TokenPart, write_meta
-from launcher.recipes.datasets.mixture.options import Mixture
-from launcher.recipes.datasets.text.options import Text
-from launcher.recipes.datasets.tokens.options import Tokens
+from launcher.recipes.data.corpus.files import CorpusMeta, TokenPart, write_meta
+from launcher.recipes.datasets.mixture import Mixture
+from launcher.recipes.datasets.text import Text
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.train.feed import own_rows, shapes_of
 
 LENGTH = 4
@@ -55,7 +55,7 @@ def test_rows_lie_one_behind_the_other_also_across_files(tmp_path):
     assert dataset.train(0)["tokens"].dtype == np.int32
     assert dataset.validation is None
     assert dataset.describe == (
-        f"dataset.path={tmp_path}/*.bin: 3 files, 23 tokens; 5 rows, none held out"
+        f"dataset.path={tmp_path}/*.bin: 3 files, 23 tokens; 5 examples, none held out"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_token_out_of_the_vocabulary_is_named_with_file_and_position(tmp_path)
         batches(0)
     assert str(error.value) == (
         f"{tmp_path / 'b.bin'}: token 10 is 1000, which is outside model.vocab_size=1000; "
-        "enlarge that, check dataset.dtype and the file, or leave such rows out with "
+        "enlarge that, check dataset.dtype and the file, or leave such examples out with "
         "dataset.bad=skip"
     )
 
@@ -163,14 +163,14 @@ def test_the_next_good_row_stands_in_for_one_with_a_token_out_of_the_vocabulary(
     train(1)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 3  # the first, the second and the fourth of five
-    assert "bad rows so far in this process: 4" in told[2]
+    assert "bad examples so far in this process: 4" in told[2]
     later = build_dataset(given, model(), 10, 0).train  # as another process, which begins later
     wanted = train(2)
     parts = [own_rows(later, shapes_of(later, 10), np.arange(a, a + 5))(2) for a in (0, 5)]
     for name, array in wanted.items():
         np.testing.assert_array_equal(sum(part[name] for part in parts), array)
     written(tmp_path / "a.bin", [1000] * 41)
-    with pytest.raises(InputError, match="tried 10 rows from there on and found no good one"):
+    with pytest.raises(InputError, match="tried 10 examples from there on and found no good one"):
         build_dataset(given, model(), 10, 0).train(0)
 
 
@@ -206,9 +206,9 @@ def test_refuses_files_that_hold_no_tokens(tmp_path):
     np.save(other, np.zeros(30, np.uint16))
     assert "not dataset.dtype=uint32" in refusal(Tokens(path=str(other), dtype="uint32"))
     other.write_bytes(other.read_bytes()[:-1])
-    assert "is cut short: 187 bytes for 30 tokens of uint16" in refusal(Tokens(path=str(other)))
+    assert "is not a whole .npy file" in refusal(Tokens(path=str(other)))
     other.write_bytes(b"nothing")
-    assert "is not a .npy file" in refusal(Tokens(path=str(other)))
+    assert "is not a whole .npy file" in refusal(Tokens(path=str(other)))
 
 
 def test_refuses_what_does_not_fit_the_model_or_holds_too_little(tmp_path):
@@ -219,13 +219,13 @@ def test_refuses_what_does_not_fit_the_model_or_holds_too_little(tmp_path):
         "dataset=synthetic"
     )
     assert refusal(whole, model(sequence_length=20)) == (
-        f"dataset.path={path} holds 18 tokens for training, less than one row of 20 + 1 tokens; "
-        "give more, or lower model.sequence_length"
+        f"dataset.path={path} holds 18 tokens for training, less than one example of 20 + 1 "
+        "tokens; give more, or lower model.sequence_length"
     )
     assert refusal(whole, validation=True) == (
-        f"dataset.validation_fraction=0.1 of dataset.path={path} holds out no row of 4 + 1 tokens "
-        "to evaluate on; raise it, name held-out tokens with dataset.validation_path, or set "
-        "train.eval_every=0"
+        f"dataset.validation_fraction=0.1 of dataset.path={path} holds out no example of 4 + 1 "
+        "tokens to evaluate on; raise it, name held-out tokens with dataset.validation_path, or "
+        "set train.eval_every=0"
     )
     assert refusal(Tokens(path=str(path), packing="documents")) == (
         f"dataset.path={path} does not say where documents end; set dataset.end_token (GPT-2's is "

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.gpt import model as gpt
-from launcher.recipes.models.gpt.options import GPTOptions
 
 BLOCKS, ROWS, LENGTH, WIDTH = 8, 8, 128, 64
 TOKENS = np.zeros((ROWS, LENGTH), np.int32)

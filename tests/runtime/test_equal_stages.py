@@ -13,7 +13,7 @@ from launcher.base.spans import SpanRecorder
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.recipes import build_model
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.mlp import MLPOptions
 from launcher.runtime import StepCompilation, StepServices, compile_step, wait_for_more
 from launcher.trace import trace_step
 

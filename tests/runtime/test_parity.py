@@ -15,8 +15,8 @@ import launcher
 from launcher.plan import local_shape, make_forward_plan
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.recipes import build_model
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.mlp import MLPOptions
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 

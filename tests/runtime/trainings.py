@@ -16,8 +16,8 @@ from filled import filled_params
 
 import launcher
 from launcher.recipes import build_model
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.mlp import MLPOptions
 
 ROWS, ROUNDS = 24, 5
 _GPT = {

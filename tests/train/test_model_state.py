@@ -163,9 +163,9 @@ def returns(make):
     return counting(lambda params, state, batch, key: make(params.sum(), state))
 
 
-NESTED = (
-    "the loss of a model with state must return (loss, (metrics, state)), one number, a dict of "
-    "further ones, maybe an empty one, and the new state"
+RETURNS = (
+    "the model's loss must return (loss, metrics), one number and a dict of further ones, or, of a "
+    "Model(init, loss, has_state=True), (loss, (metrics, state)); it returns"
 )
 ALIKE = (
     "the state that the model's loss returns must have the names, shapes and dtypes of the one it "
@@ -192,24 +192,23 @@ REFUSED = [
     ),
     (
         returns(lambda value, state: (value, state)),
-        f"{NESTED}; it returns (float32[], a dict)",
+        f"{RETURNS} (float32[], a dict), with has_state=True",
     ),
     (
         returns(lambda value, state: (value, {}, state)),
-        f"{NESTED}; it returns (float32[], a dict, a dict)",
+        f"{RETURNS} (float32[], a dict, a dict), with has_state=True",
     ),
     (
         returns(lambda value, state: (value, (state, {}))),
-        "the model's loss returns (loss, (state, metrics)); the metrics come first: "
-        "(loss, (metrics, state))",
+        f"{ALIKE}; state['count'] is missing, and was int32[]",
     ),
     (
         returns(lambda value, state: (value, ({}, {"count": state["count"]}))),
-        f"{ALIKE}; it lacks state['mean']",
+        f"{ALIKE}; state['mean'] is missing, and was float32[3]",
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "more": value}))),
-        f"{ALIKE}; it has state['more'], which init does not return",
+        f"{ALIKE}; state['more'] is float32[], and was missing",
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "mean": value}))),
@@ -229,8 +228,7 @@ REFUSED = [
     ),
     (
         Model(lambda key: jnp.ones(3), lambda p, b, k: (p.sum(), ({}, {"count": 1}))),
-        "the model's loss returns (loss, (metrics, state)), which a model with state does; say "
-        "Model(init, loss, has_state=True), or return (loss, metrics)",
+        f"{RETURNS} (float32[], (a dict, a dict)), with has_state=False",
     ),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 from launcher.config.optimizer import AdamW
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import InputError, Model, build_model
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.mlp import MLPOptions
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import init_state, make_train_step
 

@@ -16,10 +16,10 @@ from launcher.config.schema import Config
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.files import find_corpus
 from launcher.recipes.data.corpus.tokenizers import BYTES, load_tokenizer, tokenizer_fingerprint
-from launcher.recipes.datasets.documents.options import Documents
-from launcher.recipes.datasets.mixture.options import Mixture
-from launcher.recipes.datasets.text.options import Bytes
-from launcher.recipes.datasets.tokens.options import Tokens
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.mixture import Mixture
+from launcher.recipes.datasets.text import Bytes
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.models.hugging_face import (
     CONFIG,
     PREFIX,

@@ -12,8 +12,7 @@ from launcher.config.schema import Config
 from launcher.driver.callback import Callback
 from launcher.driver.record.step_log import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
-from launcher.recipes import InputError, tokenizer_of
-from launcher.recipes.data.corpus.tokenizers import Tokenizer
+from launcher.recipes import InputError, Tokenizer, tokenizer_of
 from launcher.recipes.models.decoding import build_decoder
 from launcher.train.sampling import Sample, problem_of
 

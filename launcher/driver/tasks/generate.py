@@ -15,8 +15,7 @@ from launcher.driver.tasks.task import CheckpointTask
 from launcher.inference.answers import model_answers, stored_plan
 from launcher.inference.model_workers import TextWorker
 from launcher.inference.stored_model import run_settings
-from launcher.recipes import tokenizer_of
-from launcher.recipes.data.corpus.tokenizers import Tokenizer
+from launcher.recipes import Tokenizer, tokenizer_of
 from launcher.recipes.models.decoding import build_decoder
 from launcher.report.console import RunConsole, status
 

@@ -15,7 +15,7 @@ from launcher.recipes import needs_preparing, prepare_dataset
 from launcher.report.console import RunConsole, status
 
 if TYPE_CHECKING:
-    from launcher.recipes.datasets.documents.options import Documents
+    from launcher.recipes.datasets.documents import Documents
 
 
 class PrepareData(TaskKind):
@@ -71,19 +71,18 @@ class TokenizeTask(TaskKind):
             launcher.recipes.InputError: they cannot be used.
             OSError: a file cannot be read or written.
         """
-        from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
-        from launcher.recipes.datasets.documents.dataset import preparation
+        from launcher.recipes.datasets.documents.prepare import train_tokenizer
 
         options, path = _documents(config), Path(config.tokenize.path).expanduser()
         check_new("tokenize.path", config.tokenize.path)
         with status(console, f"training a tokenizer on {options.path}"):
-            size = train_tokenizer(preparation(options), config.tokenize.vocab_size, path)
+            size = train_tokenizer(options, config.tokenize.vocab_size, path)
         console.print(f"a tokenizer of {size:,} tokens is in {path}", soft_wrap=True)
         return 0
 
 
 def _documents(config: Config) -> Documents:
-    from launcher.recipes.datasets.documents.options import Documents
+    from launcher.recipes.datasets.documents import Documents
 
     if not isinstance(config.dataset, Documents):
         raise ConfigError(

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from launcher.recipes import InputError
-from launcher.recipes.data.corpus.tokenizers import Tokenizer
-from launcher.recipes.data.corpus.values import check_text
+from launcher.recipes.data.corpus.documents import check_text
+from launcher.recipes.protocols import InputError, Tokenizer
 
 # Named templates, for tokenizers that bring none.
 TEMPLATES = {
@@ -51,7 +50,7 @@ def chat_encoder(
                 prompt = render(messages[:index], True)
                 whole = render(messages[: index + 1], False)
                 if not (prompt.startswith(before) and whole.startswith(prompt)):
-                    raise ValueError("the chat template changes what was said before an answer")
+                    raise ValueError("the chat template changes the messages before an answer")
                 parts += [prompt[len(before) :], whole[len(prompt) :]]
                 learned += [False, True]
                 before = whole

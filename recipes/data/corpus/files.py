@@ -7,20 +7,130 @@ is cut short gives an error and no signal, and pages are the kernel's to keep or
 from __future__ import annotations
 
 import functools
-import glob
 import itertools
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from launcher.base import missing_path
-from launcher.recipes import InputError
-from launcher.recipes.data.corpus.meta import META, CorpusMeta, read_meta
+from launcher.base import write_whole
 from launcher.recipes.data.corpus.sources import SUFFIXES
+from launcher.recipes.data.files import named_files
+from launcher.recipes.protocols import InputError
+
+META = "meta.json"
+_FORMAT = 1
+_COUNTS = ("tokens", "documents", "skipped", "text_bytes")  # of all parts, for people
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """One token file: `<name>.bin`, and `<name>.ends` where its documents end.
+
+    Attributes:
+        name: the files' name.
+        key: a digest of what it was made of: source, tokenizer, settings.
+        tokens: the number of tokens.
+        documents: the number of documents.
+        skipped: the number of bad documents that were left out.
+        first_bad: the first of them, and why.
+        digest: of the tokens, SHA-256.
+        text_bytes: the length of the documents as UTF-8, of which `<name>.bytes` has where each
+            ends; None: they are conversations, or it was not counted.
+    """
+
+    name: str
+    key: str
+    tokens: int
+    documents: int
+    skipped: int
+    first_bad: str
+    digest: str
+    text_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class CorpusMeta:
+    """A folder of prepared tokens.
+
+    Attributes:
+        tokenizer: what was named as the tokenizer.
+        tokenizer_fingerprint: of its file.
+        vocab_size: the number of its tokens.
+        end_token: what ends a document; None: nothing does.
+        dtype: of a token.
+        masked: whether `<part>.mask` says which tokens are to be learned.
+        source: a digest of the names, sizes and times of the source files.
+        settings: how documents were read.
+        parts: the token files.
+        fingerprint: of the content, all tokens.
+        mask_token: the tokenizer's that stands for tokens to be filled in; None: it has none.
+    """
+
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    end_token: int | None
+    dtype: np.dtype
+    masked: bool
+    source: str
+    settings: str
+    parts: tuple[TokenPart, ...]
+    fingerprint: str
+    mask_token: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of all tokens."""
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def documents(self) -> int:
+        """The number of all documents."""
+        return sum(part.documents for part in self.parts)
+
+    @property
+    def text_bytes(self) -> int | None:
+        """The length of all documents as UTF-8; None: it is not known of all."""
+        sizes = [part.text_bytes for part in self.parts]
+        return None if None in sizes else sum(filter(None, sizes))
+
+    @property
+    def skipped(self) -> int:
+        """The number of all bad documents that were left out."""
+        return sum(part.skipped for part in self.parts)
+
+
+def write_meta(root: Path, meta: CorpusMeta) -> None:
+    """Write `meta.json`, whole or not at all."""
+    counts = {name: getattr(meta, name) for name in _COUNTS}
+    tree = {"format": _FORMAT, **asdict(meta), "dtype": meta.dtype.name, **counts}
+    write_whole(root / META, json.dumps(tree, indent=1) + "\n")
+
+
+def read_meta(root: Path, source: str) -> CorpusMeta:
+    """Read a folder's `meta.json`.
+
+    Raises:
+        InputError: it is damaged, or of another version.
+    """
+    try:
+        tree: dict[str, Any] = json.loads((root / META).read_text())
+        if tree.pop("format") != _FORMAT:
+            raise ValueError("it was written by another version")
+        for count in _COUNTS:
+            tree.pop(count, None)
+        parts = tuple(TokenPart(**part) for part in tree.pop("parts"))
+        return CorpusMeta(**(tree | {"dtype": np.dtype(tree["dtype"]), "parts": parts}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{source}: {root / META} is damaged ({error}); run task=prepare_data again"
+        ) from None
+
 
 ENDINGS = (".bin", ".npy")
 _OPEN_FILES = 64
@@ -50,6 +160,17 @@ class TokenFile:
     text: Path | None = None
 
 
+class _Opened:
+    """An open file, closed when nobody reads from it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Token files, one behind the other, and what the folder says of them if it is a prepared one.
@@ -67,145 +188,7 @@ class Corpus:
     @property
     def count(self) -> int:
         """The number of tokens."""
-        return sum(file.count for file in self.files)
-
-
-def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Corpus:
-    """Return the token files that `path` names, by name, from their sizes and headers alone.
-
-    Args:
-        path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
-            or a glob.
-        dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
-            they are of says, or uint16, as nanoGPT writes them.
-        key: the setting that names it.
-
-    Raises:
-        InputError: there are none, or one is not a token file.
-    """
-    source, root = f"{key}={path}", Path(path).expanduser()
-    if (root / META).is_file():
-        return _prepared(source, root)
-    if root.is_dir():
-        paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file())
-    elif glob.has_magic(path):
-        paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
-    else:
-        paths = [root] if root.is_file() else []
-    if not paths:
-        missing = "names no file" if glob.has_magic(path) else missing_path(root)
-        what = "holds no .bin or .npy file" if root.is_dir() else missing
-        raise InputError(f"{source} {what}; {_REMEDY}")
-    for file in paths:
-        if file.suffix not in ENDINGS:
-            raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
-    kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
-    files = [_plain(source, file, dtype, kind_in) for file in paths]
-    if not sum(file.count for file in files):
-        raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
-    return Corpus(source, tuple(file for file in files if file.count))
-
-
-def _remedy_for(file: Path) -> str:
-    """Return what to do with a file that holds no tokens."""
-    for format, endings in SUFFIXES.items():
-        if file.suffix in endings:
-            named = f"documents dataset.format={format}" if format == "text" else format
-            return (
-                f"make tokens of its documents with task=prepare_data dataset={named}, and name "
-                "the folder that this writes"
-            )
-    return _REMEDY
-
-
-def _prepared(source: str, root: Path) -> Corpus:
-    meta = read_meta(root, source)
-    files = []
-    for part in meta.parts:
-        file = root / f"{part.name}.bin"
-        size = file.stat().st_size if file.is_file() else -1
-        if size != part.tokens * meta.dtype.itemsize:
-            found = "is missing" if size < 0 else f"holds {size:,} bytes"
-            raise InputError(
-                f"{source}: {file} {found}, and {META} says {part.tokens:,} tokens of "
-                f"{meta.dtype}; run task=prepare_data again"
-            )
-        mask = root / f"{part.name}.mask" if meta.masked else None
-        text = root / f"{part.name}.bytes" if part.text_bytes is not None else None
-        ends = root / f"{part.name}.ends"
-        if part.tokens:
-            files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
-    if not files:
-        raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
-    return Corpus(source, tuple(files), meta)
-
-
-def _plain(
-    source: str, path: Path, dtype: str, kind_in: Callable[[Path], np.dtype[Any]]
-) -> TokenFile:
-    if not os.access(path, os.R_OK):
-        raise InputError(f"{source}: you may not read {path}; change its permissions")
-    if path.suffix == ".npy":
-        return _npy(source, path, dtype)
-    if dtype == "auto":
-        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
-        kind = kind_in(path.parent) if is_part else np.dtype("<u2")
-    else:
-        kind = np.dtype(dtype).newbyteorder("<")
-    size = path.stat().st_size
-    if size % kind.itemsize:
-        raise InputError(
-            f"{source}: {path} holds {size:,} bytes, which is not a whole number of {kind.name} "
-            "tokens; it was cut short, or dataset.dtype is another"
-        )
-    return TokenFile(path, kind, 0, size // kind.itemsize)
-
-
-def _npy(source: str, path: Path, dtype: str) -> TokenFile:
-    try:
-        with open(path, "rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
-                version, np.lib.format.read_array_header_2_0
-            )
-            shape, _, kind = read(file)
-            offset = file.tell()
-    except ValueError as error:
-        raise InputError(f"{source}: {path} is not a .npy file ({error})") from None
-    if len(shape) != 1 or kind.kind not in "iu":
-        raise InputError(
-            f"{source}: {path} holds {kind} {list(shape)}; tokens are integers in one dimension"
-        )
-    if dtype not in ("auto", kind.name):
-        raise InputError(f"{source}: {path} holds {kind}, not dataset.dtype={dtype}; leave it out")
-    if path.stat().st_size < offset + shape[0] * kind.itemsize:
-        raise InputError(
-            f"{source}: {path} is cut short: {path.stat().st_size:,} bytes for {shape[0]:,} "
-            f"tokens of {kind}"
-        )
-    return TokenFile(path, kind, offset, shape[0])
-
-
-class _Opened:
-    """An open file, closed when nobody reads from it any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The tokens of several files as one sequence, of which ranges are read.
-
-    Attributes:
-        files: the files.
-    """
-
-    files: Sequence[TokenFile]
+        return int(self.starts[-1])
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -302,3 +285,106 @@ class Stream:
                 f"{path} ends before token {first + number:,}: it was cut short while it was read"
             )
         return np.frombuffer(content, dtype)
+
+
+def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Corpus:
+    """Return the token files that `path` names, by name, from their sizes and headers alone.
+
+    Args:
+        path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
+            or a glob.
+        dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
+            they are of says, or uint16, as nanoGPT writes them.
+        key: the setting that names it.
+
+    Raises:
+        InputError: there are none, or one is not a token file.
+    """
+    source, root = f"{key}={path}", Path(path).expanduser()
+    if (root / META).is_file():
+        return _prepared(source, root)
+    paths = named_files(
+        source, path, lambda root: (p for p in root.iterdir() if p.suffix in ENDINGS), _REMEDY
+    )
+    if not paths:
+        what = "holds no .bin or .npy file" if root.is_dir() else "names no file"
+        raise InputError(f"{source} {what}; {_REMEDY}")
+    for file in paths:
+        if file.suffix not in ENDINGS:
+            raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
+    kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
+    files = [_plain(source, file, dtype, kind_in) for file in paths]
+    if not sum(file.count for file in files):
+        raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
+    return Corpus(source, tuple(file for file in files if file.count))
+
+
+def _remedy_for(file: Path) -> str:
+    """Return what to do with a file that holds no tokens."""
+    for format, endings in SUFFIXES.items():
+        if file.suffix in endings:
+            named = f"documents dataset.format={format}" if format == "text" else format
+            return (
+                f"make tokens of its documents with task=prepare_data dataset={named}, and name "
+                "the folder that this writes"
+            )
+    return _REMEDY
+
+
+def _prepared(source: str, root: Path) -> Corpus:
+    meta = read_meta(root, source)
+    files = []
+    for part in meta.parts:
+        file = root / f"{part.name}.bin"
+        size = file.stat().st_size if file.is_file() else -1
+        if size != part.tokens * meta.dtype.itemsize:
+            found = "is missing" if size < 0 else f"holds {size:,} bytes"
+            raise InputError(
+                f"{source}: {file} {found}, and {META} says {part.tokens:,} tokens of "
+                f"{meta.dtype}; run task=prepare_data again"
+            )
+        mask = root / f"{part.name}.mask" if meta.masked else None
+        text = root / f"{part.name}.bytes" if part.text_bytes is not None else None
+        ends = root / f"{part.name}.ends"
+        if part.tokens:
+            files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
+    if not files:
+        raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
+    return Corpus(source, tuple(files), meta)
+
+
+def _plain(
+    source: str, path: Path, dtype: str, kind_in: Callable[[Path], np.dtype[Any]]
+) -> TokenFile:
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{source}: you may not read {path}; change its permissions")
+    if path.suffix == ".npy":
+        return _npy(source, path, dtype)
+    if dtype == "auto":
+        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
+        kind = kind_in(path.parent) if is_part else np.dtype("<u2")
+    else:
+        kind = np.dtype(dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size % kind.itemsize:
+        raise InputError(
+            f"{source}: {path} holds {size:,} bytes, which is not a whole number of {kind.name} "
+            "tokens; it was cut short, or dataset.dtype is another"
+        )
+    return TokenFile(path, kind, 0, size // kind.itemsize)
+
+
+def _npy(source: str, path: Path, dtype: str) -> TokenFile:
+    try:
+        array: np.ndarray = np.load(path, "r", allow_pickle=False)
+        offset: int = array.offset  # type: ignore[attr-defined]
+    except (ValueError, EOFError, AttributeError) as error:
+        raise InputError(f"{source}: {path} is not a whole .npy file ({error})") from None
+    shape, kind = array.shape, array.dtype
+    if len(shape) != 1 or kind.kind not in "iu":
+        raise InputError(
+            f"{source}: {path} holds {kind} {list(shape)}; tokens are integers in one dimension"
+        )
+    if dtype not in ("auto", kind.name):
+        raise InputError(f"{source}: {path} holds {kind}, not dataset.dtype={dtype}; leave it out")
+    return TokenFile(path, kind, offset, shape[0])

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from launcher.recipes import InputError
-from launcher.recipes.data.corpus.files import Stream
+from launcher.recipes.data.batches import next_token_batch
+from launcher.recipes.data.corpus.files import Corpus
 from launcher.recipes.data.skipping import BadSampleError, Skipping
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.protocols import Batch, InputError
 
 
 @dataclass(frozen=True)
 class RowMaker:
-    """Makes rows of a stream of tokens.
+    """Makes rows of a corpus.
 
     Row i holds the tokens from `first` + i T to that + T, as `tokens` and one later `targets`,
     int32 [rows, T]. With `packed` it also has, each [rows, T]: `segments`, int32, the number of a
@@ -27,7 +24,7 @@ class RowMaker:
     `masked` `weights` is also 0 where the target is not to be learned.
 
     Attributes:
-        stream: the tokens.
+        corpus: the tokens.
         length: T.
         first: the first token.
         vocab_size: tokens are smaller.
@@ -38,7 +35,7 @@ class RowMaker:
             such a row is refused.
     """
 
-    stream: Stream
+    corpus: Corpus
     length: int
     first: int
     vocab_size: int
@@ -56,24 +53,22 @@ class RowMaker:
         width = self.length + 1
         read = self._row if self.skipping is None else functools.partial(self.skipping, self._row)
         try:
-            starts, rows = zip(*(read(int(number)) for number in which), strict=True)
+            rows = [read(int(number)) for number in which]
         except BadSampleError as error:
             raise InputError(
-                f"{error}; enlarge that, check dataset.dtype and the file, or leave such rows out "
-                "with dataset.bad=skip"
+                f"{error}; enlarge that, check dataset.dtype and the file, or leave such examples "
+                "out with dataset.bad=skip"
             ) from None
-        tokens = np.stack(rows)
-        batch = {
-            "tokens": tokens[:, :-1].astype(np.int32),
-            "targets": tokens[:, 1:].astype(np.int32),
-        }
+        starts = [start for start, _ in rows]
+        tokens = np.array([row for _, row in rows], np.int64).reshape(-1, width)
+        batch = next_token_batch(tokens)
         weights = np.ones((len(starts), self.length), bool)
         if self.masked:
-            weights &= np.stack([self.stream.learned(start, width)[1:] for start in starts])
+            weights &= np.stack([self.corpus.learned(start, width)[1:] for start in starts])
         if self.packed:
             begins = np.stack(
                 [
-                    self.stream.begins(start, row, self.end_token)
+                    self.corpus.begins(start, row, self.end_token)
                     for start, row in zip(starts, tokens, strict=True)
                 ]
             )
@@ -93,12 +88,12 @@ class RowMaker:
     def _row(self, number: int) -> tuple[int, np.ndarray]:
         """Return a row's first token's number and its tokens; raises BadSampleError."""
         start = self.first + number * self.length
-        tokens = self.stream.tokens(start, self.length + 1)
+        tokens = self.corpus.tokens(start, self.length + 1)
         bad = (tokens < 0) | (tokens >= self.vocab_size)
         if not bad.any():
             return start, tokens
         place = int(bad.argmax())
-        file, position = self.stream.place(start + place)
+        file, position = self.corpus.place(start + place)
         raise BadSampleError(
             f"{file.path}: token {position:,} is {tokens[place]}, which is outside "
             f"model.vocab_size={self.vocab_size}"

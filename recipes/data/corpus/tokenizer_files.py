@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.recipes import InputError
 from launcher.recipes.data.corpus.chat import TEMPLATES
 from launcher.recipes.data.corpus.tokenizers import BYTES, load_tokenizer
+from launcher.recipes.protocols import InputError
 
 _TEMPLATE = "chat_template.jinja"
 _SETTINGS = "tokenizer_config.json"
@@ -83,25 +83,15 @@ def _numbers(tree: Any) -> dict[str, int]:
 
 def _bytes_files(ends_documents: bool) -> TokenizerFiles:
     """Return a byte-level BPE without merges, whose tokens are numbered as the bytes are."""
-    added = []
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(_byte_letters(), []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     if ends_documents:
-        plain = ("single_word", "lstrip", "rstrip", "normalized")
-        added = [{"id": 256, "content": _END, **dict.fromkeys(plain, False), "special": True}]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    level["use_regex"] = False
-    tree = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": _byte_letters(), "merges": []},
-    }
+        tokenizer.add_special_tokens([AddedToken(_END, normalized=False)])
     files = {
-        "tokenizer.json": json.dumps(tree, ensure_ascii=False, indent=1).encode(),
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
         _SETTINGS: _settings({"eos_token": _END} if ends_documents else {}),
     }
     end = 256 if ends_documents else None

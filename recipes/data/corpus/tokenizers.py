@@ -8,12 +8,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from launcher.base import lacking, missing_path
-from launcher.recipes import InputError
+from launcher.recipes.protocols import InputError, Tokenizer
 
 BYTES = "bytes"
 _END_OF_BYTES = 256
@@ -37,30 +37,6 @@ _CUTS = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-
-
-class Tokenizer(NamedTuple):
-    """What turns text into tokens and back.
-
-    Attributes:
-        encode: texts to tokens, an integer array each, without tokens at either end.
-        decode: tokens to text; a token that it does not have stands as U+FFFD.
-        vocab_size: all tokens are smaller.
-        end_token: what is put behind each document; None: nothing.
-        fingerprint: a digest of what it is made of.
-        chat_template: how messages become text, in Jinja; None: it has none.
-        special: special tokens by their roles, such as `bos_token`, for that template.
-        mask_token: the mask for tokens to be filled in, if any.
-    """
-
-    encode: Callable[[Sequence[str]], list[np.ndarray]]
-    decode: Callable[[Sequence[int]], str]
-    vocab_size: int
-    end_token: int | None
-    fingerprint: str
-    chat_template: str | None = None
-    special: dict[str, str] = {}  # noqa: RUF012 (never changed)
-    mask_token: int | None = None
 
 
 def tokenizer_fingerprint(name: str) -> str:

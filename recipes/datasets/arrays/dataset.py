@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from launcher.arrays.npz import Header, read_arrays, read_headers
 from launcher.base import DamagedError, missing_path
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.config.families import taken_by
+from launcher.recipes import Batch, Batches, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
-from launcher.recipes.data.corpus.fingerprint import fingerprint_of
-from launcher.recipes.datasets.arrays.options import Arrays
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.data.files import fingerprint_of
+from launcher.recipes.datasets.arrays import Arrays
 
 _KINDS = "biufc"  # booleans and numbers, as NumPy names them
 _REMEDY = "write one with numpy.savez(path, x=x, y=y)"
@@ -52,9 +50,9 @@ def check(options: Arrays, model_options: Any, validation: bool) -> None:
     split = _find(options, model_options)
     if validation and not split.validation:
         raise InputError(
-            f"dataset.validation_fraction={options.validation_fraction} of the {split.train} rows "
-            f"of dataset.path={options.path} holds none out to evaluate on; raise it, or set "
-            "train.eval_every=0"
+            f"dataset.validation_fraction={options.validation_fraction} of the {split.train} "
+            f"examples of dataset.path={options.path} holds none out to evaluate on; raise it, or "
+            "set train.eval_every=0"
         )
 
 
@@ -71,7 +69,13 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
         seed: picks the order of the training data.
     """
     split = _find(options, model_options)
-    arrays = _converted(options, model_options, _read(options.path, split.names))
+    try:
+        read = read_arrays(Path(options.path).expanduser(), split.names)
+    except DamagedError as error:
+        raise InputError(
+            f"dataset.path={options.path} cannot be used: {error}; {_REMEDY}"
+        ) from None
+    arrays = _converted(options, model_options, read)
 
     def rows_from(first: int) -> Callable[[np.ndarray], Batch]:
         return lambda which: {name: array[first + which] for name, array in arrays.items()}
@@ -84,10 +88,13 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     else:
         train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % split.train, gather)
         validation = Batches(lambda k: np.arange(k * size, min((k + 1) * size, count)), held, count)
+    end = f"the last {count:,} held out for validation" if count else "none held out"
+    order = "" if options.shuffle else ", in their order"
+    names = " and ".join(split.names)
     return Dataset(
         train=train,
         validation=validation if count else None,
-        describe=_describe(options, split),
+        describe=f"{options.path}: {split.train + count:,} examples of {names}{order}, {end}",
     )
 
 
@@ -125,7 +132,7 @@ def _headers(path: str) -> dict[str, Header]:
     try:
         headers = read_headers(file)
     except DamagedError as error:
-        raise InputError(f"dataset.path={path} cannot be used: {error}; {_REMEDY}") from None
+        raise _damaged(path, error) from None
     except PermissionError:
         raise InputError(
             f"dataset.path={path}: you may not read it; change its permissions or name another file"
@@ -135,19 +142,16 @@ def _headers(path: str) -> dict[str, Header]:
     return headers
 
 
-def _read(path: str, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    try:
-        return read_arrays(Path(path).expanduser(), names)
-    except DamagedError as error:
-        raise InputError(f"dataset.path={path} cannot be used: {error}; {_REMEDY}") from None
+def _damaged(path: str, error: DamagedError) -> InputError:
+    return InputError(f"dataset.path={path} cannot be used: {error}; {_REMEDY}")
 
 
 def _wanted(model: Any) -> dict[str, _Wanted]:
     """Return the arrays that a model takes, by name; empty if its settings do not imply them."""
-    if hasattr(model, "vocab_size") and hasattr(model, "sequence_length"):
+    if taken_by(model) == "text":
         row = _Wanted((model.sequence_length,), True, "model.sequence_length")
         return {"tokens": row, "targets": row}
-    if hasattr(model, "input_size") and hasattr(model, "output_size"):
+    if taken_by(model) == "vectors":
         return {
             "x": _Wanted((model.input_size,), False, "model.input_size"),
             "y": _Wanted((model.output_size,), False, "model.output_size"),
@@ -162,17 +166,17 @@ def _check_rows(source: str, headers: dict[str, Header]) -> None:
             raise InputError(f"{source}: {name!r} is of type {header.dtype}; it must hold numbers")
         if not header.shape:
             raise InputError(
-                f"{source}: {name!r} is one number; it must have a row for each sample"
+                f"{source}: {name!r} is one number; it must have a row for each example"
             )
     lengths = {name: header.shape[0] for name, header in headers.items()}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} {rows}" for name, rows in lengths.items())
         raise InputError(
-            f"{source}: its arrays have different numbers of rows ({counts}); a row of each is a "
-            "sample: save as many, or say with dataset.names which to take"
+            f"{source}: its arrays have different numbers of examples ({counts}); a row of each is "
+            "one: save as many, or say with dataset.names which to take"
         )
     if not max(lengths.values()):
-        raise InputError(f"{source}: its arrays have no rows; save at least one")
+        raise InputError(f"{source}: its arrays have no examples; save at least one")
 
 
 def _check_fit(name: str, header: Header, wanted: _Wanted) -> None:
@@ -180,7 +184,7 @@ def _check_fit(name: str, header: Header, wanted: _Wanted) -> None:
     if header.shape[1:] != wanted.shape:
         shape = ", ".join(str(size) for size in header.shape)
         raise InputError(
-            f"{name} has the shape [{shape}], and the model takes [rows, {wanted.shape[0]}]; "
+            f"{name} has the shape [{shape}], and the model takes [examples, {wanted.shape[0]}]; "
             f"set {wanted.setting}, or save it in that shape"
         )
     if wanted.integers and header.dtype.kind not in "iu":
@@ -206,12 +210,3 @@ def _converted(options: Arrays, model: Any, arrays: dict[str, np.ndarray]) -> di
                 )
         converted[name] = array
     return converted
-
-
-def _describe(options: Arrays, split: _Split) -> str:
-    held_out = f"the last {split.validation:,} held out for validation"
-    if not split.validation:
-        held_out = "none held out"
-    order = "" if options.shuffle else ", in their order"
-    rows = split.train + split.validation
-    return f"{options.path}: {rows:,} rows of {' and '.join(split.names)}{order}, {held_out}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from launcher.base import lacking
-from launcher.recipes import Dataset, InputError
+from launcher.recipes import Batch, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
-from launcher.recipes.datasets.digits.options import CLASSES, SIDE, Digits
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.datasets.digits import CLASSES, SIDE, Digits
 
 _COUNT = 1797
 
@@ -40,9 +37,8 @@ def check(options: Digits, model_options: Any, validation: bool) -> None:
     else:
         wanted = {"input_size": SIDE * SIDE, "output_size": CLASSES}
     for name, size in wanted.items():
-        there = getattr(model_options, name, None)
-        fits = there == size or (name == "num_classes" and there is not None and there > size)
-        if not fits:
+        own = getattr(model_options, name, 0)
+        if own < size or (own > size and name != "num_classes"):
             raise InputError(
                 f"model.name={model_options.name} does not take digits: they need "
                 f"model.{name}={size}"

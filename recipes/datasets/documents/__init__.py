@@ -1,1 +1,47 @@
-"""Documents, tokenised before training: settings and data."""
+"""The settings of documents that a tokenizer turns into tokens before the training."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config.errors import ConfigError
+from launcher.config.families import ModelOptions, register
+from launcher.config.fields import choice, number
+from launcher.recipes.datasets.tokens import TokenRows
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Documents(TokenRows):
+    """Documents in text, JSON lines, Parquet or Arrow files, tokenised by `task=prepare_data`."""
+
+    name: str = "documents"
+    path: str
+    format: str = choice("jsonl", "jsonl", "parquet", "arrow", "text")
+    pattern: str | None = None  # null: by the endings of the format
+    field: str = "text"
+    tokenizer: str = "bytes"
+    chat_template: str | None = None
+    bad: str = choice("refuse", "refuse", "skip")
+    tokens: str | None = None  # null: <path>.tokens
+    packing: str = choice("stream", "stream", "documents")
+    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
+
+    @property
+    def folder(self) -> str:
+        """The folder of tokens."""
+        return self.tokens or f"{self.path.rstrip('/')}.tokens"
+
+    def check(self, model: ModelOptions) -> Iterator[ConfigError]:
+        """Yield an error also for a glob without a folder of tokens."""
+        yield from super().check(model)
+        is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
+        if self.tokens is None and is_glob:
+            yield ConfigError(
+                f"dataset.path={self.path} is a glob, which implies no folder for its tokens",
+                "Name one, such as dataset.tokens=talks.tokens.",
+                ["dataset.path"],
+            )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from launcher.recipes import Dataset, InputError
-from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus, up_to_date
-from launcher.recipes.data.corpus.saved_datasets import read_splits
-from launcher.recipes.data.corpus.sources import find_sources
-from launcher.recipes.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from launcher.recipes.datasets.documents.options import Documents
+from launcher.recipes import Dataset, InputError, Tokenizer
+from launcher.recipes.data.corpus.sources import find_sources, read_splits
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, up_to_date
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
-from launcher.recipes.datasets.tokens.options import Tokens
 
 
 def check(options: Documents, model_options: Any, validation: bool) -> None:
@@ -29,11 +29,10 @@ def check(options: Documents, model_options: Any, validation: bool) -> None:
         InputError: there are no documents, or no such tokenizer; or the tokens do not fit the
             model.
     """
-    work = preparation(options)
-    if up_to_date(work) is not None:
+    if up_to_date(options) is not None:
         tokens.check(_tokens(options), model_options, validation)
         return
-    find_sources(work.path, work.pattern, work.format)
+    find_sources(options.path, options.pattern, options.format)
     tokens.check_vocabulary(
         f"dataset.tokenizer={options.tokenizer}",
         load_tokenizer(options.tokenizer).vocab_size,
@@ -43,7 +42,7 @@ def check(options: Documents, model_options: Any, validation: bool) -> None:
 
 def is_prepared(options: Documents) -> bool:
     """Return whether the tokens are there, made of these very documents by these settings."""
-    return up_to_date(preparation(options)) is not None
+    return up_to_date(options) is not None
 
 
 def prepare(options: Documents, processes: int, progress: Callable[[float], None]) -> str:
@@ -52,7 +51,7 @@ def prepare(options: Documents, processes: int, progress: Callable[[float], None
     Returns:
         What there is now, in a line, and before it which split was read and what was left out.
     """
-    meta = prepare_corpus(preparation(options), processes, progress)
+    meta = prepare_corpus(options, processes, progress)
     bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
     left_out = f"left out: {_several(meta.skipped, 'bad document')}, first {bad}\n"
     is_saved = options.format == "arrow" and not options.pattern
@@ -83,9 +82,8 @@ def build(options: Documents, model_options: Any, global_batch_size: int, seed: 
     Raises:
         InputError: the tokens are not there, or are those of another source or tokenizer.
     """
-    work = preparation(options)
-    if up_to_date(work) is None:
-        there = work.folder.is_dir()
+    if up_to_date(options) is None:
+        there = Path(options.folder).expanduser().is_dir()
         what = "are those of another source or other settings" if there else "are not made yet"
         raise InputError(
             f"the tokens of dataset.path={options.path} {what} ({options.folder}); run this "
@@ -107,20 +105,6 @@ def bytes_per_target(options: Documents, model_options: Any, rows: int) -> float
 def tokenizer(options: Documents) -> Tokenizer:
     """Return the tokenizer that the settings name."""
     return load_tokenizer(options.tokenizer)
-
-
-def preparation(options: Documents) -> Preparation:
-    """Return what `task=prepare_data` is to do."""
-    return Preparation(
-        path=options.path,
-        pattern=options.pattern,
-        format=options.format,
-        field=options.field,
-        tokenizer=options.tokenizer,
-        chat_template=options.chat_template,
-        bad=options.bad,
-        tokens=options.folder,
-    )
 
 
 def _tokens(options: Documents) -> Tokens:

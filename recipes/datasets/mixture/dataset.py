@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes import Batch, Batches, Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import held_out
-from launcher.recipes.data.corpus.files import find_corpus
-from launcher.recipes.data.corpus.meta import CorpusMeta
+from launcher.recipes.data.corpus.files import CorpusMeta, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
-from launcher.recipes.data.corpus.tokenizers import Tokenizer
 from launcher.recipes.data.masking import Gather, as_the_model_takes
-from launcher.recipes.datasets.mixture.options import Mixture
+from launcher.recipes.datasets.mixture import Mixture
+from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
-from launcher.recipes.datasets.tokens.options import Tokens
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
 
 
 class _MixedPart(NamedTuple):
@@ -52,7 +46,7 @@ def check(options: Mixture, model_options: Any, validation: bool) -> None:
     if validation and not any(part.held for part in parts):
         raise InputError(
             f"dataset.validation_fraction={options.validation_fraction} of dataset.parts holds out "
-            "no row to evaluate on; raise it, or set train.eval_every=0"
+            "no example to evaluate on; raise it, or set train.eval_every=0"
         )
 
 
@@ -66,12 +60,7 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         seed: picks the order of the training data.
     """
     parts = list(_parts(options, model_options))
-    numbers = _Mixed(
-        tuple(part.train for part in parts),
-        tuple(part.weight for part in parts),
-        global_batch_size,
-        seed,
-    )
+    numbers = _mixed(parts, global_batch_size, seed)
     held = [part.held for part in parts]
     masks = (part.mask_token for part in parts)  # all made by one tokenizer, where known
     mask = next((mask for mask in masks if mask is not None), None)
@@ -81,9 +70,9 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
     )
     total = sum(part.weight for part in parts)
     shares = ", ".join(
-        f"{part.name} {part.weight / total:.0%} of {part.train:,} rows" for part in parts
+        f"{part.name} {part.weight / total:.0%} of {part.train:,} examples" for part in parts
     )
-    end = f"{sum(held):,} rows held out for validation" if any(held) else "none held out"
+    end = f"{sum(held):,} examples held out for validation" if any(held) else "none held out"
     return Dataset(
         train=Batches(numbers, train, a_sample=0),
         validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
@@ -134,34 +123,27 @@ def check_tokenizers(options: Mixture) -> None:
         first = first or (name, meta)
 
 
-@dataclass(frozen=True)
-class _Mixed:
-    """The sample numbers of batches of a mixture; called with k, it returns those of batch k.
+def _mixed(parts: Sequence[_MixedPart], batch_size: int, seed: int) -> Callable[[int], np.ndarray]:
+    """Return a function from k to the sample numbers of batch k.
 
     Those of a part follow those of the parts before it. Each part is shuffled anew for each pass
     over it, and passes over the parts end at different times.
     """
 
-    counts: tuple[int, ...]
-    weights: tuple[float, ...]
-    batch_size: int
-    seed: int
-
-    def __call__(self, k: int) -> np.ndarray:
-        return cast(np.ndarray, self._batches[k])
-
-    @functools.cached_property
-    def _batches(self) -> Any:
+    @functools.cache
+    def mixed() -> Any:
         import grain  # here: as in `launcher.recipes.data.batches`
 
-        starts = [0, *itertools.accumulate(self.counts)]
+        starts = [0, *itertools.accumulate(part.train for part in parts)]
         # Parts of one size must not have one order.
-        seeds = np.random.SeedSequence(self.seed).generate_state(len(self.counts))
+        seeds = np.random.SeedSequence(seed).generate_state(len(parts))
         passes = [
-            grain.MapDataset.range(start, stop).seed(int(seed)).shuffle().repeat()
-            for start, stop, seed in zip(starts, starts[1:], seeds, strict=False)
+            grain.MapDataset.range(start, stop).seed(int(own)).shuffle().repeat()
+            for start, stop, own in zip(starts, starts[1:], seeds, strict=False)
         ]
-        return grain.MapDataset.mix(passes, list(self.weights)).batch(self.batch_size)
+        return grain.MapDataset.mix(passes, [part.weight for part in parts]).batch(batch_size)
+
+    return lambda k: mixed()[k]
 
 
 def _parts(options: Mixture, model_options: Any) -> Iterator[_MixedPart]:

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.recipes import Batch, Batches, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.skipping import BadSampleError, Skipping
+from launcher.recipes.datasets.pictures import Pictures
 from launcher.recipes.datasets.pictures.decode import (
-    BadPictureError,
     Fitting,
     check_pillow,
     decoded,
@@ -29,11 +29,7 @@ from launcher.recipes.datasets.pictures.index import (
     load_index,
     refused_picture,
 )
-from launcher.recipes.datasets.pictures.options import Pictures
 from launcher.recipes.datasets.pictures.scan import source_files
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
 
 _THREADS = 16
 
@@ -127,7 +123,7 @@ def build(options: Pictures, model_options: Any, global_batch_size: int, seed: i
     count, held = len(split.train_numbers), len(split.held_numbers)
     made = batches(count, global_batch_size, seed, train)
     if fitting.is_random:
-        made = replace(made, numbers=_WithPasses(made.numbers, count, global_batch_size))
+        made = replace(made, numbers=_with_passes(made.numbers, count, global_batch_size))
     whole = replace(fitting, smallest_crop=1.0, flip=False)
     validation: Batches | None = None
     if held:
@@ -146,17 +142,16 @@ def fingerprint(options: Pictures) -> str:
     return " ".join(index_fingerprint(s, load_index(s)) for s in _sources(options))
 
 
-@dataclass(frozen=True)
-class _WithPasses:
-    """Sample numbers to which the number of the pass is added, times the number of samples."""
+def _with_passes(
+    numbers: Callable[[int], np.ndarray], count: int, batch_size: int
+) -> Callable[[int], np.ndarray]:
+    """Return sample numbers to which the number of the pass is added, times that of samples."""
 
-    numbers: Callable[[int], np.ndarray]
-    count: int
-    batch_size: int
+    def numbers_and_passes(k: int) -> np.ndarray:
+        places = np.arange(k * batch_size, (k + 1) * batch_size)
+        return numbers(k) + places // count * count
 
-    def __call__(self, k: int) -> np.ndarray:
-        places = np.arange(k * self.batch_size, (k + 1) * self.batch_size)
-        return self.numbers(k) + places // self.count * self.count
+    return numbers_and_passes
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ class _Rows:
         where = int(index.start[number]), int(index.size[number])
         try:
             return decoded(open_picture(file, *where, self.format), self.fitting, rng), number
-        except BadPictureError as error:
+        except BadSampleError as error:
             raise BadSampleError(f"{index.place(number)}: {error}") from None
 
 

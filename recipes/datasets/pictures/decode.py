@@ -6,6 +6,8 @@ import functools
 import io
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ import numpy as np
 from launcher.arrays.npz import read_arrays
 from launcher.base import lacking
 from launcher.recipes import InputError
+from launcher.recipes.data.skipping import BadSampleError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -25,8 +28,20 @@ _TRIES = 10
 _LOADING = threading.Lock()  # threads that all miss an .npz file would each hold a copy of it
 
 
-class BadPictureError(ValueError):
-    """An error raised when a picture cannot be read; its message is a few words."""
+@contextmanager
+def _read() -> Iterator[None]:
+    """Raise BadSampleError, with a few words, for what goes wrong with a picture."""
+    try:
+        yield
+    except BadSampleError:
+        raise
+    except FileNotFoundError:
+        raise BadSampleError("it is missing") from None
+    except Exception as error:  # each format's decoder raises its own
+        text = " ".join(str(error).split()) or type(error).__name__
+        unknown = "cannot identify" in text
+        text = "it is not a picture that Pillow reads" if unknown else text
+        raise BadSampleError(text) from None
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ def check_pillow() -> None:
         raise InputError(f"dataset=pictures needs Pillow; {command}")
 
 
+@_read()
 def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
     """Return a picture, of which a file's content may still be undecoded.
 
@@ -99,44 +115,33 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
         format: folder, tar or npz.
 
     Raises:
-        BadPictureError: it is not there, or no picture.
+        BadSampleError: it is not there, or no picture.
     """
     from PIL import Image
 
-    try:
-        if format == "npz":
-            with _LOADING:
-                rows = _rows(file)
-            return Image.fromarray(rows[start].squeeze())
-        with open(file, "rb") as stream:
-            stream.seek(start)
-            content = stream.read() if format == "folder" else stream.read(size)
-        if format != "folder" and len(content) < size:
-            raise BadPictureError(f"{len(content):,} bytes of {size:,} are there")
-        return Image.open(io.BytesIO(content))
-    except BadPictureError:
-        raise
-    except FileNotFoundError:
-        raise BadPictureError("it is missing") from None
-    except Exception as error:  # Pillow's refusal of huge pictures is of no class of the others
-        raise BadPictureError(_words(error)) from None
+    if format == "npz":
+        with _LOADING:
+            rows = _rows(file)
+        return Image.fromarray(rows[start].squeeze())
+    with open(file, "rb") as stream:
+        stream.seek(start)
+        content = stream.read() if format == "folder" else stream.read(size)
+    if format != "folder" and len(content) < size:
+        raise BadSampleError(f"{len(content):,} bytes of {size:,} are there")
+    return Image.open(io.BytesIO(content))
 
 
+@_read()
 def decoded(picture: Image.Image, fitting: Fitting, rng: np.random.Generator | None) -> np.ndarray:
-    """Return `fitting.array(picture, rng)`; raises BadPictureError if it is damaged."""
-    try:
-        return fitting.array(picture, rng)
-    except Exception as error:  # each format's decoder raises its own
-        raise BadPictureError(_words(error)) from None
+    """Return `fitting.array(picture, rng)`; raises BadSampleError if it is damaged."""
+    return fitting.array(picture, rng)
 
 
+@_read()
 def check_whole(picture: Image.Image) -> None:
-    """Raise BadPictureError if a picture cannot be decoded."""
-    try:
-        picture.load()
-        _of_8_bits(picture)
-    except Exception as error:
-        raise BadPictureError(_words(error)) from None
+    """Raise BadSampleError if a picture cannot be decoded."""
+    picture.load()
+    _of_8_bits(picture)
 
 
 def _upright(picture: Image.Image) -> Image.Image:
@@ -170,7 +175,7 @@ def _of_8_bits(picture: Image.Image) -> Image.Image:
     from PIL import Image
 
     if picture.mode in ("I", "F"):
-        raise BadPictureError(f"its points are of Pillow's mode {picture.mode}, of no known range")
+        raise BadSampleError(f"its points are of Pillow's mode {picture.mode}, of no known range")
     if not picture.mode.startswith("I;16"):
         return picture
     return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
@@ -200,8 +205,3 @@ def _random_box(
             top = int(rng.integers(height - h + 1))
             return left, top, left + w, top + h
     return None
-
-
-def _words(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return "it is not a picture that Pillow reads" if "cannot identify" in text else text

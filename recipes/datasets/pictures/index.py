@@ -22,8 +22,9 @@ from launcher.arrays.npz import read_arrays, write_arrays
 from launcher.base import DamagedError
 from launcher.base.measurements import cache_folder
 from launcher.recipes import InputError
-from launcher.recipes.data.corpus.fingerprint import fingerprint_of
-from launcher.recipes.datasets.pictures.decode import BadPictureError, check_whole, open_picture
+from launcher.recipes.data.files import fingerprint_of
+from launcher.recipes.data.skipping import BadSampleError
+from launcher.recipes.datasets.pictures.decode import check_whole, open_picture
 from launcher.recipes.datasets.pictures.scan import FoundPicture, scanned, source_files
 
 _FORMAT = 1
@@ -180,7 +181,7 @@ def _whole(
     def reason(one: FoundPicture) -> str:
         try:
             check_whole(open_picture(one.file, one.start, one.size, format))
-        except BadPictureError as error:
+        except BadSampleError as error:
             return str(error)
         return ""
 

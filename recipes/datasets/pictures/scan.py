@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import glob
+import itertools
 import os
 import tarfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from launcher.arrays.npz import read_arrays, read_headers
-from launcher.base import DamagedError, missing_path
+from launcher.base import DamagedError
 from launcher.recipes import InputError
+from launcher.recipes.data.files import named_files
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"}
 _CLASS = "cls"  # the ending of a member that holds a class
@@ -54,24 +56,19 @@ def source_files(path: str, format: str, key: str = "dataset.path") -> list[Path
         InputError: there are none.
     """
     root, suffix = Path(path).expanduser(), f".{format}"
-    if not root.exists() and not glob.has_magic(path):
-        raise InputError(
-            f"{key}={path} {missing_path(root)}; name a file, a folder or a glob, or say "
-            "dataset.format"
-        )
-    if format == "folder":
+    if format == "folder" and (root.exists() or glob.has_magic(path)):
         if not root.is_dir() and not (root.is_file() and root.suffix == _LIST):
             raise InputError(
                 f"{key}={path} is neither a folder of pictures nor a list of them ({_LIST}); "
                 "name one, or say dataset.format"
             )
         return [root]
-    if root.is_dir():
-        found = sorted(p for p in root.iterdir() if p.suffix == suffix and p.is_file())
-    elif glob.has_magic(path):
-        found = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
-    else:
-        found = [root] if root.is_file() else []
+    found = named_files(
+        f"{key}={path}",
+        path,
+        lambda root: (p for p in root.iterdir() if p.suffix == suffix),
+        "name a file, a folder or a glob, or say dataset.format",
+    )
     if not found:
         raise InputError(f"{key}={path} names no file *{suffix}; name a file, a folder or a glob")
     return found
@@ -107,19 +104,18 @@ def _list(path: Path) -> Iterator[FoundPicture]:
         rows = csv.DictReader(file)
         try:
             for row in rows:
-                name, label = row.get("file_name"), row.get("label")
-                if name:
-                    found = _file(path.parent / name, label or None)
-                    yield found if not found.why else _bad_line(path, rows.line_num, found)
-                else:
-                    missing = FoundPicture("", "", None, why="it names no file (column file_name)")
-                    yield _bad_line(path, rows.line_num, missing)
+                if not row.get("file_name"):
+                    why = "it names no file (column file_name)"
+                    yield _bad_line(path, rows.line_num, why)
+                    continue
+                found = _file(path.parent / row["file_name"], row.get("label") or None)
+                why = f"{found.file}: {found.why}"
+                yield _bad_line(path, rows.line_num, why) if found.why else found
         except csv.Error as error:
-            yield _bad_line(path, rows.line_num, FoundPicture("", "", None, why=str(error)))
+            yield _bad_line(path, rows.line_num, str(error))
 
 
-def _bad_line(path: Path, line: int, found: FoundPicture) -> FoundPicture:
-    why = f"{found.file}: {found.why}" if found.file else found.why
+def _bad_line(path: Path, line: int, why: str) -> FoundPicture:
     return FoundPicture(str(path), f"line {line}", None, why=why)
 
 
@@ -135,54 +131,48 @@ def _file(path: Path, label: str | None) -> FoundPicture:
 
 def _tar(path: Path) -> Iterator[FoundPicture]:
     """Yield a picture for each sample: members of one name that differ after its first dot."""
-    whole, sample = path.stat().st_size, _Sample(str(path))
+    members, problem = [], ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                if not (member.isfile() or member.islnk() or member.issym()):
-                    continue
-                folder, _, base = member.name.rpartition("/")
-                key, _, ending = base.partition(".")
-                if (key := f"{folder}/{key}") != sample.key:
-                    yield from sample.found()
-                    sample = _Sample(str(path), key, folder.rpartition("/")[2])
-                start, stop = member.offset_data, member.offset_data + member.size
-                if not member.isfile():
-                    sample.why, sample.name = "it is a link, which is not followed", member.name
-                elif stop > whole:
-                    sample.why = f"it is cut short: {whole:,} bytes of {stop:,} are there"
-                    sample.name = member.name
-                elif ending.lower() == _CLASS:
-                    with open(path, "rb") as file:
-                        file.seek(start)
-                        sample.label = file.read(member.size).decode(errors="replace").strip()
-                elif f".{ending.lower().rpartition('.')[2]}" in SUFFIXES:
-                    sample.name, sample.start, sample.size = member.name, start, member.size
-            yield from sample.found()
-    except tarfile.TarError as error:
-        yield from sample.found()
-        yield FoundPicture(
-            str(path), "", None, why=f"it is not a whole, uncompressed tar file ({error})"
-        )
+                if member.isfile() or member.islnk() or member.issym():
+                    members.append(member)
+    except tarfile.TarError as error:  # what comes before the damage is known
+        problem = f"it is not a whole, uncompressed tar file ({error})"
+    for key, sample in itertools.groupby(members, _key):
+        yield _sample(path, key, sample)
+    if problem:
+        yield FoundPicture(str(path), "", None, why=problem)
 
 
-class _Sample:
-    """What is known so far of one sample of a tar file."""
+def _key(member: tarfile.TarInfo) -> str:
+    folder, _, base = member.name.rpartition("/")
+    return f"{folder}/{base.partition('.')[0]}"
 
-    def __init__(self, path: str, key: str = "", folder: str = "") -> None:
-        self.path, self.key, self.name = path, key, ""
-        self.label: str | None = folder if folder not in ("", ".") else None
-        self.start = self.size = 0
-        self.why = ""
 
-    def found(self) -> Iterator[FoundPicture]:
-        """Yield its picture, or that it has none."""
-        if not self.key:
-            return
-        why = self.why or ("" if self.name else "it has no picture")
-        why = why or ("" if self.size else "it is empty")
-        name = self.name or self.key.removeprefix("/")
-        yield FoundPicture(self.path, name, self.label, self.start, self.size, why)
+def _sample(path: Path, key: str, members: Iterable[tarfile.TarInfo]) -> FoundPicture:
+    """Return the picture of a sample's members, or why there is none."""
+    whole, folder = path.stat().st_size, key.rpartition("/")[0].rpartition("/")[2]
+    label = folder if folder not in ("", ".") else None
+    found = FoundPicture(str(path), key.removeprefix("/"), label, why="it has no picture")
+    for member in members:
+        start, stop = member.offset_data, member.offset_data + member.size
+        ending = member.name.rpartition("/")[2].partition(".")[2].lower()
+        if not member.isfile():
+            why = "it is a link, which is not followed"
+            return replace(found, name=member.name, why=why)
+        if stop > whole:
+            why = f"it is cut short: {whole:,} bytes of {stop:,} are there"
+            return replace(found, name=member.name, why=why)
+        if ending == _CLASS:
+            with open(path, "rb") as file:
+                file.seek(start)
+                label = file.read(member.size).decode(errors="replace").strip()
+            found = replace(found, label=label)
+        elif f".{ending.rpartition('.')[2]}" in SUFFIXES:
+            why = "" if member.size else "it is empty"
+            found = replace(found, name=member.name, start=start, size=member.size, why=why)
+    return found
 
 
 def _npz(path: Path) -> Iterator[FoundPicture]:
@@ -194,13 +184,13 @@ def _npz(path: Path) -> Iterator[FoundPicture]:
         if len(shape) not in (3, 4) or dtype != np.uint8:
             raise DamagedError(
                 f"'image' is {dtype} {list(shape)}, and pictures are uint8 "
-                "[rows, height, width, channels]"
+                "[examples, height, width, channels]"
             )
         labels = read_arrays(path, ["label"])["label"] if "label" in headers else None
         if labels is not None and (labels.shape != shape[:1] or labels.dtype.kind not in "iu"):
             raise DamagedError(
                 f"'label' is {labels.dtype} {list(labels.shape)}, and classes are an integer "
-                f"for each of {shape[0]} rows"
+                f"for each of {shape[0]} examples"
             )
     except DamagedError as error:
         yield FoundPicture(str(path), "", None, why=str(error))

@@ -7,17 +7,15 @@ memory. The seed of the run only changes their order. Validation uses the next n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from launcher.recipes import Dataset, InputError
+from launcher.config.families import taken_by
+from launcher.recipes import Batch, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out, next_token_batch
 from launcher.recipes.data.masking import Gather, as_the_model_takes
-from launcher.recipes.datasets.synthetic.options import Synthetic
-
-if TYPE_CHECKING:
-    from launcher.recipes import Batch
+from launcher.recipes.datasets.synthetic import Synthetic
 
 _NOISE = 0.3  # of pictures, beside patterns of deviation 1
 
@@ -73,7 +71,7 @@ def check(options: Synthetic, model_options: Any, validation: bool) -> None:
     kind = _kind(model_options)
     if kind == "pictures":
         return
-    is_text = kind == "tokens"
+    is_text = kind == "text"
     name, table = ("vocab_size", _SUCCESSORS) if is_text else ("input_size", _TEACHER_SIZE)
     if not is_text and options.targets == "linear":
         table = model_options.output_size
@@ -114,7 +112,7 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
 
 def _gatherer(options: Synthetic, model_options: Any) -> Callable[[np.ndarray], Batch]:
     kind = _kind(model_options)
-    if kind == "tokens":
+    if kind == "text":
         return as_the_model_takes(model_options, _markov_chain(model_options))
     if kind == "pictures":
         return pictures(model_options)
@@ -122,13 +120,9 @@ def _gatherer(options: Synthetic, model_options: Any) -> Callable[[np.ndarray], 
 
 
 def _kind(model_options: Any) -> str:
-    """Return what a model takes by its options: "tokens", "vectors" or "pictures"."""
-    if hasattr(model_options, "vocab_size") and hasattr(model_options, "sequence_length"):
-        return "tokens"
-    if hasattr(model_options, "input_size") and hasattr(model_options, "output_size"):
-        return "vectors"
-    if hasattr(model_options, "image_size") and hasattr(model_options, "channels"):
-        return "pictures"
+    """Return what a model takes by its options; raises InputError where they do not say."""
+    if kind := taken_by(model_options):
+        return kind
     raise InputError(
         f"dataset.name=synthetic makes no samples for model.name={model_options.name}; "
         "choose another dataset"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from launcher.recipes import Batches, Dataset, InputError
+from launcher.config.families import taken_by
+from launcher.recipes import Batches, Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
-from launcher.recipes.data.corpus.files import Corpus, Stream, find_corpus
-from launcher.recipes.data.corpus.fingerprint import fingerprint_of
+from launcher.recipes.data.corpus.files import Corpus, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
-from launcher.recipes.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer
+from launcher.recipes.data.files import fingerprint_of
 from launcher.recipes.data.masking import as_the_model_takes
 from launcher.recipes.data.skipping import Skipping
-from launcher.recipes.datasets.tokens.options import Tokens
+from launcher.recipes.datasets.tokens import Tokens
 
 
 class TokenRanges(NamedTuple):
@@ -46,7 +47,7 @@ def check(options: Tokens, model_options: Any, validation: bool) -> None:
     if validation and not held:
         raise InputError(
             f"dataset.validation_fraction={options.validation_fraction} of {ranges.train.source} "
-            f"holds out no row of {length} + 1 tokens to evaluate on; raise it, name held-out "
+            f"holds out no example of {length} + 1 tokens to evaluate on; raise it, name held-out "
             "tokens with dataset.validation_path, or set train.eval_every=0"
         )
 
@@ -98,8 +99,8 @@ def bytes_per_target(options: Tokens, model_options: Any, rows: int) -> float | 
     meta = ranges.validation.meta
     if meta is None or meta.masked or options.packing == "documents":
         return None
-    stream, count = Stream(ranges.validation.files), rows * model_options.sequence_length
-    size = stream.text_bytes(ranges.validation_start + 1, count)
+    count = rows * model_options.sequence_length
+    size = ranges.validation.text_bytes(ranges.validation_start + 1, count)
     return None if size is None else size / count
 
 
@@ -122,7 +123,7 @@ def tokenizer(options: Tokens) -> Tokenizer:
 
 def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:
     """Find the files and split their tokens; raises InputError where they do not fit the model."""
-    if not hasattr(model_options, "vocab_size") or not hasattr(model_options, "sequence_length"):
+    if taken_by(model_options) != "text":
         raise InputError(
             f"dataset.name={options.name} holds tokens, which model.name={model_options.name} "
             "does not take; choose model=gpt or dataset=synthetic"
@@ -139,8 +140,8 @@ def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:
     length = model_options.sequence_length
     if not rows_between(0, ranges.train_stop, length):
         raise InputError(
-            f"{corpus.source} holds {ranges.train_stop:,} tokens for training, less than one row "
-            f"of {length} + 1 tokens; give more, or lower model.sequence_length"
+            f"{corpus.source} holds {ranges.train_stop:,} tokens for training, less than one "
+            f"example of {length} + 1 tokens; give more, or lower model.sequence_length"
         )
     return ranges
 
@@ -156,14 +157,14 @@ def row_makers(
     def maker(corpus: Corpus, first: int, stop: int) -> RowMaker:
         skips = options.bad == "skip"
         return RowMaker(
-            Stream(corpus.files),
+            corpus,
             length,
             first,
             vocab_size=model_options.vocab_size,
             packed=options.packing == "documents",
             masked=masked,
             end_token=options.end_token,
-            skipping=Skipping(rows_between(first, stop, length), "rows") if skips else None,
+            skipping=Skipping(rows_between(first, stop, length), "examples") if skips else None,
         )
 
     held = ranges.validation
@@ -202,10 +203,10 @@ def _check_fit(corpus: Corpus, options: Tokens, model_options: Any) -> None:
 
 def _describe(ranges: TokenRanges, count: int, held: int) -> str:
     corpus = ranges.train
-    files, end = len(corpus.files), f"{held:,} rows held out for validation"
+    files, end = len(corpus.files), f"{held:,} examples held out for validation"
     size = f"{corpus.count:,} tokens"
     size += f", {corpus.meta.documents:,} documents" if corpus.meta is not None else ""
     return (
         f"{corpus.source}: {files} file{'s' if files > 1 else ''}, {size}; "
-        f"{count:,} rows, {end if held else 'none held out'}"
+        f"{count:,} examples, {end if held else 'none held out'}"
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from launcher.base import DamagedError
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.hugging_face import Tensor, expect
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.hugging_face import (
+    NAMES,
+    Tensor,
+    expect,
+    in_layers,
+    layer_norm,
+    ratio_of,
+)
 
 MODEL_TYPES = ("bert",)
 CHOICES = ("mask_token",)
@@ -33,19 +38,14 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         KeyError: it lacks what is needed.
     """
     expect(config, _FIXED | {"position_embedding_type": "absolute", "is_decoder": False})
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    if width % hidden:
-        raise DamagedError(f"intermediate_size={width} is not a multiple of hidden_size={hidden}")
     # transformers keeps it with the tokenizer, and in config.json whatever else it finds there.
     mask = config.get("mask_token_id")
     return {
+        "mlp_ratio": ratio_of(
+            config, "intermediate_size", config["intermediate_size"], "hidden_size"
+        ),
         **({} if mask is None else {"mask_token": mask}),
-        "vocab_size": config["vocab_size"],
-        "sequence_length": config["max_position_embeddings"],
-        "num_layers": config["num_hidden_layers"],
-        "num_heads": config["num_attention_heads"],
-        "hidden_size": hidden,
-        "mlp_ratio": width // hidden,
+        **{ours: config[theirs] for ours, theirs in NAMES.items()},
     }
 
 
@@ -54,11 +54,7 @@ def config_of(options: BERTOptions) -> dict[str, Any]:
     return {
         "architectures": ["BertForMaskedLM"],
         "model_type": "bert",
-        "vocab_size": options.vocab_size,
-        "max_position_embeddings": options.sequence_length,
-        "num_hidden_layers": options.num_layers,
-        "num_attention_heads": options.num_heads,
-        "hidden_size": options.hidden_size,
+        **{theirs: getattr(options, ours) for ours, theirs in NAMES.items()},
         "intermediate_size": options.mlp_ratio * options.hidden_size,
         **_FIXED,
         "hidden_dropout_prob": 0.0,
@@ -86,13 +82,11 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
     )
     yield Tensor(f"{place}.position_embeddings.weight", "position_embeddings", (length, hidden))
     yield Tensor(f"{place}.token_type_embeddings.weight", "kind_embeddings", (_KINDS, hidden))
-    yield from _norm(f"{place}.LayerNorm", "embedding_layernorm", hidden)
-    for i in range(options.num_layers):
-        for one in _block(options, hidden):
-            theirs, ours = f"bert.encoder.layer.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield replace(one, theirs=theirs, ours=ours)
+    yield from layer_norm(f"{place}.LayerNorm", "embedding_layernorm", hidden)
+    block = list(_block(options, hidden))
+    yield from in_layers(options.num_layers, "bert.encoder.layer", lambda _: block)
     yield from _dense(f"{head}.transform.dense", "head_dense", hidden, hidden)
-    yield from _norm(f"{head}.transform.LayerNorm", "head_layernorm", hidden)
+    yield from layer_norm(f"{head}.transform.LayerNorm", "head_layernorm", hidden)
     yield Tensor(f"{head}.bias", "head_bias", (vocabulary,))
 
 
@@ -111,17 +105,12 @@ def _block(options: BERTOptions, hidden: int) -> Iterator[Tensor]:
     theirs, ours, split = "attention.output.dense", "linear_proj", (hidden, heads, size)
     yield Tensor(f"{theirs}.weight", f"{ours}.kernel", split, (1, 2, 0), joined=(1, 2))
     yield Tensor(f"{theirs}.bias", f"{ours}.bias", (hidden,))
-    yield from _norm("attention.output.LayerNorm", "attention_layernorm", hidden)
+    yield from layer_norm("attention.output.LayerNorm", "attention_layernorm", hidden)
     yield from _dense("intermediate.dense", "linear_fc1", hidden, width)
     yield from _dense("output.dense", "linear_fc2", width, hidden)
-    yield from _norm("output.LayerNorm", "mlp_layernorm", hidden)
+    yield from layer_norm("output.LayerNorm", "mlp_layernorm", hidden)
 
 
 def _dense(theirs: str, ours: str, inputs: int, outputs: int) -> Iterator[Tensor]:
     yield Tensor(f"{theirs}.weight", f"{ours}.kernel", (outputs, inputs), (1, 0))
     yield Tensor(f"{theirs}.bias", f"{ours}.bias", (outputs,))
-
-
-def _norm(theirs: str, ours: str, hidden: int) -> Iterator[Tensor]:
-    yield Tensor(f"{theirs}.weight", f"{ours}.scale", (hidden,))
-    yield Tensor(f"{theirs}.bias", f"{ours}.bias", (hidden,))

@@ -8,16 +8,24 @@ and loss are float32; `dtype` is the type of activations and matrix products.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
-from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock, gelu
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.blocks import (
+    INIT_SCALE,
+    EncoderBlock,
+    applied,
+    blocks_in_a_row,
+    dense,
+    dtype_of,
+    gelu,
+    word_embeddings,
+)
 from launcher.recipes.models.losses import Metrics, mean_of, output_matrix, scores_in_chunks
 
 _EPSILON = 1e-12
@@ -33,12 +41,8 @@ class BERT(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Map tokens, int32 [batch, length], to the last hidden values, [batch, length, hidden]."""
         options, normal = self.options, nn.initializers.normal(INIT_SCALE)
-        hidden, vocab_size = options.hidden_size, options.vocab_size
-        words = nn.Embed(
-            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
-        )
-        shape = options.sequence_length, hidden
-        positions = self.param("position_embeddings", normal, shape)
+        hidden, words = options.hidden_size, word_embeddings(options, self.dtype)
+        positions = self.param("position_embeddings", normal, (options.sequence_length, hidden))
         kinds = self.param("kind_embeddings", normal, (2, hidden))  # all tokens are of the first
 
         def norm(name: str) -> nn.LayerNorm:
@@ -57,9 +61,9 @@ class BERT(nn.Module):
         )
         count, scans = options.num_layers, options.scan_layers
         x = blocks_in_a_row(self, block, count, x, scanned=scans)
-        x = nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="head_dense")(x)
+        x = dense(x, hidden, "head_dense", self.dtype)
         if self.is_initializing():  # the loss adds it
-            self.param("head_bias", nn.initializers.zeros, (vocab_size,))
+            self.param("head_bias", nn.initializers.zeros, (options.vocab_size,))
         return norm("head_layernorm")(gelu(x))
 
 
@@ -79,9 +83,8 @@ def build(options: BERTOptions, precision: str) -> Model:
         return bert.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
-        hidden = bert.apply({"params": params}, batch["tokens"])
         scores = scores_in_chunks(
-            cast(jax.Array, hidden),
+            applied(bert, params, batch["tokens"]),
             output_matrix(params),
             batch["targets"],
             bert.dtype,

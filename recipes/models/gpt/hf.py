@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from launcher.base import DamagedError
-from launcher.recipes.models.gpt.options import GPTOptions
-from launcher.recipes.models.hugging_face import Tensor, expect
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.hugging_face import Tensor, expect, in_layers, layer_norm, ratio_of
 
 MODEL_TYPES = ("gpt2",)
 
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "sequence_length": "n_positions",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "hidden_size": "n_embd",
+}
 _FIXED = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 
 
@@ -23,17 +28,11 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         KeyError: it lacks what is needed.
     """
     expect(config, _FIXED | {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True})
-    hidden = config["n_embd"]
-    width = config.get("n_inner") or 4 * hidden
-    if width % hidden:
-        raise DamagedError(f"n_inner={width} is not a multiple of n_embd={hidden}")
     return {
-        "vocab_size": config["vocab_size"],
-        "sequence_length": config["n_positions"],
-        "num_layers": config["n_layer"],
-        "num_heads": config["n_head"],
-        "hidden_size": hidden,
-        "mlp_ratio": width // hidden,
+        "mlp_ratio": ratio_of(
+            config, "n_inner", config.get("n_inner") or 4 * config["n_embd"], "n_embd"
+        ),
+        **{ours: config[theirs] for ours, theirs in _NAMES.items()},
         "tie_embeddings": config.get("tie_word_embeddings", True),
     }
 
@@ -43,16 +42,10 @@ def config_of(options: GPTOptions) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": options.vocab_size,
-        "n_positions": options.sequence_length,
-        "n_layer": options.num_layers,
-        "n_head": options.num_heads,
-        "n_embd": options.hidden_size,
+        **{theirs: getattr(options, ours) for ours, theirs in _NAMES.items()},
         "n_inner": options.mlp_ratio * options.hidden_size,
         **_FIXED,
-        "resid_pdrop": options.dropout,
-        "attn_pdrop": options.dropout,
-        "embd_pdrop": options.dropout,
+        **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), options.dropout),
         "tie_word_embeddings": options.tie_embeddings,
     }
 
@@ -63,11 +56,9 @@ def tensors(options: GPTOptions) -> Iterator[Tensor]:
     length = options.sequence_length
     yield Tensor("transformer.wte.weight", "word_embeddings.embedding", (vocabulary, hidden))
     yield Tensor("transformer.wpe.weight", "position_embeddings", (length, hidden))
-    for i in range(options.num_layers):
-        for one in _block(options, hidden):
-            theirs, ours = f"transformer.h.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield replace(one, theirs=theirs, ours=ours)
-    yield from _norm("transformer.ln_f", "final_layernorm", hidden)
+    block = list(_block(options, hidden))
+    yield from in_layers(options.num_layers, "transformer.h", lambda _: block)
+    yield from layer_norm("transformer.ln_f", "final_layernorm", hidden)
     if not options.tie_embeddings:
         yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
 
@@ -77,8 +68,8 @@ def _block(options: GPTOptions, hidden: int) -> Iterator[Tensor]:
     heads = options.num_heads
     size, width = hidden // heads, options.mlp_ratio * hidden
     qkv, mixed = "self_attention.linear_qkv", "self_attention.linear_proj"
-    yield from _norm("ln_1", "input_layernorm", hidden)
-    yield from _norm("ln_2", "pre_mlp_layernorm", hidden)
+    yield from layer_norm("ln_1", "input_layernorm", hidden)
+    yield from layer_norm("ln_2", "pre_mlp_layernorm", hidden)
     split = (hidden, 3, heads, size)
     yield Tensor("attn.c_attn.weight", f"{qkv}.kernel", split, joined=(1, 3))
     yield Tensor("attn.c_attn.bias", f"{qkv}.bias", split[1:], joined=(3,))
@@ -90,8 +81,3 @@ def _block(options: GPTOptions, hidden: int) -> Iterator[Tensor]:
     ):
         yield Tensor(f"{theirs}.weight", f"{ours}.kernel", shape)
         yield Tensor(f"{theirs}.bias", f"{ours}.bias", shape[1:])
-
-
-def _norm(theirs: str, ours: str, hidden: int) -> Iterator[Tensor]:
-    yield Tensor(f"{theirs}.weight", f"{ours}.scale", (hidden,))
-    yield Tensor(f"{theirs}.bias", f"{ours}.bias", (hidden,))

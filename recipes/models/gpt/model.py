@@ -16,18 +16,27 @@ import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.data.packing import Packed, same_document
-from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
+from launcher.recipes.models.blocks import (
+    INIT_SCALE,
+    blocks_in_a_row,
+    dense,
+    dtype_of,
+    heads_joined,
+    output_layer,
+    output_scale,
+    word_embeddings,
+)
 from launcher.recipes.models.decoding import Decoder
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.language_model import (
+    Packed,
     attend_cached,
     cached_decoder,
     has_cache,
     next_token_model,
+    same_document,
 )
 
-_INIT_SCALE = 0.02
 _EPSILON = 1e-5
 
 
@@ -43,12 +52,7 @@ class Attention(nn.Module):
         """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
         (length, hidden), heads = x.shape[-2:], self.options.num_heads
         head_size = hidden // heads
-        qkv = nn.DenseGeneral(
-            (3, heads, head_size),
-            kernel_init=nn.initializers.normal(_INIT_SCALE),
-            dtype=self.dtype,
-            name="linear_qkv",
-        )(x)
+        qkv = dense(x, (3, heads, head_size), "linear_qkv", self.dtype)
         query, key, value = (qkv[..., part, :, :] for part in range(3))
 
         if packed and has_cache(self):
@@ -69,13 +73,7 @@ class Attention(nn.Module):
             weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
             weights = nn.Dropout(self.options.dropout)(weights, deterministic)
             mixed = jnp.einsum("bnqk,bknh->bqnh", weights, value)
-        return nn.DenseGeneral(
-            hidden,
-            axis=(-2, -1),
-            kernel_init=nn.initializers.normal(self.output_scale),
-            dtype=self.dtype,
-            name="linear_proj",
-        )(mixed)
+        return heads_joined(mixed, hidden, self.dtype, self.output_scale)
 
 
 class FeedForward(nn.Module):
@@ -89,18 +87,8 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
         hidden = x.shape[-1]
-        x = nn.Dense(
-            self.options.mlp_ratio * hidden,
-            kernel_init=nn.initializers.normal(_INIT_SCALE),
-            dtype=self.dtype,
-            name="linear_fc1",
-        )(x)
-        return nn.Dense(
-            hidden,
-            kernel_init=nn.initializers.normal(self.output_scale),
-            dtype=self.dtype,
-            name="linear_fc2",
-        )(nn.gelu(x))
+        x = dense(x, self.options.mlp_ratio * hidden, "linear_fc1", self.dtype)
+        return dense(nn.gelu(x), hidden, "linear_fc2", self.dtype, self.output_scale)
 
 
 class Block(nn.Module):
@@ -143,23 +131,20 @@ class GPT(nn.Module):
             deterministic: whether nothing is dropped.
             packed: of rows that hold several documents, each token's document and its place there.
         """
-        options, normal = self.options, nn.initializers.normal(_INIT_SCALE)
-        num_layers, hidden = options.num_layers, options.hidden_size
-        vocab_size, shape = options.vocab_size, (options.sequence_length, hidden)
-        words = nn.Embed(
-            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
-        )
+        options, normal = self.options, nn.initializers.normal(INIT_SCALE)
+        words = word_embeddings(options, self.dtype)
+        shape = options.sequence_length, options.hidden_size
         positions = self.param("position_embeddings", normal, shape)
         places = positions[packed[1]] if packed else positions[: tokens.shape[1]]
         x = words(tokens) + places.astype(self.dtype)
         x = nn.Dropout(options.dropout)(x, deterministic)
 
-        # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
-        block = functools.partial(Block, options, _INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
+        scale = output_scale(options.num_layers)
+        block = functools.partial(Block, options, scale, self.dtype)
         x = blocks_in_a_row(
             self,
             block,
-            num_layers,
+            options.num_layers,
             x,
             packed,
             call=lambda module, x, packed: module(x, deterministic, packed),
@@ -168,8 +153,7 @@ class GPT(nn.Module):
         )
 
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x)
-        if not options.tie_embeddings and self.is_initializing():  # the loss multiplies by it
-            nn.Dense(vocab_size, False, kernel_init=normal, name="output_layer")(x)
+        output_layer(self, x)
         return x
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from launcher.base import DamagedError
-from launcher.recipes.models.hugging_face import Tensor
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.hugging_face import NAMES, Tensor, in_layers
+from launcher.recipes.models.llama import LlamaOptions
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu"}
+_LENGTH = "max_position_embeddings"
 _ROPE = {  # Llama 3.1's stretching, of which only the factor is a setting
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -47,11 +47,8 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if activation not in _ACTIVATIONS or (activation == "gelu" and kind != "gemma"):
         raise DamagedError(f"the activation {activation!r} is not supported")
     return {
-        "vocab_size": config["vocab_size"],
-        "sequence_length": min(config.get("max_position_embeddings", 2048), 4096),
-        "num_layers": config["num_hidden_layers"],
-        "num_heads": config["num_attention_heads"],
-        "hidden_size": config["hidden_size"],
+        **{ours: config[theirs] for ours, theirs in NAMES.items() if theirs != _LENGTH},
+        "sequence_length": min(config.get(_LENGTH, 2048), 4096),
         "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
         "head_size": config.get("head_dim")
         or config["hidden_size"] // config["num_attention_heads"],
@@ -133,11 +130,7 @@ def common_config(options: LlamaOptions) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.rope_base}
     scaling = {**_ROPE, "factor": options.rope_factor} if options.rope_factor != 1.0 else {}
     return {
-        "vocab_size": options.vocab_size,
-        "max_position_embeddings": options.sequence_length,
-        "num_hidden_layers": options.num_layers,
-        "num_attention_heads": options.num_heads,
-        "hidden_size": options.hidden_size,
+        **{theirs: getattr(options, ours) for ours, theirs in NAMES.items()},
         "num_key_value_heads": options.num_kv_heads,
         "head_dim": options.head_size,
         "intermediate_size": options.mlp_size,
@@ -189,10 +182,8 @@ def tensors_around(
     hidden, vocabulary = options.hidden_size, options.vocab_size
     offset = 1.0 if options.scale_embeddings else 0.0  # Gemma stores its norms less 1
     yield Tensor("model.embed_tokens.weight", "word_embeddings.embedding", (vocabulary, hidden))
-    for i in range(options.num_layers):
-        for one in (*_attention_and_norms(options, hidden, offset), *mlp(i)):
-            theirs, ours = f"model.layers.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield replace(one, theirs=theirs, ours=ours)
+    rest = list(_attention_and_norms(options, hidden, offset))
+    yield from in_layers(options.num_layers, "model.layers", lambda i: (*rest, *mlp(i)))
     yield Tensor("model.norm.weight", "final_layernorm.scale", (hidden,), offset=offset)
     if not options.tie_embeddings:
         yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))

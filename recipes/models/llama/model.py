@@ -19,18 +19,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.recipes import Model
-from launcher.recipes.data.packing import Packed, same_document
-from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
+from launcher.recipes.models.blocks import (
+    blocks_in_a_row,
+    dense,
+    dtype_of,
+    heads_joined,
+    output_layer,
+    output_scale,
+    word_embeddings,
+)
 from launcher.recipes.models.decoding import Decoder
 from launcher.recipes.models.language_model import (
+    Packed,
     attend_cached,
     cached_decoder,
     has_cache,
     next_token_model,
+    same_document,
 )
-from launcher.recipes.models.llama.options import LlamaOptions
+from launcher.recipes.models.llama import LlamaOptions
 
-INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
 # beyond all of it are stretched, and those between by something between.
 _LOW, _HIGH, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
@@ -78,13 +86,8 @@ class Attention(nn.Module):
         options = self.options
 
         def heads(count: int, name: str) -> jax.Array:
-            return nn.DenseGeneral(
-                (count, options.head_size),
-                use_bias=options.qkv_bias,
-                kernel_init=nn.initializers.normal(INIT_SCALE),
-                dtype=self.dtype,
-                name=name,
-            )(x)
+            shape = count, options.head_size
+            return dense(x, shape, name, self.dtype, bias=options.qkv_bias)
 
         query = heads(options.num_heads, "linear_q")
         key = heads(options.num_kv_heads, "linear_k")
@@ -94,11 +97,8 @@ class Attention(nn.Module):
             query, key = norm(name="q_norm")(query), norm(name="k_norm")(key)
         # Made here, in each block, so that no block waits for an array of another one.
         positions = packed[1] if packed else jax.lax.iota(jnp.int32, x.shape[1])
-        stretch = options.rope_base, options.rope_factor
-        frequencies, window = (
-            rotary_frequencies(options.head_size, *stretch),
-            options.sliding_window,
-        )
+        window = options.sliding_window
+        frequencies = rotary_frequencies(options.head_size, options.rope_base, options.rope_factor)
         query, key = rotate(query, positions, frequencies), rotate(key, positions, frequencies)
         if packed and has_cache(self):
             mixed = attend_cached(self, query, key, value, positions, window)
@@ -112,14 +112,7 @@ class Attention(nn.Module):
                 local_window_size=(window - 1, 0) if window else None,
                 implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
             )
-        return nn.DenseGeneral(
-            x.shape[-1],
-            axis=(-2, -1),
-            use_bias=False,
-            kernel_init=nn.initializers.normal(self.output_scale),
-            dtype=self.dtype,
-            name="linear_proj",
-        )(mixed)
+        return heads_joined(mixed, x.shape[-1], self.dtype, self.output_scale, bias=False)
 
 
 class FeedForward(nn.Module):
@@ -132,23 +125,14 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
-
-        def dense(size: int, name: str, scale: float = INIT_SCALE) -> nn.Dense:
-            return nn.Dense(
-                size,
-                use_bias=False,
-                kernel_init=nn.initializers.normal(scale),
-                dtype=self.dtype,
-                name=name,
-            )
-
-        width = self.options.mlp_size
+        width, dtype = self.options.mlp_size, self.dtype
         activation = ACTIVATIONS[self.options.activation]
         if self.options.gated_mlp:
-            inner = activation(dense(width, "linear_gate")(x)) * dense(width, "linear_up")(x)
+            gate = activation(dense(x, width, "linear_gate", dtype, bias=False))
+            inner = gate * dense(x, width, "linear_up", dtype, bias=False)
         else:
-            inner = activation(dense(width, "linear_up")(x))
-        return dense(x.shape[-1], "linear_down", self.output_scale)(inner)
+            inner = activation(dense(x, width, "linear_up", dtype, bias=False))
+        return dense(inner, x.shape[-1], "linear_down", dtype, self.output_scale, bias=False)
 
 
 class Block(nn.Module):
@@ -161,14 +145,20 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
-        epsilon = self.options.norm_epsilon
-
-        def norm(name: str) -> nn.RMSNorm:
-            return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
-
+        x, inner = attended(self, x, packed)
         shared = (self.options, self.output_scale, self.dtype)
-        x = x + Attention(*shared, name="self_attention")(norm("input_layernorm")(x), packed)
-        return x + FeedForward(*shared, name="mlp")(norm("pre_mlp_layernorm")(x))
+        return x + FeedForward(*shared, name="mlp")(inner)
+
+
+def attended(block: Any, x: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array]:
+    """Return hidden values after attention, and normed, in the compact method of a block."""
+
+    def norm(name: str) -> nn.RMSNorm:
+        return nn.RMSNorm(epsilon=block.options.norm_epsilon, dtype=block.dtype, name=name)
+
+    attention = Attention(block.options, block.output_scale, block.dtype, name="self_attention")
+    x = x + attention(norm("input_layernorm")(x), packed)
+    return x, norm("pre_mlp_layernorm")(x)
 
 
 class Llama(nn.Module):
@@ -190,38 +180,24 @@ class Llama(nn.Module):
             packed: of rows that hold several documents, each token's document and its place there.
         """
         options, x = self.options, embedded(self, tokens)
-        block = functools.partial(Block, options, output_scale(options), self.dtype)
+        block = functools.partial(Block, options, output_scale(options.num_layers), self.dtype)
         count, scans = options.num_layers, options.scan_layers
         return normed(self, blocks_in_a_row(self, block, count, x, packed, scanned=scans))
 
 
 def embedded(model: Any, tokens: jax.Array) -> jax.Array:
     """Return the embeddings of tokens, in the compact method of a model."""
-    options, normal = model.options, nn.initializers.normal(INIT_SCALE)
-    shape = options.vocab_size, options.hidden_size
-    words = nn.Embed(*shape, embedding_init=normal, dtype=model.dtype, name="word_embeddings")
-    x = words(tokens)
-    if options.scale_embeddings:
-        x = x * jnp.asarray(options.hidden_size**0.5, model.dtype)
+    x = word_embeddings(model.options, model.dtype)(tokens)
+    if model.options.scale_embeddings:
+        x = x * jnp.asarray(model.options.hidden_size**0.5, model.dtype)
     return x
-
-
-def output_scale(options: LlamaOptions) -> float:
-    """Return the initial scale of the 2 * num_layers branches that are added to the hidden values.
-
-    It keeps their variance (GPT-2, section 2.3).
-    """
-    scale: float = INIT_SCALE / (2 * options.num_layers) ** 0.5
-    return scale
 
 
 def normed(model: Any, x: jax.Array) -> jax.Array:
     """Return the last hidden values, in the compact method of a model."""
-    options, normal = model.options, nn.initializers.normal(INIT_SCALE)
-    epsilon = options.norm_epsilon
+    epsilon = model.options.norm_epsilon
     x = nn.RMSNorm(epsilon=epsilon, dtype=model.dtype, name="final_layernorm")(x)
-    if not options.tie_embeddings and model.is_initializing():  # the loss multiplies by it
-        nn.Dense(options.vocab_size, False, kernel_init=normal, name="output_layer")(x)
+    output_layer(model, x)
     return x
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.blocks import applied, dtype_of
 from launcher.recipes.models.losses import Metrics
-from launcher.recipes.models.mlp.options import MLPOptions
+from launcher.recipes.models.mlp import MLPOptions
 from launcher.trace import mark_pipeline_boundary
 
 
@@ -57,7 +57,7 @@ def build(options: MLPOptions, precision: str) -> Model:
         return mlp.init(key, jnp.zeros((1, options.input_size)))["params"]
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
-        outputs = cast(jax.Array, mlp.apply({"params": params}, batch["x"]))
+        outputs = applied(mlp, params, batch["x"])
         return jnp.mean(jnp.square(outputs.astype(jnp.float32) - batch["y"])), {}
 
     return Model(init, loss)

@@ -12,7 +12,7 @@ from typing import Any
 from launcher.base import DamagedError
 from launcher.recipes.models.hugging_face import Tensor
 from launcher.recipes.models.llama import hf as llama_hf
-from launcher.recipes.models.moe.options import MoEOptions
+from launcher.recipes.models.moe import MoEOptions
 
 MODEL_TYPES = ("mixtral", "qwen3_moe")
 CHOICES = ("capacity_factor",)

@@ -12,28 +12,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.data.packing import Packed, packing_of
-from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.blocks import INIT_SCALE, applied, dense, dtype_of, output_scale
 from launcher.recipes.models.decoding import Decoder
-from launcher.recipes.models.language_model import cached_decoder
+from launcher.recipes.models.language_model import Packed, cached_decoder, packing_of
 from launcher.recipes.models.llama.model import (
     ACTIVATIONS,
-    INIT_SCALE,
-    Attention,
     FeedForward,
+    attended,
     embedded,
     normed,
-    output_scale,
 )
 from launcher.recipes.models.losses import Metrics, next_token_loss
-from launcher.recipes.models.moe.options import MoEOptions
+from launcher.recipes.models.moe import MoEOptions
 from launcher.trace import mark_pipeline_boundary
 
 
@@ -89,10 +86,7 @@ class Experts(nn.Module):
         group = min(options.group_size, length)
         groups = x.reshape(batch, length // group, group, hidden)
 
-        gate = nn.Dense(
-            experts, False, kernel_init=nn.initializers.normal(INIT_SCALE), name="router"
-        )
-        logits = gate(groups.astype(jnp.float32))
+        logits = dense(groups.astype(jnp.float32), experts, "router", None, bias=False)
         probabilities = jax.nn.softmax(logits)
         places = capacity(options)
         weights, picks = route_tokens(probabilities, chosen, places)
@@ -145,14 +139,8 @@ class Block(nn.Module):
         self, x: jax.Array, losses: jax.Array, packed: Packed = None
     ) -> tuple[jax.Array, jax.Array]:
         """Map float [batch, length, hidden] to the same; add the losses of routing."""
-        epsilon = self.options.norm_epsilon
-
-        def norm(name: str) -> nn.RMSNorm:
-            return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
-
+        x, inner = attended(self, x, packed)
         shared = (self.options, self.output_scale, self.dtype)
-        x = x + Attention(*shared, name="self_attention")(norm("input_layernorm")(x), packed)
-        inner = norm("pre_mlp_layernorm")(x)
         if not self.has_experts:
             return x + FeedForward(*shared, name="mlp")(inner), losses
         out, more = Experts(*shared, name="experts")(inner)
@@ -175,7 +163,7 @@ class MoE(nn.Module):
         options = self.options
         num_layers, every = options.num_layers, options.expert_every
         x, losses = embedded(self, tokens), jnp.zeros(2)
-        block = functools.partial(Block, options, output_scale(options), self.dtype)
+        block = functools.partial(Block, options, output_scale(num_layers), self.dtype)
         if options.scan_layers:
             scanned = nn.scan(
                 lambda module, carry: (module(*carry, packed), None),
@@ -222,9 +210,8 @@ def build(options: MoEOptions, precision: str) -> Model:
         return moe.init(key, jnp.zeros((1, options.group_size), jnp.int32))["params"]
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
-        found = moe.apply({"params": params}, batch["tokens"], packing_of(batch))
-        hidden, (balance, z) = cast(tuple[jax.Array, jax.Array], found)
-        evaluates = key is None  # which compares models by what they predict
+        hidden, (balance, z) = applied(moe, params, batch["tokens"], packing_of(batch))
+        evaluates = key is None  # which compares predictions alone
         value, metrics = next_token_loss(
             hidden, params, batch, moe.dtype, options.loss_chunks, evaluates
         )

@@ -9,7 +9,7 @@ and loss are float32; `dtype` is the type of activations and convolutions.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.losses import Metrics, classification
-from launcher.recipes.models.resnet.options import BLOCKS, ResNetOptions
+from launcher.recipes.models.resnet import BLOCKS, ResNetOptions
 from launcher.trace import mark_pipeline_boundary, per_slice
 
 _EPSILON = 1e-5
@@ -146,13 +146,10 @@ def build(options: ResNetOptions, precision: str) -> Model:
     def loss(
         params: Any, state: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
-        logits, new = net.apply(
-            {"params": params, **state},
-            batch["image"],
-            train=key is not None,
-            mutable=list(state),
+        out: Any = net.apply(
+            {"params": params, **state}, batch["image"], key is not None, mutable=list(state)
         )
-        value, metrics = classification(cast(jax.Array, logits), batch["label"])
-        return value, (metrics, new)
+        value, metrics = classification(out[0], batch["label"])
+        return value, (metrics, out[1])
 
     return Model(init, loss, has_state=True)

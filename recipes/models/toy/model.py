@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from flax import nnx
 from launcher.recipes import Model
 from launcher.recipes.models.blocks import dtype_of
 from launcher.recipes.models.nnx import model as nnx_model
-from launcher.recipes.models.toy.options import ToyOptions
+from launcher.recipes.models.toy import ToyOptions
 from launcher.trace import mark_pipeline_boundary, per_slice
 
 
@@ -26,7 +26,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, inputs] to float [batch, hidden_size]."""
-        normed = cast(jax.Array, per_slice(self.norm)(self.dense(x)))
+        normed: Any = per_slice(self.norm)(self.dense(x))
         return self.dropout(nnx.relu(normed))
 
 

@@ -8,7 +8,7 @@ down computes skips to its counterpart on the way up. Parameters, norms and loss
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.recipes import Model
-from launcher.recipes.models.blocks import dtype_of
+from launcher.recipes.models.blocks import applied, dtype_of
 from launcher.recipes.models.losses import Metrics
-from launcher.recipes.models.unet.options import GROUPS, UNetOptions
+from launcher.recipes.models.unet import GROUPS, UNetOptions
 from launcher.trace import mark_pipeline_boundary
 
 _FIRST, _LAST = 1e-4, 0.02  # variances of the noise that is added in a step, for 1,000 steps
@@ -119,7 +119,7 @@ def build(options: UNetOptions, precision: str) -> Model:
         noise = jax.random.normal(of_noise, images.shape)
         share = jnp.asarray(kept)[time][:, None, None, None]
         noisy = jnp.sqrt(share) * images + jnp.sqrt(1 - share) * noise
-        predicted = cast(jax.Array, net.apply({"params": params}, noisy, time / steps))
+        predicted = applied(net, params, noisy, time / steps)
         return jnp.mean(jnp.square(predicted.astype(jnp.float32) - noise)), {}
 
     return Model(init, loss)

@@ -8,17 +8,23 @@ activations and matrix products.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.models.blocks import blocks_in_a_row, dtype_of
-from launcher.recipes.models.encoder import INIT_SCALE, EncoderBlock
+from launcher.recipes.models.blocks import (
+    INIT_SCALE,
+    EncoderBlock,
+    applied,
+    blocks_in_a_row,
+    dense,
+    dtype_of,
+)
 from launcher.recipes.models.losses import Metrics, classification
-from launcher.recipes.models.vit.options import ViTOptions
+from launcher.recipes.models.vit import ViTOptions
 
 _EPSILON = 1e-6
 
@@ -56,12 +62,7 @@ class ViT(nn.Module):
         count, scans = options.num_layers, options.scan_layers
         x = blocks_in_a_row(self, block, count, x, scanned=scans)
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x[:, 0])
-        return nn.Dense(
-            options.num_classes,
-            kernel_init=normal,
-            dtype=self.dtype,
-            name="output_layer",
-        )(x)
+        return dense(x, options.num_classes, "output_layer", self.dtype)
 
 
 def build(options: ViTOptions, precision: str) -> Model:
@@ -82,8 +83,6 @@ def build(options: ViTOptions, precision: str) -> Model:
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         del key  # nothing is random
-        return classification(
-            cast(jax.Array, vit.apply({"params": params}, batch["image"])), batch["label"]
-        )
+        return classification(applied(vit, params, batch["image"]), batch["label"])
 
     return Model(init, loss)

@@ -8,10 +8,8 @@ import tokenizers
 
 from launcher.config.compose import load
 from launcher.driver.planning.check import check
-from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
-from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
-from launcher.recipes.datasets.documents.dataset import preparation
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, train_tokenizer
 from launcher.recipes.models.llama.hf import config_of
 
 START = "model=llama", "model.size=hf:theirs", "train.init_from=hf:theirs"
@@ -29,12 +27,12 @@ def theirs(tmp_path, monkeypatch):
     (folder / "config.json").write_text(json.dumps(config_of(model)))
     lines = (json.dumps({"text": f"the number {i} follows {i - 1}"}) for i in range(200))
     (tmp_path / "talks.jsonl").write_text("\n".join(lines))
-    train_tokenizer(preparation(load(DOCUMENTS).dataset), 290, folder / "tokenizer.json")
+    train_tokenizer(load(DOCUMENTS).dataset, 290, folder / "tokenizer.json")
     return folder
 
 
 def prepared(*words):
-    prepare_corpus(preparation(load([*DOCUMENTS, *words]).dataset), 1)
+    prepare_corpus(load([*DOCUMENTS, *words]).dataset, 1)
 
 
 def said(*words):

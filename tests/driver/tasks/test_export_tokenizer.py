@@ -8,10 +8,8 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.inference.export_tokenizer import exported_tokenizer, warn_of_other_tokens
-from launcher.recipes.data.corpus.prepare import prepare_corpus
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
-from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
-from launcher.recipes.datasets.documents.dataset import preparation
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, train_tokenizer
 
 DOCUMENTS = "dataset=jsonl", "dataset.path=talks.jsonl", "dataset.tokenizer=own/tokenizer.json"
 
@@ -24,7 +22,7 @@ def prepared(tmp_path, monkeypatch):
     lines = (json.dumps({"text": f"number {i}"}) for i in range(50))
     (tmp_path / "talks.jsonl").write_text("\n".join(lines))
     (tmp_path / "own").mkdir()
-    work = preparation(load(DOCUMENTS).dataset)
+    work = load(DOCUMENTS).dataset
     train_tokenizer(work, 300, tmp_path / "own" / "tokenizer.json")
     prepare_corpus(work, 1)
     np.zeros(99, "u2").tofile(tmp_path / "plain.bin")

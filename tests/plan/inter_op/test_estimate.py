@@ -22,7 +22,7 @@ from launcher.plan.inter_op.select import search
 from launcher.plan.inter_op.stage_cost import StageCosts
 from launcher.plan.plan import TooLargeError
 from launcher.recipes import build_model
-from launcher.recipes.models.gpt.options import GPTOptions
+from launcher.recipes.models.gpt import GPTOptions
 from launcher.trace import trace_step
 from launcher.trace.errors import BatchError
 

@@ -18,18 +18,20 @@ import pytest
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus import sources
-from launcher.recipes.data.corpus.files import Stream, find_corpus
-from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus, up_to_date
+from launcher.recipes.data.corpus.files import find_corpus
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
-from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.documents.prepare import (
+    prepare_corpus,
+    train_tokenizer,
+    up_to_date,
+)
 
 TEXTS = [f"document {i} " * (1 + i % 5) for i in range(40)]
 
 
 def work(path, tokens, **changes):
-    given = {"pattern": None, "format": "jsonl", "field": "text", "tokenizer": "bytes"}
-    given |= {"chat_template": None, "bad": "refuse", "path": str(path), "tokens": str(tokens)}
-    return Preparation(**given | changes)
+    return Documents(path=str(path), tokens=str(tokens), **changes)
 
 
 def lines(path, texts, field="text"):
@@ -40,9 +42,8 @@ def lines(path, texts, field="text"):
 def texts_in(folder):
     """The documents in a folder of tokens, by its index."""
     corpus = find_corpus(str(folder))
-    decode, stream = load_tokenizer("bytes").decode, Stream(corpus.files)
-    tokens = stream.tokens(0, corpus.count)
-    begins = np.flatnonzero(stream.begins(0, tokens, None))
+    decode, tokens = load_tokenizer("bytes").decode, corpus.tokens(0, corpus.count)
+    begins = np.flatnonzero(corpus.begins(0, tokens, None))
     return [decode(part.tolist()) for part in np.split(tokens, begins[1:])]
 
 
@@ -125,13 +126,13 @@ def test_a_killed_run_leaves_no_processes_and_goes_on(tmp_path):
     folder.mkdir()
     for index in range(12):
         lines(folder / f"{index:02}.jsonl", TEXTS * 300)
-    given = tuple(vars(work(folder, tmp_path / "out")).values())
     code = (
         "import sys\nfrom launcher.recipes.data.corpus import sources\n"
-        "from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus\n"
+        "from launcher.recipes.datasets.documents import Documents\n"
+        "from launcher.recipes.datasets.documents.prepare import prepare_corpus\n"
         "sources.pieces_of.__defaults__ = (10**5,)\n"
         "if __name__ == '__main__':\n"
-        f"    prepare_corpus(Preparation(*{given!r}), 2)\n"
+        f"    prepare_corpus({work(folder, tmp_path / 'out')!r}, 2)\n"
     )
     script = tmp_path / "prepare.py"
     script.write_text(code)
@@ -162,16 +163,16 @@ def test_a_killed_run_leaves_no_processes_and_goes_on(tmp_path):
 def test_ctrl_c_waits_for_nothing_that_is_half_done(tmp_path):
     for index in range(2):
         lines(tmp_path / f"{index}.jsonl", TEXTS)
-    given = tuple(vars(work(tmp_path, tmp_path / "out")).values())
     code = (
-        "import os, time\nfrom launcher.recipes.data.corpus import prepare, sources\n"
+        "import os, time\nfrom launcher.recipes.data.corpus import sources\n"
+        "from launcher.recipes.datasets.documents import Documents, prepare\n"
         "sources.pieces_of.__defaults__ = (1,)\n"
         "def _make(*_):\n"
         "    os.write(1, b'%d\\n' % os.getpid())  # in one piece, beside another's\n"
         "    time.sleep(1000)\n"
         "_make.__module__, prepare._make = prepare.__name__, _make\n"
         "if __name__ == '__main__':\n"
-        f"    prepare.prepare_corpus(prepare.Preparation(*{given!r}), 2)\n"
+        f"    prepare.prepare_corpus({work(tmp_path, tmp_path / 'out')!r}, 2)\n"
     )
     (tmp_path / "prepare.py").write_text(code)
     running = subprocess.Popen(

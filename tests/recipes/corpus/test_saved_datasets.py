@@ -1,4 +1,4 @@
-"""`saved_datasets.py`: which files of a dataset as `datasets` saves it are read."""
+"""`sources.py`: which files of a dataset as `datasets` saves it are read."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.sources import find_sources
+from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.dataset import prepare
-from launcher.recipes.datasets.documents.options import Documents
 
 
 def arrow(path, *texts):

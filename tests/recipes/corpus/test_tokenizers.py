@@ -1,4 +1,4 @@
-"""`recipes/data/corpus/tokenizers.py`, `train_tokenizer.py` and `chat.py`."""
+"""`recipes/data/corpus/tokenizers.py` and `chat.py`, and tokenizers that are trained here."""
 
 import base64
 import json
@@ -10,11 +10,11 @@ import tiktoken
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.chat import chat_encoder
-from launcher.recipes.data.corpus.files import Stream, find_corpus
-from launcher.recipes.data.corpus.prepare import Preparation, prepare_corpus
+from launcher.recipes.data.corpus.files import find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer, tokenizer_fingerprint
-from launcher.recipes.data.corpus.train_tokenizer import train_tokenizer
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, train_tokenizer
 
 TEXT = "Hello world, it's 12345 o'clock — naïve Ωμέγα\n\n  def f(x):  return x"
 TALK = [
@@ -30,7 +30,7 @@ TALK = [
 def trained(tmp_path):
     source = tmp_path / "source.jsonl"
     source.write_text("".join(json.dumps({"text": TEXT[i:] * 3}) + "\n" for i in range(20)))
-    work = Preparation(str(source), None, "jsonl", "text", "bytes", None, "refuse", "unused")
+    work = Documents(path=str(source))
     size = train_tokenizer(work, 300, tmp_path / "tokenizer.json")
     assert size == 300
     return tmp_path / "tokenizer.json"
@@ -137,7 +137,7 @@ def test_bad_conversations_and_templates_are_refused(tmp_path):
         chat_encoder(load_tokenizer("bytes"), "none")
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages | length }}")
-    with pytest.raises(ValueError, match="changes what was said before an answer"):
+    with pytest.raises(ValueError, match="changes the messages before an answer"):
         chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
 
 
@@ -160,9 +160,9 @@ def test_parts_of_text_are_joined_to_the_content_of_a_message(tmp_path):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     talk = [TALK[0], {"role": "assistant", "content": parts}]
     source.write_text(json.dumps({"messages": talk}) + "\n")
-    work = Preparation(str(source), None, "jsonl", "messages", "bytes", "plain", "refuse", out)
+    work = Documents(path=str(source), field="messages", chat_template="plain", tokens=out)
     meta = prepare_corpus(work, 1)
-    tokens = Stream(find_corpus(out).files).tokens(0, meta.tokens - 1)
+    tokens = find_corpus(out).tokens(0, meta.tokens - 1)
     assert load_tokenizer("bytes").decode(tokens.tolist()) == "user: hi\nassistant: hello\n"
     assert meta.text_bytes is None  # of conversations
 
@@ -196,7 +196,7 @@ def test_a_bad_conversation_is_named_by_line_and_message(tmp_path, messages, why
     source, out = tmp_path / "a.jsonl", str(tmp_path / "out")
     rows = [TALK, TALK, messages]
     source.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    work = Preparation(str(source), None, "jsonl", "messages", "bytes", "plain", "refuse", out)
+    work = Documents(path=str(source), field="messages", chat_template="plain", tokens=out)
     with pytest.raises(InputError) as error:
         prepare_corpus(work, 1)
     assert str(error.value).startswith(f"{source}, line 3: {why}; fix it")
@@ -207,10 +207,10 @@ def test_a_prepared_conversation_weighs_its_answers_alone(tmp_path):
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps({"messages": TALK}) + "\n")
     out = str(tmp_path / "out")
-    work = Preparation(str(source), None, "jsonl", "messages", "bytes", "plain", "refuse", out)
+    work = Documents(path=str(source), field="messages", chat_template="plain", tokens=out)
     assert prepare_corpus(work, 1).masked
     corpus = find_corpus(out)
-    maker = RowMaker(Stream(corpus.files), corpus.count - 1, 0, 257, masked=True)
+    maker = RowMaker(corpus, corpus.count - 1, 0, 257, masked=True)
     batch = maker(np.array([0]))
     learned = batch["targets"][0][batch["weights"][0] == 1]
     assert load_tokenizer("bytes").decode(learned) == "hello\nbye\n"

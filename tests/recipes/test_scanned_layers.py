@@ -1,4 +1,4 @@
-"""`recipes/models/bert/model.py` and `recipes/models/vit/model.py`: their blocks as one scan."""
+"""Blocks as one scan compute what blocks in a row do, and are planned alike."""
 
 import dataclasses
 import functools
@@ -12,9 +12,11 @@ from filled import filled_params
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.recipes import build_dataset, build_model
-from launcher.recipes.datasets.synthetic.options import Synthetic
-from launcher.recipes.models.bert.options import BERTOptions
-from launcher.recipes.models.vit.options import ViTOptions
+from launcher.recipes.datasets.synthetic import Synthetic
+from launcher.recipes.models.bert import BERTOptions
+from launcher.recipes.models.gpt import GPTOptions
+from launcher.recipes.models.llama import LlamaOptions
+from launcher.recipes.models.vit import ViTOptions
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
 from launcher.train.step import init_state, make_train_step
@@ -24,8 +26,9 @@ SHAPE = {"size": None, "num_layers": LAYERS, "num_heads": 2, "hidden_size": 16}
 OPTIONS = {
     "bert": BERTOptions(**SHAPE, vocab_size=32, sequence_length=8).filled(),
     "vit": ViTOptions(**SHAPE, image_size=8, channels=2, num_classes=4, patch_size=4),
+    "gpt": GPTOptions(**SHAPE, vocab_size=32, sequence_length=8).filled(),
+    "llama": LlamaOptions(**SHAPE, vocab_size=32, sequence_length=8).filled(),
 }
-FAMILIES = pytest.mark.parametrize("name", OPTIONS)
 
 
 def in_a_row_and_scanned(name):
@@ -45,7 +48,7 @@ def taken_apart(params):
 
 
 @pytest.mark.devices(1)
-@FAMILIES
+@pytest.mark.parametrize("name", OPTIONS)
 def test_scanned_layers_compute_what_layers_in_a_row_do(name):
     apart, scanned = in_a_row_and_scanned(name)
     params, batch = filled_params(scanned), batch_for(name)
@@ -61,14 +64,15 @@ def test_scanned_layers_compute_what_layers_in_a_row_do(name):
 
 
 @pytest.mark.devices(1)
-@FAMILIES
+@pytest.mark.parametrize("name", ["bert", "gpt"])
 def test_scanned_layers_start_apart(name):
     _, scanned = in_a_row_and_scanned(name)
-    kernels = jax.jit(scanned.init)(jax.random.key(0))["layers"]["linear_qkv"]["kernel"]
+    layers = jax.jit(scanned.init)(jax.random.key(0))["layers"]
+    kernels = max(jax.tree.leaves(layers), key=lambda leaf: leaf.ndim)
     assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == LAYERS
 
 
-@FAMILIES
+@pytest.mark.parametrize("name", ["bert", "vit"])
 def test_the_plan_is_that_of_layers_in_a_row(name):
     """Stages, memory, parameters, seconds: only the names of the blocks' parameters differ."""
     optimizer, batch, plans = optax.adam(1e-3), batch_for(name), []
