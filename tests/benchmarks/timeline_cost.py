@@ -38,15 +38,13 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
+from turns import worker_of  # noqa: E402
 
 from launcher.base.spans import Clock  # noqa: E402
-from launcher.config.compose import load, to_dict  # noqa: E402
 from launcher.driver.folder.folder import RunFolder  # noqa: E402
 from launcher.driver.folder.plan_files import write_plan  # noqa: E402
 from launcher.driver.folder.status import Status  # noqa: E402
-from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
 from launcher.driver.record.run_log import RunLog  # noqa: E402
-from launcher.plan import local_shape  # noqa: E402
 from launcher.report.console import make_console  # noqa: E402
 from launcher.report.pages.timeline import ProcessSpans  # noqa: E402
 from launcher.report.trackers.queued import QueuedTracker  # noqa: E402
@@ -55,7 +53,6 @@ from launcher.train.step_result import (  # noqa: E402
     fetched_metrics,
     memory_bytes,
 )
-from launcher.train.worker import TrainWorker  # noqa: E402
 
 SETTINGS = (
     *("train.steps=100000", "train.eval_every=0", "train.log_every=1", "wandb.mode=offline"),
@@ -79,13 +76,7 @@ class Trained:
     """A compiled step, its state, and a batch."""
 
     def __init__(self, settings: Sequence[str]) -> None:
-        self.config = load([*SETTINGS, *settings])
-        self.worker = TrainWorker()
-        self.worker.build(to_dict(self.config))
-        train = self.worker._program.train
-        self.plan = plan_of(self.config.parallel, train, local_shape(DEVICES, 1, "cpu"))
-        self.worker.setup(self.plan.to_dict())
-        self.worker.create()
+        self.worker, self.config, self.plan = worker_of([*SETTINGS, *settings], DEVICES)
         self.run, self.state = self.worker._train, self.worker._state
         self.batch = self.worker._feeder.get(0)[0]
         self.made = 0

@@ -106,6 +106,18 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
+def typed(text: str) -> tuple[str, ...]:
+    """Settings as they are typed."""
+    return tuple(text.split())
+
+
+def train(folder: Path, *words: str) -> str:
+    """Run `python -m launcher` to a good end; returns its standard output."""
+    code, out, err = Launcher(folder, *words).end()
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    return out
+
+
 def lines(run: Path) -> list[dict]:
     """The whole lines of a run's metrics."""
     path = run / "metrics.jsonl"

@@ -48,12 +48,6 @@ model.save_pretrained("my_llama")
 """
 
 
-def five_commands() -> list[str]:
-    """Those of the first page, in its own words."""
-    (block,) = (b for b in read_page("README.md").of("sh") if "recipe=finetune_hf" in b.text)
-    return block.lines
-
-
 def test_five_commands_lead_to_a_tuned_model(tmp_path: Path) -> None:
     checkout = tmp_path / "launcher"
     files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
@@ -78,7 +72,8 @@ def test_five_commands_lead_to_a_tuned_model(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout, time.monotonic() - begun
 
-    commands = five_commands()
+    (block,) = (b for b in read_page("README.md").of("sh") if "recipe=finetune_hf" in b.text)
+    commands = block.lines
     assert len(commands) == 5
     times = [run(commands[0])[1]]
     (tmp_path / "make.py").write_text(MAKE)
