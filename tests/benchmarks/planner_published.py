@@ -3,9 +3,9 @@
     python tests/benchmarks/planner_published.py [most GPUs]
 
 GPT, weak scaling on 1 … 64 V100-16GB of p3.16xlarge, batch 1024, 16 bits (Zheng et al. 2022, arXiv
-2201.12023, section 8.1; plans and rates: its artifact, `results_e2e_ref.tsv`). The rates count what
-is computed again. One number, the device's sustained share of its peak, is calibrated: so that the
-one-GPU model runs at its published rate. Everything is predicted by one cost model.
+2201.12023, section 8.1; plans and rates: its artifact, `results_e2e_ref.tsv`). The rates count
+rematerialised work. One number, the device's sustained share of its peak, is calibrated, so that
+the one-GPU model runs at its published rate. Everything is predicted by one cost model.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def traced(size: str) -> TracedStep:
 
 def published(step: TracedStep, point: Point, cluster: ClusterShape) -> Plan:
     """The published plan: layers in proportion to devices, rematerialised, gradients and state cut
-    along data where there is that axis. Of the numbers of microbatches the least that fits."""
+    along data where there is that axis. The fewest microbatches
+    that fit."""
     meshes = [mesh for count, mesh in point.stages for _ in range(count)]
     sizes = [data * model for data, model in meshes]
     unit = min(sizes)

@@ -23,19 +23,10 @@ from turns import ratio, worker_of  # noqa: E402
 from launcher.runtime import check_equal  # noqa: E402
 
 SETTINGS = (
-    "model=mlp",
-    "model.widths=[2048,512,2048]",
-    "model.input_size=512",
-    "model.output_size=512",
-    "dataset=synthetic",
-    "train.global_batch_size=512",
-    "train.steps=100000",
-    "train.eval_every=0",
-    "optimizer=adam",
-    "parallel=data",
-    "parallel.num_micro_batches=1",
-    "cluster=emulated",
-    f"cluster.gpus={DEVICES}",
+    *("model=mlp", "model.widths=[2048,512,2048]", "model.input_size=512", "model.output_size=512"),
+    *("dataset=synthetic", "train.global_batch_size=512", "train.steps=100000"),
+    *("train.eval_every=0", "optimizer=adam", "parallel=data", "parallel.num_micro_batches=1"),
+    *("cluster=emulated", f"cluster.gpus={DEVICES}"),
 )
 
 

@@ -26,18 +26,11 @@ from turns import ratio, table, worker_of  # noqa: E402
 from launcher.driver.saving import contents  # noqa: E402
 
 MODEL = (
-    "model.num_layers=8",
-    "model.hidden_size=256",
-    "model.sequence_length=128",
-    "train.global_batch_size=32",
-    "train.steps=100000",
-    "train.eval_every=0",
+    *("model.num_layers=8", "model.hidden_size=256", "model.sequence_length=128"),
+    *("train.global_batch_size=32", "train.steps=100000", "train.eval_every=0"),
     "train.checkpoint.every_minutes=10",  # for a worker that is made to save while it trains
-    "parallel=manual",
-    f"parallel.num_stages={DEVICES}",
-    "parallel.num_micro_batches=4",
-    "cluster=emulated",
-    f"cluster.gpus={DEVICES}",
+    *("parallel=manual", f"parallel.num_stages={DEVICES}", "parallel.num_micro_batches=4"),
+    *("cluster=emulated", f"cluster.gpus={DEVICES}"),
 )
 
 

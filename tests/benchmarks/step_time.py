@@ -133,12 +133,13 @@ def python_cost(model: Contest, executable: Executable, steps: int) -> tuple[flo
 
         return run
 
-    table = executable._table
-    rows = [
-        row._replace(call=timed(row.call, isinstance(row.instruction, Run))) if row.call else row
-        for row in table.rows
-    ]
-    executable._table = dataclasses.replace(table, rows=tuple(rows))
+    entries = tuple(
+        entry._replace(call=timed(entry.call, isinstance(entry.instruction, Run)))
+        if entry.call
+        else entry
+        for entry in executable._table.entries
+    )
+    executable._table = dataclasses.replace(executable._table, entries=entries)
     state = executable.create(model.init, KEY)
     for _ in range(steps):
         state, _ = executable(state, model.batch)

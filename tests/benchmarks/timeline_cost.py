@@ -8,8 +8,8 @@ reported step is logged by all that a run has: console, `metrics.jsonl`, Weights
 step without. In a run that is done by the driver, beside the next step; here it is waited for, with
 what the trackers' threads do, so nothing of it is hidden, and none of it falls on a plain step.
 
-Of the pairs' ratios the median is given, with its 95 % confidence interval by the bootstrap; first
-of processor time, which tells more on a busy machine. As the devices are idle while a step is
+It prints the median of the pairs' ratios with its 95 % confidence interval by the bootstrap; first
+for processor time, which tells more on a busy machine. As the devices are idle while a step is
 reported, its processor time is also given by itself, which is far more exact than the ratio.
 
 A recorded step (`report.timeline_steps`; one a run by default) is compared in the same way, and

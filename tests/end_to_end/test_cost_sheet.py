@@ -105,7 +105,7 @@ def num_lines(files: dict[str, str]) -> int:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project, to which the new files are added and of which none is edited."""
+    """A copy of the project with the new files, and no edit of an existing one."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("launcher", "recipes", "conf"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True)

@@ -1,6 +1,6 @@
-"""Killed, stopped and starved: a run goes on as if nothing had happened, and nothing stays behind.
+"""Killed, stopped and starved: a run resumes as if nothing had happened, and leaves nothing behind.
 
-Every run here is of one plan, and so must come to the very bytes of the one that was left alone.
+Every run here has the same plan, so it must end with the very bytes of the undisturbed one.
 """
 
 import os

@@ -84,7 +84,7 @@ def test_ctrl_c_while_the_devices_are_measured_leaves_nothing(
 def test_a_run_that_is_interrupted_at_forty_moments_comes_to_the_same_losses(
     tmp_path: Path,
 ) -> None:
-    """Each time a run of its own, which then goes on to its end."""
+    """Each time a separate run, which is then resumed to its end."""
     (tmp_path / "other").mkdir()
     undisturbed = Running(tmp_path / "other", *WORDS)
     undisturbed.launcher.wait_for_handlers()

@@ -84,10 +84,10 @@ def strike(watched: Watched, draw: random.Random) -> str:
     victim, signum = draw.choice(kinds[kind]), draw.choice(SIGNALS)
     try:
         victim.send_signal(signum)
-        if signum == signal.SIGSTOP and victim.pid == driver:  # nobody else could go on for it
+        if signum == signal.SIGSTOP and victim.pid == driver:  # nothing could replace it
             time.sleep(draw.uniform(0, 2))
             victim.send_signal(draw.choice((signal.SIGCONT, signal.SIGKILL)))
-        elif signum == signal.SIGSTOP and watched.ended:  # nor has it a driver that ends
+        elif signum == signal.SIGSTOP and watched.ended:  # and no driver could end it
             victim.send_signal(signal.SIGCONT)
     except psutil.NoSuchProcess:
         pass

@@ -331,17 +331,7 @@ def test_the_script_that_is_submitted_by_hand(user: User) -> None:
 
 
 @pytest.mark.slurm
-def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
-    before = set((user.folder / "outputs").glob("*"))
-    refused = user.launcher(*ON_SLURM, "cluster.gpus=2", "cluster.slurm.partition=moon")
-    assert set((user.folder / "outputs").glob("*")) == before
-    assert refused.returncode == 2
-    assert "launcher: cluster.slurm.partition=moon: Slurm has no partition moon" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    sweep = ("cluster.gpus=2", "cluster.slurm.partition=moon", "run.id=refused", "train.steps=1,2")
-    assert user.launcher("-m", *ON_SLURM, *sweep).returncode == 2
-    assert not (user.folder / "multirun" / "refused").exists()
-
+def test_a_run_that_is_a_job_already_is_refused(user: User) -> None:
     held = ("cluster.gpus=2", "run.id=held", "cluster.slurm.extra={hold: ''}")
     run = user.submit("held", *ON_SLURM, *held)
     twice = user.launcher(*ON_SLURM, *held)
@@ -377,7 +367,7 @@ def test_two_jobs_share_a_node_and_no_stranger_gets_in(user: User) -> None:
 
 
 def _told_by_ray(server: psutil.Process, settings: dict[str, str]) -> str:
-    """What somebody on this machine is told who asks a Ray whether it is well."""
+    """The answer of a Ray to a health check by another user of this machine."""
     ports = {c.laddr.port for c in server.net_connections("tcp") if c.status == "LISTEN"}
     words = {w.partition("=")[0]: w.partition("=")[2] for w in server.cmdline()}
     address = f"{words['--node-ip-address']}:{ports.pop()}"

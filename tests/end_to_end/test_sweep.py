@@ -106,7 +106,7 @@ def test_a_signal_ends_the_run_in_progress_and_the_sweep_in_good_order(
     assert sweep.returncode == code
 
 
-# By default: a sweep that goes on, below, and one of Optuna's in tests/config/test_sweeper.py.
+# In the default tier: a resumed sweep, below, and one by Optuna in tests/config/test_sweeper.py.
 @pytest.mark.slow
 def test_an_optuna_sweep_that_is_stopped_again_and_again_goes_on(tmp_path: Path) -> None:
     words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "sweep.jobs=2")

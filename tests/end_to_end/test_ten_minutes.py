@@ -1,4 +1,4 @@
-"""The five commands of the first page, as a stranger types them: a tuned model in ten minutes.
+"""The five commands of the first page, as a new user types them: a tuned model in ten minutes.
 
 It downloads packages, torch among them, into an environment of its own, and wants 6 GB of disk:
 
@@ -18,7 +18,7 @@ from pages import ROOT, read_page
 
 pytestmark = [pytest.mark.stress]
 
-# What the stranger has: a folder of random weights, 10 million of them, and a file of documents.
+# The user's files: a folder of random weights, 10 million of them, and a file of documents.
 MAKE = """
 import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -64,7 +64,7 @@ def resumed(folder: Path) -> tuple[Path, str]:
     assert summary(run)["steps"] == finished
     assert [path.name for path in (run / "checkpoints").iterdir()] == [str(finished)]
     assert f"interrupted: {finished} steps" in out
-    assert "run.id=fox" in out.splitlines()[-1]  # the command that goes on
+    assert "run.id=fox" in out.splitlines()[-1]  # the command that resumes it
 
     more = f"train.steps={finished + 5}"
     out = train(folder, *TINY_GPT, "run.id=fox", "train.dry_steps=1", more)

@@ -8,8 +8,8 @@ import orbax.checkpoint as ocp
 import pytest
 from launched import Launcher, lines, losses, summary, train, typed
 
-# A model whose first parameters, if it is told so, come from a generator without a seed: other
-# ones in each process.
+# A model whose first parameters, on request, come from a generator without a seed: different ones
+# in each process.
 MODEL = """
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ def build(options, precision):
     return Model(init, loss)
 """
 
-# 64 rows to train on and 100 held out; each process notes which it makes. If it is told so, the
+# 64 rows to train on and 100 held out; each process notes which it makes. On request, the
 # second process's memory fails after the first steps.
 DATA = """
 import ctypes

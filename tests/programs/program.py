@@ -76,15 +76,15 @@ def cases(programs: Mapping[str, Program], every: int = 8) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
     Without being asked for one program in `every` runs, in two stages of two replicas each, which
-    tell the most, or by data parallelism where they are refused. Every other program is slow by
-    one method, in turn; all else is for `stress`.
+    tell the most, or by data parallelism where they are refused. One in four is slow by one method,
+    in turn; all else is for `stress`.
     """
 
     def marks(i: int, program: Program, method: str) -> Any:
         told_most = "data" if "stages" in program.refused else "stages"
         if i % every == 0 and method == told_most:
             return []
-        in_turn = i % 2 == 0 and i // 2 % len(METHODS) == place[method]
+        in_turn = i % 4 == 0 and i // 4 % len(METHODS) == place[method]
         return [pytest.mark.slow if in_turn else pytest.mark.stress]
 
     place = {method: i for i, method in enumerate(METHODS)}

@@ -188,7 +188,7 @@ JOINED = {
         "div",
     ),
 }
-# What is said of a loss is not so.
+# Losses with a wrong `reduce`.
 MISNAMED = {
     "sum, said to be a mean": (EQUAL["sum"], "mean", r'is a sum .* say "sum"'),
     "mean, said to be a sum": (EQUAL["mean"], "sum", r'is a mean .* say "mean"'),
