@@ -4,7 +4,6 @@ Where nothing of a run matters but its end, a small program stands in for the la
 """
 
 import csv
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launched import Launcher, lines, train, typed
+from launched import Launcher, lines, train
 
 from launcher.submit.points import read_points
 
@@ -164,31 +163,6 @@ def test_an_objective_that_no_run_will_have_is_refused(tmp_path: Path) -> None:
         assert f"launcher: {error}" in sweep.communicate(timeout=60)[1]
         assert sweep.returncode == 2
     assert list(tmp_path.iterdir()) == []  # nothing was made
-
-
-@pytest.mark.stress  # tests/config/test_sweeper.py finds the least, too
-def test_optuna_finds_the_best_number_of_microbatches(tmp_path: Path) -> None:
-    train(
-        tmp_path,
-        *typed(
-            "-m run.id=best task=plan cluster=p3_16xlarge cluster.gpus=4 model.size=nano "
-            "parallel=manual parallel.num_stages=4 parallel.num_micro_batches=choice(2,8,32) "
-            "hydra/sweeper=optuna hydra.sweeper.n_trials=8 sweep.jobs=2"
-        ),
-    )
-    folder = tmp_path / "multirun" / "best"
-    rows = table(folder)
-    steps = {}
-    for row in rows:
-        plan = json.loads((folder / row["run"] / "plan.json").read_text())
-        assert plan["num_micro_batches"] == int(row["parallel.num_micro_batches"])
-        steps[plan["num_micro_batches"]] = plan["predicted_step_seconds"]
-    assert len(rows) == 8
-    assert len({row["run"] for row in rows}) == len(steps) == 3  # each was planned once
-    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
-    assert found["best_params"] == {"parallel.num_micro_batches": 8}
-    assert steps[8] == min(steps.values()) == found["best_value"]
-    assert (folder / "plots" / "sweep.png").stat().st_size > 5000
 
 
 @pytest.mark.stress

@@ -7,18 +7,13 @@ import contextlib
 import io
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
-import sys
-import uuid
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
-from launched import DEADLINE, MARK, Launcher, lines, losses, mark_of, summary, train, typed
+from launched import MARK, Launcher, lines, losses, summary, train, typed
 
 from launcher.__main__ import main
 from launcher.config.compose import from_dict, to_dict
@@ -217,33 +212,6 @@ def test_a_preempted_run_saves_and_says_that_it_is_to_go_on(tmp_path: Path) -> N
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
     assert (run / "checkpoints" / str(len(found))).is_dir()
     assert summary(run)["exit_reason"] == "preempted"
-
-
-@pytest.mark.stress  # tests/base/test_stop.py sends SIGHUP, too
-def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "outputs" / "one"
-    master, slave = pty.openpty()
-    mark = uuid.uuid4().hex
-    # `setsid --ctty` makes the terminal the process's own, so that closing it hangs up.
-    command = ["setsid", "--ctty", sys.executable, "-m", "launcher", *SMOKE, "run.id=one"]
-    process = subprocess.Popen(
-        [*command, FOREVER],
-        cwd=tmp_path,
-        env={**os.environ, MARK: mark},
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-    )
-    os.close(slave)
-    shown = b""
-    while len(lines(run)) < 3:
-        shown += os.read(master, 4096)
-    os.close(master)
-    assert process.wait(DEADLINE) == 75
-    assert b"\x1b[" in shown  # the live display was on
-    assert (run / "checkpoints" / str(len(lines(run)))).is_dir()
-    assert summary(run)["exit_reason"] == "preempted"
-    assert [p.cmdline() for p in psutil.process_iter() if mark_of(p) == mark] == []
 
 
 @pytest.mark.slow

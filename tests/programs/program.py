@@ -94,6 +94,16 @@ def cases(programs: Mapping[str, Program], every: int = 8) -> list[Any]:
     ]
 
 
+def table_test(programs: Mapping[str, Program]) -> Any:
+    """The test of a table of programs: each equals one device, or is refused as it declares."""
+
+    @pytest.mark.parametrize(("name", "method"), cases(programs))
+    def test(name: str, method: str) -> None:
+        check(programs[name], method)
+
+    return test
+
+
 def trained(step: Any, program: Program) -> list[Any]:
     """The state and the metrics after each step."""
     state, found = program.init(), []

@@ -23,7 +23,7 @@ from programs.pieces import (
     rows,
     whole_batch,
 )
-from programs.program import METHODS, ROWS, Program, cases, check
+from programs.program import METHODS, ROWS, Program, table_test
 
 import launcher
 
@@ -214,11 +214,7 @@ PROGRAMS = {
     "dropout that drops nothing": same_numbers(never_drops),
     "a key of each example": same_numbers(of_each_example),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made in the loss"])

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from filled import filled
 from flax.training import common_utils, train_state
 from programs.pieces import drawn_by_slices
-from programs.program import ROWS, Program, cases, check
+from programs.program import ROWS, Program, table_test
 
 import launcher
 
@@ -216,8 +215,4 @@ PROGRAMS = {
     "wmt": wmt(),
     "preference": preference(),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)

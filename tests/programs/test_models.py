@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from filled import filled
 from flax import nnx
 from flax.training import train_state
@@ -21,7 +20,7 @@ from programs.pieces import (
     net,
     of_loss,
 )
-from programs.program import ROWS, Program, cases, check, one_microbatch_only
+from programs.program import ROWS, Program, one_microbatch_only, table_test
 
 import launcher
 
@@ -297,8 +296,4 @@ PROGRAMS = {
     "policy": of_loss(policy, has_aux=True),
     "residual of an equation": of_loss(residual),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,11 +28,10 @@ from programs.program import (
     ROWS,
     Program,
     Refused,
-    cases,
-    check,
     everywhere,
     one_microbatch_only,
     several_slices,
+    table_test,
 )
 
 import launcher
@@ -424,8 +422,4 @@ PROGRAMS = {
         params, without_launcher, refused=everywhere("takes no gradient through", GradientError)
     ),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)
