@@ -113,7 +113,7 @@ class Reporting:
         for tracker in self.log._registered:
             assert isinstance(tracker, QueuedTracker)
             done = threading.Event()
-            tracker._put(done.set)
+            tracker.forward(lambda _, done=done: done.set())
             done.wait()
 
 
