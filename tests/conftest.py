@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -143,6 +144,31 @@ def _nominal_rates_are_kept():
         }
         measurements.write(measurements.cache_file("calibration", "cpu", count), rates)
     assert kept(shape)  # else each test that plans would measure
+
+
+class _NoPlots:
+    """In the place of the process that imports matplotlib and draws a plan: an empty file."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def draw(self, timeline, path, title, step_seconds):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plans_are_not_drawn():
+    """Half of the time of `task=plan`; `tests/report/pages` and whole runs draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_module("launcher.driver.run"), "PlotProcess", _NoPlots)
+        yield
 
 
 @pytest.fixture

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from disturbed import STEPS, WORDS, assert_as_undisturbed
-from launched import Launcher, command_of, lines, losses, summary, train
+from disturbed import WORDS, assert_as_undisturbed
+from launched import Launcher, command_of, lines, summary, train
 
 SERVED = (
     *(word for word in WORDS if not word.startswith("parallel")),
     *("parallel=parameter_server", "cluster.hosts=2", "train.global_batch_size=64"),
 )
 SERVER = r"parameter server (0 on host 0|1 on host 1)"
-OTHERS = {
-    "data": ("parallel=data", "cluster.hosts=1"),
-    "stages": ("parallel=manual", "parallel.num_stages=2", "cluster.hosts=1"),
-}
+DATA = "parallel=data", "cluster.hosts=1"
+STAGES = "parallel=manual", "parallel.num_stages=2", "cluster.hosts=1"
 
 
 def servers(launcher: Launcher) -> list[psutil.Process]:
@@ -35,22 +33,14 @@ def started(folder: Path, *words: str, steps: int = 6) -> Launcher:
     return launcher
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("stages", marks=pytest.mark.slow),
-        pytest.param("data", marks=pytest.mark.stress),
-    ],
-)
-def test_a_run_saved_under_servers_goes_on_under_another_method_and_back(
-    tmp_path: Path, method: str
-) -> None:
+@pytest.mark.slow
+def test_a_run_saved_under_servers_resumes_in_stages_and_back(tmp_path: Path) -> None:
     """With the losses and evaluations of a run of two devices in one process."""
     words = ("train.eval_every=2", "train.eval_batches=1", "train.check_replicas_every=1")
     words = (*SERVED, *words, "optimizer.decay=constant")
-    for steps, others in [(2, ()), (4, OTHERS[method]), (6, ())]:
+    for steps, others in [(2, ()), (4, STAGES), (6, ())]:
         train(tmp_path, *words, *others, f"train.steps={steps}")
-    train(tmp_path, *words, *OTHERS["data"], "run.id=alone", "train.steps=6")
+    train(tmp_path, *words, *DATA, "run.id=alone", "train.steps=6")
     found, expected = (lines(tmp_path / "outputs" / name) for name in ("one", "alone"))
     assert [line["step"] for line in found] == list(range(1, 7))
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
@@ -112,17 +102,3 @@ def test_ctrl_c_and_the_driver_s_death_leave_nothing(tmp_path: Path) -> None:
         launcher.process.send_signal(number)
         code, _, err = launcher.end()
         assert code == expected, err
-
-
-@pytest.mark.stress
-def test_two_runs_at_once_and_4_workers_on_2_servers_are_bit_equal(tmp_path: Path) -> None:
-    four = ("cluster.hosts=4", "cluster.gpus=4", "parallel.servers=2", "parallel.bucket_bytes=4096")
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    launchers = [Launcher(folder, *SERVED, *four) for folder in folders]
-    for launcher in launchers:
-        assert launcher.end()[::2] == (0, "")
-    first, second = (folder / "outputs" / "one" for folder in folders)
-    assert len(losses(first)) == STEPS
-    assert_as_undisturbed(first, second)

@@ -76,28 +76,22 @@ def build(options, model_options, global_batch_size, seed):
 WORDS = typed(
     "model=custom model.module=my_model dataset=custom dataset.module=my_data "
     "allow_modules=[my_model,my_data] cluster=emulated cluster.gpus=2 cluster.hosts=2 "
-    "train.steps=4 train.global_batch_size=32 train.eval_every=4 train.eval_batches=null "
-    "train.check_replicas_every=1 wandb.mode=disabled run.id=one"
+    "parallel=data train.steps=4 train.global_batch_size=32 train.eval_every=4 "
+    "train.eval_batches=null train.check_replicas_every=1 wandb.mode=disabled run.id=one"
 )
 
 
-def ended(folder: Path, seed: str, more: str = "", method: str = "data") -> tuple[int, str, str]:
+def ended(folder: Path, seed: str, more: str = "") -> tuple[int, str, str]:
     (folder / "my_model.py").write_text(MODEL)
     (folder / "my_data.py").write_text(DATA)
     (folder / "notes").mkdir()
     options = f"dataset.options={{notes: notes{more}}}", f"model.options={{seed: {seed}}}"
-    return Launcher(folder, *WORDS, *options, f"parallel={method}").end()
+    return Launcher(folder, *WORDS, *options).end()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("data", marks=pytest.mark.slow),
-        pytest.param("parameter_server", marks=pytest.mark.stress),
-    ],
-)
-def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path, method: str) -> None:
-    code, out, err = ended(tmp_path, "null", method=method)  # checked from the first step on
+@pytest.mark.slow
+def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path) -> None:
+    code, out, err = ended(tmp_path, "null")  # checked from the first step on
     assert (code, err) == (0, "")
     assert (
         "the processes made different first values of params.w, by an init that does not follow "
