@@ -2,8 +2,8 @@
 
     python checkpoint_peer.py INDEX COUNT COORDINATOR DEVICES
 
-reads `words` (settings), `model` and `jobs` as JSON from standard input and prints what the jobs
-told.
+reads `words` (settings), `model` and `jobs` as JSON from standard input and prints the jobs'
+results.
 `test_checkpoint_plans` starts it, and does the same jobs in its own process.
 """
 

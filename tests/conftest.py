@@ -1,8 +1,8 @@
 """What holds for every test: emulated CPU devices, wherever the tests run, and no network.
 
-Tests are `devices` unless they stand in `PURE`; what stands there and starts a process or compiles
-a plan's program all the same says so with the mark, or fails. Of the many cases of a test that is
-`sampled(n)` every n-th belongs to the default tier and the rest to another one.
+Tests outside of `PURE` are `devices`; a test in there that starts a process or compiles a plan's
+program all the same needs that mark, or fails. If a test is `sampled(n)`, every n-th of its cases
+belongs to the default tier and the rest to another one.
 """
 
 import collections
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,8 +30,10 @@ os.environ["XLA_FLAGS"] = (
     " --xla_force_host_platform_device_count=8" + _OLD_EMITTERS
 )
 os.environ["WANDB_MODE"] = "offline"
-# What was measured on this machine before must not decide what tests see.
-os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/launcher-tests-{os.getpid()}"
+# What was measured on this machine before must not decide what tests see. The processes of one run
+# of tests share what they compile.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/launcher-tests-{_RUN}"
 # Its list of this machine's fonts takes seconds: made once, not once a process of tests.
 os.environ["MPLCONFIGDIR"] = f"{tempfile.gettempdir()}/launcher-tests-matplotlib-{os.getuid()}"
 # A script's background ignores it, and so would all that tests start.
@@ -141,6 +144,31 @@ def _nominal_rates_are_kept():
         }
         measurements.write(measurements.cache_file("calibration", "cpu", count), rates)
     assert cached_calibration(shape)  # else each test that plans would measure
+
+
+class _NoPlots:
+    """In the place of the process that imports matplotlib and draws a plan: an empty file."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def draw(self, timeline, path, title, step_seconds):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plans_are_not_drawn():
+    """Half of the time of `task=plan`; `tests/report/pages` and whole runs draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_module("launcher.driver.run"), "PlotProcess", _NoPlots)
+        yield
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 Stages are chosen one after another, in every way that the search may choose: layers, numbers of
 devices (any number, some may stay idle), logical meshes, ZeRO levels, how many of its first layers
-are computed again in full, and whether the others are selectively; under every schedule, number of
+are recomputed in full, and whether the others are selectively; under every schedule, number of
 microbatches and of common replicas. A beginning is left only where it needs more memory for its
-state alone than there is, or more time than asked for by what its devices compute, or by what one
-microbatch takes on its way there and back. What is complete is simulated as a plan is.
+state alone than there is, or more time than asked for, by its devices' work or by one microbatch's
+way there and back. Complete choices are simulated as plans are.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def seconds_of(assignment, problem):
 def least_seconds(problem, below, counts=None, schedules=None):
     """Return the least step of all plans that take less than `below`, and a plan that takes it.
 
-    If there is none, these are `below` and None. Plans that compute again more than they must are
+    If there is none, these are `below` and None. Plans that recompute more than they must are
     not counted: one of their stages, the slower for it, may happen to order transfers better.
 
     Args:

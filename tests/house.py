@@ -123,7 +123,7 @@ def _num_code_lines(module: Module) -> int:
 
 
 def _from_imports(module: Module) -> Iterator[str]:
-    """Yield the module of each name that `from ... import ...` takes, wherever it stands."""
+    """Yield the module of every `from ... import ...`, wherever it stands."""
     for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:

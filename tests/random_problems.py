@@ -93,7 +93,7 @@ def random_problem(rng):
 
 
 def with_selective(table, rng):
-    """Return every other table with layers that may be computed again selectively."""
+    """Return every other table with layers that can be recomputed selectively."""
     of, shape = dict(table.of), (1, table.num_layers)
     if is_so := bool(rng.random() < 0.5):
         of["selective_seconds"] = of["work_seconds"] * rng.uniform(0.02, 0.5, shape)

@@ -13,6 +13,7 @@ best plan by hand, by each way. Everything is measured anew: no cache is read.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -23,12 +24,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from turns import in_turns, table
 
 import launcher
 
 DEVICES = 4
-SECONDS = 60.0  # of all rounds of a case
-MOST_ROUNDS = 40
+ROUNDS = 20
+STAGES = {"method": "manual", "num_micro_batches": 4}
 HAND: dict[str, tuple[int, dict[str, Any]]] = {  # number of devices, settings
     "one device": (1, {"method": "data"}),
     "data": (4, {"method": "data"}),
@@ -36,22 +38,10 @@ HAND: dict[str, tuple[int, dict[str, Any]]] = {  # number of devices, settings
     "zero3": (4, {"method": "zero3"}),
     "model 4": (4, {"method": "shard", "model": 4}),
     "data 2, model 2": (4, {"method": "shard", "data": 2, "model": 2}),
-    "2 stages of 1, 4 microbatches": (
-        2,
-        {"method": "manual", "num_stages": 2, "num_micro_batches": 4},
-    ),
-    "2 stages of 2, 4 microbatches": (
-        4,
-        {"method": "manual", "num_stages": 2, "num_micro_batches": 4},
-    ),
-    "4 stages, 4 microbatches": (
-        4,
-        {"method": "manual", "num_stages": 4, "num_micro_batches": 4},
-    ),
-    "4 stages, 8 microbatches": (
-        4,
-        {"method": "manual", "num_stages": 4, "num_micro_batches": 8},
-    ),
+    "2 stages of 1, 4 microbatches": (2, {**STAGES, "num_stages": 2}),
+    "2 stages of 2, 4 microbatches": (4, {**STAGES, "num_stages": 2}),
+    "4 stages, 4 microbatches": (4, {**STAGES, "num_stages": 4}),
+    "4 stages, 8 microbatches": (4, {**STAGES, "num_stages": 4, "num_micro_batches": 8}),
 }
 
 
@@ -139,18 +129,12 @@ def runner(case: Any, plan: Any) -> Callable[[int], Step]:
     return run
 
 
-def tried(run: Callable[[int], Step]) -> float:
-    """The seconds of a step as `parallel.try` measures them."""
-    from launcher.driver.training import timed_rounds
-
-    return timed_rounds(lambda steps: run(steps).seconds)
-
-
 def compare(name: str, shape: Any) -> dict[str, float]:
     """Print one case, and return the ratio of each way to the best plan by hand."""
     from launcher.config.reader import build
     from launcher.config.schema import Config
     from launcher.driver.planning.plan_from_config import plan_of, plans_of
+    from launcher.driver.training import timed_rounds
     from launcher.plan import PlanError, describe_plan, local_shape
     from launcher.plan.build import build_plan
     from launcher.trace import TraceError
@@ -160,43 +144,32 @@ def compare(name: str, shape: Any) -> dict[str, float]:
     def parallel(**settings: Any) -> Any:
         return build(Config, {"parallel": settings}).parallel
 
-    runs: dict[str, Callable[[int], Step]] = {}
     plans: dict[str, Any] = {}
     for words, (count, settings) in HAND.items():
         try:
-            plan = plan_of(parallel(**settings), case.step, local_shape(count, 1, "cpu"))
-            runs[words], plans[words] = runner(case, plan), plan
+            plans[words] = plan_of(parallel(**settings), case.step, local_shape(count, 1, "cpu"))
         except (PlanError, TraceError) as error:
             print(f"{name}: {words} cannot be: {str(error).splitlines()[0]}")
-    nominal = plan_of(parallel(method="auto"), case.step, local_shape(DEVICES, 1, "cpu"))
+    by_hand = list(plans)
     best = plans_of(parallel(method="auto"), case.step, shape, how_many=lambda best: 3)
-    found = [runner(case, plan) for plan in best]
-    seconds = [tried(run) for run in found]
+    nominal = plan_of(parallel(method="auto"), case.step, local_shape(DEVICES, 1, "cpu"))
+    plans |= {"nominal": nominal, "measured": best[0]}
+    runs = {words: runner(case, plan) for words, plan in plans.items()}
+    tries = [runner(case, plan) for plan in best]
+    seconds = [timed_rounds(lambda steps, run=run: run(steps).seconds) for run in tries]
     fastest = seconds.index(min(seconds))
-    chosen = {
-        "nominal": (runner(case, nominal), nominal),
-        "measured": (found[0], best[0]),
-        "tried": (found[fastest], best[fastest]),
-    }
-    every = {**runs, **{way: run for way, (run, _) in chosen.items()}}
-    plans |= {way: plan for way, (_, plan) in chosen.items()}
-    began, rounds = time.perf_counter(), 0
-    steps: dict[str, list[Step]] = {words: [] for words in every}
-    while rounds < MOST_ROUNDS and (rounds < 3 or time.perf_counter() - began < SECONDS):
-        for words, run in every.items():
-            steps[words].append(run(2))
-        rounds += 1
-    least = {words: Step(*map(min, zip(*of, strict=True))) for words, of in steps.items()}
-    by_hand = min(least[words].seconds for words in runs)
-    ratios = {words: of.seconds / by_hand for words, of in least.items()}
-    print(f"{name:85} {'fastest':>11} {'processor':>11} {'predicted':>11}  ratio")
-    for words, of in least.items():
-        told = f"auto, {words}: {describe_plan(plans[words])}" if words in chosen else words
+    plans["tried"], runs["tried"] = best[fastest], tries[fastest]
+    steps = in_turns({words: functools.partial(run, 2) for words, run in runs.items()}, ROUNDS)
+    least = {words: Step(*map(min, zip(*each, strict=True))) for words, each in steps.items()}
+    limit = min(least[words].seconds for words in by_hand)
+    rows = []
+    for words, step in least.items():
+        found = words if words in by_hand else f"auto, {words}: {describe_plan(plans[words])}"
         predicted = build_plan(case.step, plans[words].assignment, shape).predicted_step_seconds
-        figures = "".join(f"{s * 1e3:9.2f} ms" for s in (*of, predicted))
-        print(f"  {told:82} {figures}  {ratios[words]:.3f}")
-    print(f"{name}: {rounds} rounds, load {os.getloadavg()[0]:.1f}", flush=True)
-    return {way: ratios[way] for way in chosen}
+        milliseconds = (1e3 * seconds for seconds in (*step, predicted))
+        rows.append((found, *milliseconds, f"{step.seconds / limit:.3f}"))
+    table((name, "fastest, ms", "processor, ms", "predicted, ms", "ratio"), rows)
+    return {way: least[way].seconds / limit for way in ("nominal", "measured", "tried")}
 
 
 def main(names: list[str]) -> None:
@@ -215,7 +188,6 @@ def main(names: list[str]) -> None:
         found = {name: compare(name, shape) for name in names or CASES}
     for name, ratios in found.items():
         print(f"{name}: " + ", ".join(f"{way} {ratio:.3f}" for way, ratio in ratios.items()))
-    print(f"at most 1.05 is asked for: {max(max(of.values()) for of in found.values()):.3f}")
 
 
 if __name__ == "__main__":

@@ -13,41 +13,24 @@ each against the same round's `ours, 1 process`, or `ours, 2 processes`. PyTorch
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
+
+from turns import Player, free_address, in_turns, joined, ratio, serve, table, turn
 
 WIDTHS = (512, 2048, 512, 2048, 512)
 ROWS = 512
 BUCKETS = {"25 MiB": 25 << 20, "4 MiB": 4 << 20, "one": 1 << 40}
-
-
-@dataclass(frozen=True)
-class Player:
-    """What takes turns: a framework in some processes.
-
-    Attributes:
-        framework: "ours", "servers" or "torch".
-        processes: number of processes.
-        buckets: a name of `BUCKETS`.
-    """
-
-    framework: str
-    processes: int
-    buckets: str = "25 MiB"
-
-    @property
-    def name(self) -> str:
-        """The name in the table."""
-        several = f", buckets {self.buckets}" if self.processes > 1 else ""
-        return f"{self.framework}, {self.processes} process{'es' * (self.processes > 1)}{several}"
+# Framework, processes, buckets.
+OURS = [("ours", 1, "25 MiB"), *(("ours", 2, name) for name in BUCKETS)]
+OURS += [("servers", 2, "25 MiB"), ("servers", 2, "4 MiB")]
+TORCH = [("torch", 1, "25 MiB"), ("torch", 2, "25 MiB")]
 
 
 def main() -> None:
@@ -55,124 +38,75 @@ def main() -> None:
     parser.add_argument("--torch", help="a Python that has PyTorch")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5, help="a round's, sent without waiting")
-    parser.add_argument("--role", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--role", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        framework, index, count, rest = args.role
-        address, _, buckets = rest.partition("/")
+        framework, index, count, address, buckets = args.role
         make = {"ours": our_step, "servers": served_step, "torch": torch_step}[framework]
         play(make(int(index), int(count), address, BUCKETS[buckets]), args.steps)
         return
-    listed = [Player("ours", 1), *(Player("ours", 2, buckets) for buckets in BUCKETS)]
-    listed += [Player("servers", 2, buckets) for buckets in ("25 MiB", "4 MiB")]
-    if args.torch:
-        listed += [Player("torch", 1), Player("torch", 2)]
-    contest(args, listed)
-
-
-def contest(args: argparse.Namespace, listed: Sequence[Player]) -> None:
-    """Let the players take turns, and print the medians."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
+    if len(os.sched_getaffinity(0)) < 2:
         sys.exit("this needs 2 cores")
-    running = {player: start(player, cores, args) for player in listed}
+    contestants = OURS + (TORCH if args.torch else [])
+    running = {", ".join(map(str, each)): started(args, *each) for each in contestants}
     try:
-        first = {player: max(told(one)[0] for one in running[player]) for player in listed}
-        taken: dict[Player, list[float]] = {player: [] for player in listed}
-        losses = {}
-        for k in range(args.rounds + 1):
-            for player in listed:
-                for one in running[player]:
-                    print("go", file=one.stdin, flush=True)
-                answers = [told(one) for one in running[player]]
-                losses[player] = answers[0][1]
-                if k:  # the first round warms up
-                    taken[player].append(max(seconds for seconds, _ in answers))
+        for player in itertools.chain(*running.values()):
+            player.answer()
+        calls = {name: functools.partial(turn, players) for name, players in running.items()}
+        rounds = in_turns(calls, args.rounds)
     finally:
-        for one in (one for group in running.values() for one in group):
-            one.kill()
-    heads = ("ms a step", "÷ ours, 1", "÷ ours, 2", "s to first step", "loss")
-    print(f"{'':36}" + "".join(f"{head:>{len(head) + 2}}" for head in heads))
-    for player in listed:
-        one, two = (
-            statistics.median(a / b for a, b in zip(taken[player], taken[other], strict=True))
-            for other in listed[:2]
-        )
-        print(
-            f"{player.name:36}{statistics.median(taken[player]) * 1e3:11.1f}{one:11.2f}{two:11.2f}"
-            f"{first[player]:17.1f}{losses[player]:8.4f}"
-        )
+        for player in itertools.chain(*running.values()):
+            player.process.kill()
+    taken = {name: [max(s for s, _ in each) for each in found] for name, found in rounds.items()}
+    one, two = list(taken.values())[:2]
+    table(
+        ("framework, processes, buckets", "ms a step", "÷ the first", "÷ the second", "loss"),
+        [
+            (
+                name,
+                statistics.median(seconds) * 1e3,
+                ratio(seconds, one),
+                ratio(seconds, two),
+                rounds[name][-1][0][1],
+            )
+            for name, seconds in taken.items()
+        ],
+    )
 
 
-def start(
-    player: Player, cores: Sequence[int], args: argparse.Namespace
-) -> list[subprocess.Popen[str]]:
-    """The processes of a player, each on a core; `servers` has one, which starts the others."""
-    is_driver = player.framework == "servers"
-    places = [set(cores)] if is_driver else [{core} for core in cores[: player.processes]]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    python = args.torch if player.framework == "torch" else sys.executable
-    roles = [
-        [player.framework, str(i), str(player.processes), f"{address}/{player.buckets}"]
-        for i in range(len(places))
-    ]
+def started(args: argparse.Namespace, framework: str, count: int, buckets: str) -> list[Player]:
+    """The processes of a contestant, each on a core; `servers` has one, which starts the others."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    places = [set(cores)] if framework == "servers" else [{core} for core in cores[:count]]
+    address = free_address()
     return [
-        subprocess.Popen(
-            [python, __file__, f"--steps={args.steps}", "--role", *role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""},
-            preexec_fn=lambda place=place: os.sched_setaffinity(0, place),
+        Player(
+            *(f"--steps={args.steps}", "--role", framework, str(i), str(count), address, buckets),
+            env={"OMP_NUM_THREADS": "1", "XLA_FLAGS": ""},
+            cores=place,
+            python=args.torch if framework == "torch" else sys.executable,
         )
-        for role, place in zip(roles, places, strict=True)
+        for i, place in enumerate(places)
     ]
-
-
-def told(one: subprocess.Popen[str]) -> list[float]:
-    """The numbers that a process has answered."""
-    while (line := one.stdout.readline()).startswith("[Gloo]"):
-        pass
-    if not line:
-        sys.exit("a process ended")
-    return [float(word) for word in line.split()]
 
 
 def play(train: Callable[[int], float], steps: int) -> None:
-    """Run one step, then some each time a line comes in; print seconds a step and the loss."""
-    train(1)
-    print(time.clock_gettime(time.CLOCK_MONOTONIC) - _began(), 0.0, flush=True)
-    for _ in sys.stdin:
+    """Run one step, then some for each line; answer seconds a step and the loss."""
+
+    def timed(_: str) -> tuple[float, float]:
         began = time.perf_counter()
         loss = train(steps)
-        print((time.perf_counter() - began) / steps, loss, flush=True)
+        return (time.perf_counter() - began) / steps, loss
 
-
-def _began() -> float:
-    """When this process began, in seconds since the machine did."""
-    with open("/proc/self/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    train(1)
+    serve(timed)
 
 
 def our_step(index: int, count: int, address: str, bucket_bytes: int) -> Callable[[int], float]:
     """Ours: `parallel=data` over all processes, as the training workers run it."""
-    import jax
-
     from launcher.plan.methods import DataParallel
-    from launcher.runtime import PullTransport
 
-    transport = None
-    if count > 1:
-        from jax._src import distributed  # the key-value store
-
-        jax.distributed.initialize(address, count, index)
-        store, transport = distributed.global_state.client, PullTransport()
-        store.key_value_set(f"address_{index}", transport.address)
-        peers = [store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(count)]
-        transport.connect(peers)
+    transport = joined(address, index, count) if count > 1 else None
     return training(DataParallel(bucket_bytes=bucket_bytes), count, transport)
 
 
@@ -187,12 +121,12 @@ def served_step(index: int, count: int, address: str, bucket_bytes: int) -> Call
 
     class Served(Peer):
         def train(self, steps: int) -> float:
-            if not hasattr(self, "made"):
+            if not hasattr(self, "trained"):
                 cores = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, {cores[self._servers.rank]})
                 method = ParameterServer(bucket_bytes=bucket_bytes)
-                self.made = training(method, count, servers=self._servers)
-            return self.made(steps)
+                self.trained = training(method, count, servers=self._servers)
+            return self.trained(steps)
 
     session = PrivateRay(DevicePool("cpu", count, 1, EMULATED, ""), None)
     group = WorkerGroup(session.spawn(Served), session.check, 600.0, "")

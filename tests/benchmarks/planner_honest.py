@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+from best_plan import runner
+from turns import in_turns, table
 
 DEVICES = 4
 STEPS = 16
@@ -34,8 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
 # what else a pipeline has.
 PLANS: list[tuple[str, dict[str, Any]]] = [
     *((name, {**METHODS[name], "num_micro_batches": 4}) for name in list(METHODS)[:3]),
-    *((f"{name}, 1", {**of, "num_micro_batches": 1}) for name, of in METHODS.items()),
-    *((f"{name}, 8", {**of, "num_micro_batches": 8}) for name, of in METHODS.items()),
+    *((f"{name}, 1", {**settings, "num_micro_batches": 1}) for name, settings in METHODS.items()),
+    *((f"{name}, 8", {**settings, "num_micro_batches": 8}) for name, settings in METHODS.items()),
     *(
         (f"{name}, {count}", {**METHODS[name], "num_micro_batches": count})
         for name, count in (("2 stages", 16), ("4 stages", 32), ("model 4", 32))
@@ -52,23 +53,6 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
         )
     ),
 ]
-
-
-def runner(program: Any, plan: Any) -> Callable[[int], float]:
-    """A function that runs one step and returns its seconds."""
-    from launcher.runtime import compile_step
-
-    step = compile_step(program.train, plan, jax.devices())
-    held = [step.create(program.init, program.seed)]
-
-    def run(number: int) -> float:
-        batch = program.dataset.train(number)
-        began = time.perf_counter()
-        held[0], metrics = step(held[0], batch)
-        jax.block_until_ready((held[0], metrics))
-        return time.perf_counter() - began
-
-    return run
 
 
 def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
@@ -106,32 +90,33 @@ def main(overrides: list[str]) -> None:
     from launcher.config.compose import load
     from launcher.train.program import build_program
 
-    began = time.perf_counter()
     program = build_program(load(["train.eval_every=0", *overrides], []))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         predicted, plans = predictions(program)
-    # In turn, so that what else the machine does falls on all of them.
-    runners = [runner(program, plan) for plan in plans]
-    durations = [[run(step) for run in runners] for step in range(STEPS)]
-    rows = [(*p, min(d)) for p, d in zip(predicted, zip(*durations, strict=True), strict=True)]
-    names = "model", "calibrated", "profile"
-    print(f"{'plan':36} {names[0]:>9} {names[1]:>10} {names[2]:>9} {'measured':>9}")
-    for (name, _), row in zip(PLANS, rows, strict=True):
-        model, calibrated, profile, measured = (s * 1e3 for s in row)
-        print(
-            f"{name:36} {model:6.0f} ms {calibrated:7.0f} ms {profile:6.0f} ms {measured:6.0f} ms"
-            f"  {profile / measured - 1:+.0%}"
-        )
-    *columns, measured = zip(*rows, strict=True)
+    case = SimpleNamespace(
+        step=program.train,
+        init=program.init,
+        arguments=(program.seed,),
+        batch=program.dataset.train(0),
+    )
+    runs = {name: runner(case, plan) for (name, _), plan in zip(PLANS, plans, strict=True)}
+    steps = in_turns({name: lambda run=run: run(1).seconds for name, run in runs.items()}, STEPS)
+    measured = [min(each) for each in steps.values()]
+    ways = "model", "calibrated", "profile"
+    rows = [
+        (name, *(1e3 * x for x in (*three, step)), f"{three[2] / step - 1:+.0%}")
+        for name, three, step in zip(steps, predicted, measured, strict=True)
+    ]
+    table(("ms a step", *ways, "measured", "profile is off"), rows)
+    columns = list(zip(*predicted, strict=True))
     off = max(abs(p / m - 1) for p, m in zip(columns[2][:3], measured[:3], strict=True))
-    print(f"cost=profile in 1, 2, 4 stages: at most {off:.0%} off (asked: 20 %)")
-    for name, column in zip(names, columns, strict=True):
+    print(f"cost=profile in 1, 2, 4 stages: at most {off:.0%} off")
+    for way, column in zip(ways, columns, strict=True):
         rank = spearmanr(column, measured).statistic
-        print(f"rank correlation over {len(rows)} plans, {name}: {rank:.2f} (asked: 0.9)")
-    halves = [[min(d[k::2]) for d in zip(*durations, strict=True)] for k in (0, 1)]
+        print(f"rank correlation over {len(rows)} plans, {way}: {rank:.2f}")
+    halves = [[min(each[k::2]) for each in steps.values()] for k in (0, 1)]
     print(f"of one half of the measured steps with the other: {spearmanr(*halves).statistic:.2f}")
-    print(f"load {os.getloadavg()[0]:.1f}; {time.perf_counter() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python tests/benchmarks/planner_published.py [most GPUs]
 
 GPT, weak scaling on 1 … 64 V100-16GB of p3.16xlarge, batch 1024, 16 bits (Zheng et al. 2022, arXiv
-2201.12023, section 8.1; plans and rates: its artifact, `results_e2e_ref.tsv`). The rates count what
-is computed again. One number, the device's sustained share of its peak, is calibrated: so that the
-one-GPU model runs at its published rate. Everything is predicted by one cost model.
+2201.12023, section 8.1; plans and rates: its artifact, `results_e2e_ref.tsv`). The rates count
+rematerialised work. One number, the device's sustained share of its peak, is calibrated, so that
+the one-GPU model runs at its published rate. Everything is predicted by one cost model.
 """
 
 from __future__ import annotations
@@ -13,15 +13,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-import types
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import optax
-import yaml
+from turns import table
 
-import launcher
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import load
 from launcher.partition.assignment import Assignment, Submesh
@@ -31,11 +25,10 @@ from launcher.plan.build import build_plan
 from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints, best_of
 from launcher.plan.inter_op.select import search
-from launcher.recipes import build_model
-from launcher.trace import TracedStep, trace_step
+from launcher.trace import TracedStep
+from launcher.train.program import build_program
 
 BATCH = 1024
-CONF = Path(__file__).parents[2] / "conf"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,29 +71,15 @@ def cluster_of(gpus: int, sustained: float) -> ClusterShape:
 
 def traced(size: str) -> TracedStep:
     """The train step of a GPT, with Adam."""
-    said = yaml.safe_load((CONF / "model/gpt.yaml").read_text(encoding="utf-8"))
-    fields = {**said["sizes"][size], "mlp_ratio": 4, "dropout": 0.0, "tie_embeddings": True}
-    fields |= {"scan_layers": False, "attention": "xla", "loss_chunks": 1}
-    model = build_model(types.SimpleNamespace(name="gpt", **fields), "bf16")
-    optimizer = optax.adam(1e-4)
-
-    def step(state, batch):  # type: ignore[no-untyped-def]
-        params, kept = state
-        value, grads = launcher.value_and_grad(lambda p, b: model.loss(p, b, None)[0])(
-            params, batch
-        )
-        updates, kept = optimizer.update(grads, kept, params)
-        return (optax.apply_updates(params, updates), kept), value
-
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((BATCH, fields["sequence_length"]), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens}
-    return trace_step(step, ((params, jax.eval_shape(optimizer.init, params)), batch))
+    words = f"model=gpt model.size={size} dataset=synthetic optimizer=adam optimizer.clip_norm=null"
+    words += f" train.precision=bf16 train.eval_every=0 train.global_batch_size={BATCH}"
+    return build_program(load(words.split())).train
 
 
 def published(step: TracedStep, point: Point, cluster: ClusterShape) -> Plan:
     """The published plan: layers in proportion to devices, rematerialised, gradients and state cut
-    along data where there is that axis. Of the numbers of microbatches the least that fits."""
+    along data where there is that axis. The fewest microbatches
+    that fit."""
     meshes = [mesh for count, mesh in point.stages for _ in range(count)]
     sizes = [data * model for data, model in meshes]
     unit = min(sizes)
@@ -158,30 +137,19 @@ def calibrated(step: TracedStep) -> float:
 def main(most: int = 64) -> None:
     share = calibrated(traced(POINTS[0].size))
     print(f"sustained: {share:.3f} of the peak")
-    print("                 samples/s predicted             TFLOPS a GPU of the published plan")
-    print("gpus  model     auto  published  intra  inter   predicted  measured          auto plan")
-    off = []
-    for point in POINTS:
-        if point.gpus > most:
-            break
+    rows, off = [], []
+    for point in (point for point in POINTS if point.gpus <= most):
         step, cluster = traced(point.size), cluster_of(point.gpus, share)
-        theirs = published(step, point, cluster)
-        plans = [
-            search(step, cluster, Constraints())[0][0],
-            theirs,
-            *(restricted(step, cluster, way) for way in (True, False)),
-        ]
-        speeds = [plan.predicted_samples_per_second if plan else 0.0 for plan in plans]
+        theirs, ours = published(step, point, cluster), search(step, cluster, Constraints())[0][0]
+        others = (restricted(step, cluster, way) for way in (True, False))
+        speeds = [p.predicted_samples_per_second if p else 0.0 for p in (ours, theirs, *others)]
         rate = theirs.predicted_tflops_per_device_with_remat
-        off.append(rate / point.auto - 1)
-        print(
-            f"{point.gpus:4}  {point.size:5} {speeds[0]:8.2f} {speeds[1]:10.2f}"
-            f"{'' if fits(theirs) else '*'} {speeds[2]:6.2f} {speeds[3]:6.2f}"
-            f"  {rate:8.1f} {point.auto:9.1f} {off[-1]:+7.0%}   {describe_plan(plans[0])}",
-            flush=True,
-        )
-    print(f"median distance from the published rates: {statistics.median(map(abs, off)):.0%}")
-    print("* does not fit by our estimate")
+        off.append(abs(rate / point.auto - 1))
+        name = f"{point.size}, {point.gpus} GPUs{'' if fits(theirs) else '*'}"
+        rows.append((name, *speeds, rate, point.auto, describe_plan(ours)))
+    heads = "samples/s (* does not fit)", "auto", "published", "intra", "inter"
+    table((*heads, "TFLOPS predicted", "measured", "auto's plan"), rows)
+    print(f"median distance from the published rates: {statistics.median(off):.0%}")
 
 
 if __name__ == "__main__":

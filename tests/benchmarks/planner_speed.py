@@ -15,24 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from turns import ROOT
+
 GPT = [
-    "model=gpt",
-    "train.precision=bf16",
-    "train.eval_every=0",
-    "train.global_batch_size=1024",
-    "dataset=synthetic",
-    "parallel=auto",
+    *("model=gpt", "train.precision=bf16", "train.eval_every=0", "train.global_batch_size=1024"),
+    *("dataset=synthetic", "parallel=auto"),
 ]
 GPT_175B = [
-    "model.scan_layers=true",
-    "model.num_layers=96",
-    "model.hidden_size=12288",
-    "model.num_heads=96",
-    "model.sequence_length=2048",
-    "model.vocab_size=51200",
+    *("model.scan_layers=true", "model.num_layers=96", "model.hidden_size=12288"),
+    *("model.num_heads=96", "model.sequence_length=2048", "model.vocab_size=51200"),
 ]
 KNOWN = {
     "MLP tutorial, 8 devices": (["recipe=pipeshard_tutorial", "parallel=auto"], 3.0),

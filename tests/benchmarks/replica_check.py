@@ -18,26 +18,15 @@ DEVICES = 2
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
-from launcher.config.compose import load, to_dict  # noqa: E402
-from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
-from launcher.plan import local_shape  # noqa: E402
+from turns import ratio, worker_of  # noqa: E402
+
 from launcher.runtime import check_equal  # noqa: E402
-from launcher.train.worker import TrainWorker  # noqa: E402
 
 SETTINGS = (
-    "model=mlp",
-    "model.widths=[2048,512,2048]",
-    "model.input_size=512",
-    "model.output_size=512",
-    "dataset=synthetic",
-    "train.global_batch_size=512",
-    "train.steps=100000",
-    "train.eval_every=0",
-    "optimizer=adam",
-    "parallel=data",
-    "parallel.num_micro_batches=1",
-    "cluster=emulated",
-    f"cluster.gpus={DEVICES}",
+    *("model=mlp", "model.widths=[2048,512,2048]", "model.input_size=512", "model.output_size=512"),
+    *("dataset=synthetic", "train.global_batch_size=512", "train.steps=100000"),
+    *("train.eval_every=0", "optimizer=adam", "parallel=data", "parallel.num_micro_batches=1"),
+    *("cluster=emulated", f"cluster.gpus={DEVICES}"),
 )
 
 
@@ -45,17 +34,13 @@ class Timed:
     """A worker that trains on, and the seconds of a block of steps."""
 
     def __init__(self, every: int) -> None:
-        config = load([*SETTINGS, f"train.check_replicas_every={every}"])
-        self.worker, self.every, self.step = TrainWorker(), every, 0
-        self.worker.build(to_dict(config))
-        cluster = local_shape(DEVICES, 1, "cpu")
-        plan = plan_of(config.parallel, self.worker._program.train, cluster)
-        self.worker.setup(plan.to_dict())
-        self.worker.create()
-        self.feed = self.worker._feeder
-        batches = [self.feed.get(k)[0] for k in range(2)]  # made once: data is not the question
-        self.feed.close()
-        self.feed.get = lambda k: (batches[k % 2], 0.0)
+        self.every = every
+        words = *SETTINGS, f"train.check_replicas_every={every}"
+        self.worker, _, _ = worker_of(words, DEVICES)
+        feed = self.worker._feeder
+        batches = [feed.get(k)[0] for k in range(2)]  # made once: data is not the question
+        feed.close()
+        feed.get = lambda k: (batches[k % 2], 0.0)
 
     def block(self, checked: bool) -> tuple[float, float]:
         """Seconds, and the processor's, of the steps from check to check, with one or none."""
@@ -90,8 +75,9 @@ def main() -> None:
     alone = statistics.median(timed.check() for _ in range(args.blocks))
     timed.worker.close()
     step = statistics.median(elapsed for elapsed, _ in seconds[False]) / args.every
-    pairs = list(zip(seconds[True], seconds[False], strict=True))
-    elapsed, used = (statistics.median(a[i] / b[i] - 1 for a, b in pairs) for i in range(2))
+    elapsed, used = (
+        ratio([x[i] for x in seconds[True]], [x[i] for x in seconds[False]]) - 1 for i in range(2)
+    )
     share = alone / statistics.median(cpu for _, cpu in seconds[False])
     print(
         f"{1e3 * step:.0f} ms a step; with a check every {args.every} steps: {elapsed:+.1%}, "

@@ -14,31 +14,23 @@ import os
 import statistics
 import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 DEVICES = 2
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
-from launcher.config.compose import load, to_dict  # noqa: E402
+from turns import ratio, table, worker_of  # noqa: E402
+
 from launcher.driver.loop import contents  # noqa: E402
-from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
-from launcher.plan import local_shape  # noqa: E402
-from launcher.train.program import build_program  # noqa: E402
-from launcher.train.worker import TrainWorker  # noqa: E402
 
 MODEL = (
-    "model.num_layers=8",
-    "model.hidden_size=256",
-    "model.sequence_length=128",
-    "train.global_batch_size=32",
-    "train.steps=100000",
-    "train.eval_every=0",
+    *("model.num_layers=8", "model.hidden_size=256", "model.sequence_length=128"),
+    *("train.global_batch_size=32", "train.steps=100000", "train.eval_every=0"),
     "train.checkpoint.every_minutes=10",  # for a worker that is made to save while it trains
-    "parallel=manual",
-    f"parallel.num_stages={DEVICES}",
-    "parallel.num_micro_batches=4",
-    "cluster=emulated",
-    f"cluster.gpus={DEVICES}",
+    *("parallel=manual", f"parallel.num_stages={DEVICES}", "parallel.num_micro_batches=4"),
+    *("cluster=emulated", f"cluster.gpus={DEVICES}"),
 )
 
 
@@ -46,15 +38,7 @@ class Timed:
     """A worker that trains on, and the time of each step of it."""
 
     def __init__(self) -> None:
-        config = load(MODEL)
-        program = build_program(config)
-        cluster = local_shape(DEVICES, 1, "cpu")
-        self.plan = plan_of(config.parallel, program.train, cluster)
-        self.config = config
-        self.worker = TrainWorker()
-        self.worker.build(to_dict(config))
-        self.worker.setup(self.plan.to_dict())
-        self.worker.create()
+        self.worker, self.config, self.plan = worker_of(MODEL, DEVICES)
         self.step = 0
 
     def block(self, count: int, folder: str | None) -> tuple[float, list[float], list[float]]:
@@ -66,7 +50,7 @@ class Timed:
         for k in range(count):
             self.step += 1
             saving = self.worker.writing(0)
-            at = time.perf_counter()
+            start = time.perf_counter()
             self.worker.step(self.step)
             if folder and k == 0:
                 described = contents(self.config, self.plan, self.step)
@@ -74,7 +58,7 @@ class Timed:
                 self.worker.save(folder, self.step, described, str(self.step))
                 saving = True
             self.worker._sent.outcome.result()  # one at a time: a step's time is its own
-            (busy if saving else free).append(time.perf_counter() - at)
+            (busy if saving else free).append(time.perf_counter() - start)
         self.worker.flush()
         return time.perf_counter() - began, busy, free
 
@@ -85,35 +69,28 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=6, help="of each kind")
     args = parser.parse_args()
     timed = Timed()
+    blocks: dict[bool, list[Any]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         timed.block(3, folder)
-        totals: dict[bool, list[float]] = {True: [], False: []}
-        busy: list[float] = []
-        between: list[float] = []
-        without: list[float] = []
         for _ in range(args.blocks):
             for saves in (True, False):
-                total, under_way, free = timed.block(args.every, folder if saves else None)
-                totals[saves].append(total)
-                busy += under_way
-                (between if saves else without).extend(free)
+                blocks[saves].append(timed.block(args.every, folder if saves else None))
             assert timed.worker.saved() is None
-        size = sum(
-            os.path.getsize(os.path.join(root, name))
-            for root, _, names in os.walk(folder)
-            for name in names
-        ) / len(os.listdir(folder))
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files) / len(os.listdir(folder))
     timed.worker.close()
-    none = statistics.median(without)
-    print(f"{size / 2**20:.1f} MiB a state; steps in ms, beside {none * 1e3:.0f} without saving:")
-    for name, times in (("under way", busy), ("in between", between)):
-        if times:
-            middle = statistics.median(times)
-            print(
-                f"  {name:<10} {middle * 1e3:6.0f}  {middle / none - 1:+.1%}  ({len(times)} steps)"
-            )
-    ratios = [a / b - 1 for a, b in zip(totals[True], totals[False], strict=True)]
-    print(f"a save every {args.every} steps: {statistics.median(ratios):+.1%} in all")
+    steps = {
+        "without saving": [x for block in blocks[False] for x in block[2]],
+        "under way": [x for block in blocks[True] for x in block[1]],
+        "in between": [x for block in blocks[True] for x in block[2]],
+    }
+    medians = {name: statistics.median(times) for name, times in steps.items() if times}
+    none = medians["without saving"]
+    heads = f"{size / 2**20:.1f} MiB a state", "ms a step", "more", "steps"
+    rows = [(n, x * 1e3, f"{x / none - 1:+.1%}", str(len(steps[n]))) for n, x in medians.items()]
+    table(heads, rows)
+    more = ratio(*([block[0] for block in blocks[saves]] for saves in (True, False))) - 1
+    print(f"a save every {args.every} steps: {more:+.1%} in all")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
 """What compiling a model with scanned blocks costs in stages, beside one stage of it.
 
-    python tests/benchmarks/scanned_compile.py [--size nano] [--detail]
+    python tests/benchmarks/scanned_compile.py [size]
 
 Printed are the processor seconds that `compile_step` takes (tracing, lowering, compiling, loading
-for other devices), each case in a process of its own without any cache, and the ratio to that of
-one stage: a model of as many blocks as a stage has, on one device.
+for other devices), each case in two processes of its own without any cache, the lesser of them; and
+the ratios to one stage, a model of as many blocks as a stage has on one device, and to all blocks
+in one stage.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import subprocess
 import sys
 import time
-from typing import Any
+
+from turns import table
 
 CASES = ((12, 2), (12, 4), (96, 4))  # blocks, stages
 
 
-def compiled(blocks: int, stages: int, size: str, detail: bool) -> None:
+def compiled(size: str, blocks: int, stages: int) -> None:
     """Print the processor seconds of one case."""
     import jax
 
@@ -29,71 +29,37 @@ def compiled(blocks: int, stages: int, size: str, detail: bool) -> None:
     from launcher.config.compose import load
     from launcher.plan import local_shape
     from launcher.plan.methods import PipeshardParallel, UniformStageOption
-    from launcher.runtime.execute import executable
-    from launcher.runtime.programs import compile, compile_step
+    from launcher.runtime.programs import compile_step
     from launcher.train.program import build_program
 
     words = ["model.scan_layers=true", f"model.num_layers={blocks}", f"model.size={size}"]
     step = build_program(load(["train.eval_every=0", *words], [])).train
     method = PipeshardParallel(4, stage_option=UniformStageOption(stages))
     plan = method.plan(step, local_shape(stages, 1, "cpu"))
-    spent: dict[str, list[float]] = {}
-
-    def timed(module: Any, name: str) -> None:
-        fun = getattr(module, name)
-
-        def run(*args: Any) -> Any:
-            began = time.process_time()
-            found = fun(*args)
-            spent.setdefault(name, []).append(time.process_time() - began)
-            return found
-
-        setattr(module, name, run)
-
-    if detail:  # one program at a time: threads share the processor time of the process
-        compile.os.cpu_count = lambda: 1  # type: ignore[attr-defined]
-        timed(executable, "emit")
-        for name in ("_lower", "compiled", "loaded_for"):
-            timed(compile, name)
     began = time.process_time()
     compile_step(step, plan, jax.devices())
     print(time.process_time() - began)
-    for name, each in spent.items():
-        print(f"    {name}: {sum(each):.2f} s in {len(each)} calls", file=sys.stderr)
 
 
-def measured(blocks: int, stages: int, size: str, detail: bool) -> float:
+def measured(*case: object) -> float:
     """Return the processor seconds of one case, the least of two processes."""
-    command = [sys.executable, __file__, "--case", f"{blocks},{stages}", "--size", size]
-    command += ["--detail"] if detail else []
-    least = float("inf")
-    for _ in range(1 if detail else 2):
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        least = min(least, float(ended.stdout.split()[-1]))
-    return least
+    command = [sys.executable, __file__, *map(str, case)]
+    return min(float(subprocess.check_output(command).split()[-1]) for _ in range(2))
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", default="nano")
-    parser.add_argument("--detail", action="store_true", help="where the time goes")
-    parser.add_argument("--case")
-    given = parser.parse_args()
-    if given.case:
-        blocks, stages = map(int, given.case.split(","))
-        compiled(blocks, stages, given.size, given.detail)
+    size = sys.argv[1] if len(sys.argv) > 1 else "nano"
+    if len(sys.argv) > 2:
+        compiled(size, *map(int, sys.argv[2:]))
         return
+    rows = []
     for blocks, stages in CASES:
-        one = measured(blocks // stages, 1, given.size, given.detail)
-        whole = measured(blocks, 1, given.size, given.detail)
-        piped = measured(blocks, stages, given.size, given.detail)
-        print(
-            f"{blocks} blocks in {stages} stages: {piped:.2f} s; one stage of "
-            f"{blocks // stages}: {one:.2f} s, ratio {piped / one:.2f}; all {blocks} in one stage: "
-            f"{whole:.2f} s, ratio {piped / whole:.2f}; load {os.getloadavg()[0]:.1f}",
-            flush=True,
-        )
+        cases = ((blocks, stages), (blocks // stages, 1), (blocks, 1))
+        piped, one, whole = (measured(size, *case) for case in cases)
+        name = f"{blocks} blocks in {stages} stages"
+        rows.append((name, piped, one, piped / one, whole, piped / whole))
+    table(("processor seconds", "", "one stage", "ratio", "all in one", "ratio"), rows)
 
 
 if __name__ == "__main__":

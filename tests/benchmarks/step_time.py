@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import statistics
 import time
@@ -25,6 +26,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 from contest import SIZES, TINY, Contest
+from turns import in_turns, ratio, table
 
 import launcher
 from launcher.plan import local_shape
@@ -61,31 +63,32 @@ def main() -> None:
         state = executable.create(model.init, KEY)
         contestants[f"{stages} stages"] = [executable, state, executable.compile_seconds]
 
-    taken: dict[str, list[float]] = {name: [] for name in contestants}
-    dispatch: dict[str, list[float]] = {name: [] for name in contestants}
-    losses = {}
-    for k in range(args.rounds + 1):
-        for name, entry in contestants.items():
-            start = time.perf_counter()
-            entry[1], loss = entry[0](entry[1], model.batch)
-            sent = time.perf_counter() - start
-            jax.block_until_ready((entry[1], loss))
-            losses[name] = float(loss)
-            if k:  # the first round warms up
-                taken[name].append(time.perf_counter() - start)
-                dispatch[name].append(sent)
+    def step(name: str) -> tuple[float, float, float]:
+        entry, start = contestants[name], time.perf_counter()
+        entry[1], loss = entry[0](entry[1], model.batch)
+        sent = time.perf_counter() - start
+        jax.block_until_ready((entry[1], loss))
+        return time.perf_counter() - start, sent, float(loss)
 
-    heads = ("step ms", "÷ jit", "÷ scan", "dispatch ms", "compile s", "÷ jit", "loss")
-    print(" " * 12, *(f"{h:>11}" for h in heads))
+    found = in_turns({name: functools.partial(step, name) for name in contestants}, args.rounds)
+    taken = {name: [seconds for seconds, _, _ in steps] for name, steps in found.items()}
     base = contestants["plain jit"][2]
-    for name, (_, _, compiling) in contestants.items():
-        print(
-            f"{name:12} {statistics.median(taken[name]) * 1e3:11.1f} "
-            f"{ratio(taken[name], taken['plain jit']):11.2f} "
-            f"{ratio(taken[name], taken['jit + scan']):11.2f} "
-            f"{statistics.median(dispatch[name]) * 1e3:11.2f} "
-            f"{compiling:11.2f} {compiling / base:11.2f} {losses[name]:11.5f}"
-        )
+    table(
+        ("", "step ms", "÷ jit", "÷ scan", "dispatch ms", "compile s", "÷ jit", "loss"),
+        [
+            (
+                name,
+                statistics.median(taken[name]) * 1e3,
+                ratio(taken[name], taken["plain jit"]),
+                ratio(taken[name], taken["jit + scan"]),
+                statistics.median(sent for _, sent, _ in found[name]) * 1e3,
+                compiling,
+                compiling / base,
+                f"{found[name][-1][2]:.5f}",
+            )
+            for name, (_, _, compiling) in contestants.items()
+        ],
+    )
     contestants.clear()
     print()
     # A tiny program may run in the calling thread, which counts as its cost then.
@@ -96,11 +99,6 @@ def main() -> None:
                 f"{f'{stages} stages, {size}'.strip(', ')}: {task * 1e6:.0f} µs a task (empty "
                 f"programs: {empty * 1e6:.0f} µs), {transfer * 1e6:.0f} µs a transfer"
             )
-
-
-def ratio(times: list[float], others: list[float]) -> float:
-    """The median over the rounds."""
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def pipeline(model: Contest, stages: int, args: argparse.Namespace) -> Executable:
@@ -135,12 +133,13 @@ def python_cost(model: Contest, executable: Executable, steps: int) -> tuple[flo
 
         return run
 
-    table = executable._table
-    rows = [
-        row._replace(call=timed(row.call, isinstance(row.instruction, Run))) if row.call else row
-        for row in table.rows
-    ]
-    executable._table = dataclasses.replace(table, rows=tuple(rows))
+    entries = tuple(
+        entry._replace(call=timed(entry.call, isinstance(entry.instruction, Run)))
+        if entry.call
+        else entry
+        for entry in executable._table.entries
+    )
+    executable._table = dataclasses.replace(executable._table, entries=entries)
     state = executable.create(model.init, KEY)
     for _ in range(steps):
         state, _ = executable(state, model.batch)
@@ -164,13 +163,13 @@ def empty_seconds(
     placed = [x.sharding for x in results]
     compiled = jax.jit(empty, out_shardings=placed, keep_unused=True).lower(*given).compile()
     arrays = [jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding) for x in given]
-    found = []
+    seconds = []
     for _ in range(10):
         start = time.thread_time()
-        made = compiled(*arrays)
-        found.append(time.thread_time() - start)
-        jax.block_until_ready(made)
-    return found[2:]
+        zeros = compiled(*arrays)
+        seconds.append(time.thread_time() - start)
+        jax.block_until_ready(zeros)
+    return seconds[2:]
 
 
 if __name__ == "__main__":

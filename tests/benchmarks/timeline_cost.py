@@ -1,4 +1,4 @@
-"""What reporting costs a step: steps with all of it beside plain ones, in pairs, in random order.
+"""What reporting costs a step: steps with all of it beside plain ones, by turns.
 
     python tests/benchmarks/timeline_cost.py [--pairs 200] [--recorded 10] [SETTING …]
 
@@ -6,30 +6,25 @@ The default model in two stages of two devices, four microbatches, or what the s
 reported step is logged by all that a run has: console, `metrics.jsonl`, Weights & Biases (offline),
 `status.json` (at most once a second, as in a run) and the accounting's clock; its pair is the same
 step without. In a run that is done by the driver, beside the next step; here it is waited for, with
-what the trackers' threads do, so nothing of it is hidden, and none of it falls on a plain step.
+what the trackers' threads do, so nothing of it is hidden, and none of it falls on a plain step. A
+recorded step (`report.timeline_steps`; one a run by default) is compared in the same way.
 
-Of the pairs' ratios the median is given, with its 95 % confidence interval by the bootstrap; first
-of processor time, which tells more on a busy machine. As the devices are idle while a step is
-reported, its processor time is also given by itself, which is far more exact than the ratio.
-
-A recorded step (`report.timeline_steps`; one a run by default) is compared in the same way, and
-what reading it takes is given apart: in a run that is beside the next steps, once.
+It prints the median of the pairs' ratios with its 95 % confidence interval by the bootstrap; first
+for processor time, which tells more on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
-import random
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 DEVICES = 4
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -38,23 +33,15 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
+from scipy.stats import bootstrap  # noqa: E402
+from turns import in_turns, table, worker_of  # noqa: E402
 
-from launcher.base.spans import Clock  # noqa: E402
-from launcher.config.compose import load, to_dict  # noqa: E402
 from launcher.driver.folder.folder import RunFolder, write_plan  # noqa: E402
 from launcher.driver.folder.status import Status  # noqa: E402
-from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
 from launcher.driver.record.run_log import RunLog  # noqa: E402
-from launcher.plan import local_shape  # noqa: E402
 from launcher.report.console import make_console  # noqa: E402
-from launcher.report.pages.timeline import ProcessSpans  # noqa: E402
 from launcher.report.trackers.tracker import QueuedTracker  # noqa: E402
-from launcher.train.step_result import (  # noqa: E402
-    StepResult,
-    fetched_metrics,
-    memory_bytes,
-)
-from launcher.train.worker import TrainWorker  # noqa: E402
+from launcher.train.step_result import StepResult, fetched_metrics, memory_bytes  # noqa: E402
 
 SETTINGS = (
     *("train.steps=100000", "train.eval_every=0", "train.log_every=1", "wandb.mode=offline"),
@@ -62,32 +49,23 @@ SETTINGS = (
     *("parallel=manual", "parallel.num_stages=2", "parallel.num_micro_batches=4"),
 )
 STATUS_SECONDS = 1.0  # from one writing of a run's status to the next
-RESAMPLED = 10_000
-WARM_UP = 3  # pairs
 
 
 class Cost(NamedTuple):
-    """Seconds of a step: of the clock, of the processor, and what of these reporting took."""
+    """Seconds of a step: of the clock, and of the processor."""
 
     wall: float
     used: float
-    reporting: float = 0.0
 
 
 class Trained:
     """A compiled step, its state, and a batch."""
 
     def __init__(self, settings: Sequence[str]) -> None:
-        self.config = load([*SETTINGS, *settings])
-        self.worker = TrainWorker()
-        self.worker.build(to_dict(self.config))
-        train = self.worker._program.train
-        self.plan = plan_of(self.config.parallel, train, local_shape(DEVICES, 1, "cpu"))
-        self.worker.setup(self.plan.to_dict())
-        self.worker.create()
+        self.worker, self.config, self.plan = worker_of([*SETTINGS, *settings], DEVICES)
         self.run, self.state = self.worker._train, self.worker._state
         self.batch = self.worker._feeder.get(0)[0]
-        self.made = 0
+        self.count = 0
 
     def step(self, report: Callable[[StepResult], None] | None = None) -> Cost:
         """Make a step, and report it if there is something that reports."""
@@ -95,24 +73,21 @@ class Trained:
         self.state, metrics = self.run(self.state, self.batch)
         jax.block_until_ready(self.state)
         values, _ = fetched_metrics(metrics)
-        self.made += 1
-        reporting = 0.0
+        self.count += 1
         if report:
-            before = time.process_time()
             found = {f"train/{name}": value for name, value in values.items()} | memory_bytes(None)
             found |= {"perf/step_seconds": time.perf_counter() - began, "data/stall_seconds": 0.0}
-            report(StepResult(self.made, found, time.time()))
-            reporting = time.process_time() - before
-        return Cost(time.perf_counter() - began, time.process_time() - used, reporting)
+            report(StepResult(self.count, found, time.time()))
+        return Cost(time.perf_counter() - began, time.process_time() - used)
 
-    def record(self, profiled: bool) -> tuple[Cost, list[Any], float]:
-        """Record a step; return its cost, its spans, and the processor seconds of reading it."""
+    def record(self, profiled: bool) -> Cost:
+        """Record a step."""
         began, used = time.perf_counter(), time.process_time()
         (self.state, metrics), read = self.run.record(self.state, self.batch, profiled=profiled)
         fetched_metrics(metrics)
         cost = Cost(time.perf_counter() - began, time.process_time() - used)
-        used = time.process_time()
-        return cost, read(), time.process_time() - used
+        read()
+        return cost
 
 
 class Reporting:
@@ -137,38 +112,16 @@ class Reporting:
         for tracker in self.log._registered:
             assert isinstance(tracker, QueuedTracker)
             done = threading.Event()
-            tracker._put(done.set)
+            tracker.forward(lambda _, done=done: done.set())
             done.wait()
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of ratios and its 95 % confidence interval, by the bootstrap."""
-    logs = np.log(np.asarray(ratios))
-    drawn = np.random.default_rng(0).choice(logs, (RESAMPLED, len(logs)))
-    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
-    return tuple(math.expm1(x) for x in (float(np.median(logs)), float(low), float(high)))
-
-
-def more(name: str, ratios: Sequence[float]) -> str:
-    middle, low, high = interval(ratios)
-    return f"{name} {middle:+.2%} (95 %: {low:+.2%} to {high:+.2%})"
-
-
-def compare(pairs: Sequence[tuple[Cost, Cost]]) -> str:
-    """Return by how much the first of each pair is more than the second."""
-    used = more("processor time", [a.used / b.used for a, b in pairs])
-    return f"{used}; {more('wall', [a.wall / b.wall for a, b in pairs])}"
-
-
-def in_pairs(first: Callable[[], Any], second: Callable[[], Any], count: int) -> list[Any]:
-    """Call two functions so often, in turns, each pair in random order; the first pairs warm up."""
-    drawn, pairs = random.Random(0), []
-    for number in range(count + WARM_UP):
-        order = [0, 1] if drawn.random() < 0.5 else [1, 0]
-        pair = {which: (first, second)[which]() for which in order}
-        if number >= WARM_UP:
-            pairs.append((pair[0], pair[1]))
-    return pairs
+def more(these: Sequence[float], others: Sequence[float]) -> str:
+    """Return by how much these are more: the median of ratios and its 95 % interval."""
+    logs = np.log(these) - np.log(others)
+    found = bootstrap((logs,), np.median, method="percentile", rng=0).confidence_interval
+    middle, low, high = np.expm1([np.median(logs), *found])
+    return f"{middle:+.2%} (95 %: {low:+.2%} to {high:+.2%})"
 
 
 def children_seconds() -> float:
@@ -184,32 +137,27 @@ def main() -> None:
     parser.add_argument("settings", nargs="*")
     args = parser.parse_args()
     trained = Trained(args.settings)
+    plain: list[Cost] = []
+
+    def compared(name: str, step: Callable[[], Cost], count: int) -> tuple[str, str, str]:
+        found = in_turns({"this": step, "plain": trained.step}, count)
+        plain.extend(found["plain"])
+        (wall, used), (plain_wall, plain_used) = (zip(*x, strict=True) for x in found.values())
+        return name, more(used, plain_used), more(wall, plain_wall)
+
     with tempfile.TemporaryDirectory() as folder:
         reporting = Reporting(Path(folder), trained)
         before = children_seconds()
-        pairs = in_pairs(lambda: trained.step(reporting.step), trained.step, args.pairs)
-        beside = (children_seconds() - before) / (args.pairs + WARM_UP)
-        plain = statistics.median(b.used for _, b in pairs)
-        wall = statistics.median(b.wall for _, b in pairs)
-        own = [a.reporting for a, _ in pairs]
-        print(f"load {os.getloadavg()[0]:.1f}; {args.pairs} pairs of steps", end="; ")
-        print(f"a plain one takes {wall * 1e3:.1f} ms, {plain * 1e3:.1f} ms of processor time")
-        print(f"with all reporting: {compare(pairs)}")
-        exact = more("", [1 + seconds / plain for seconds in own]).strip()
-        print(f"reporting itself: {statistics.median(own) * 1e3:.2f} ms a step, {exact};", end=" ")
-        print(f"the trackers' processes {beside * 1e3:.2f} ms a step, {beside / plain:+.2%}")
-        for name, profiled in (("without the profiler", False), ("with it", True)):
-            if not args.recorded:
-                break
-            found = in_pairs(lambda p=profiled: trained.record(p), trained.step, args.recorded)
-            read = statistics.median(seconds for (_, _, seconds), _ in found)
-            print(f"a recorded step, {name}: {compare([(a, b) for (a, *_), b in found])}", end="; ")
-            print(f"read once in {read:.2f} s of processor time")
-            if profiled:
-                _, spans, _ = found[-1][0]
-                used = time.process_time()
-                reporting.log.accounting.record(3, [ProcessSpans("worker 0", spans, Clock())])
-                print(f"accounted for in {time.process_time() - used:.2f} s of processor time")
+        reported = compared("reported", lambda: trained.step(reporting.step), args.pairs)
+        trackers = (children_seconds() - before) / (args.pairs + 1)
+        rows = [
+            compared(f"recorded, {name}", lambda p=profiled: trained.record(p), args.recorded)
+            for name, profiled in (("without the profiler", False), ("with it", True))
+        ]
+        wall, used = (statistics.median(seconds) for seconds in zip(*plain, strict=True))
+        print(f"a plain step takes {wall * 1e3:.1f} ms, {used * 1e3:.1f} ms of processor time;")
+        print(f"the trackers' processes take {trackers / used:.2%} of that for a reported step")
+        table(("a step", "processor time", "wall"), [reported, *rows])
         reporting.log._trackers.finish({})
     trained.worker.close()
 

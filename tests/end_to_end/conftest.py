@@ -1,6 +1,8 @@
 """What tests of disturbed runs share."""
 
-import functools
+import fcntl
+import hashlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,19 +10,24 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from disturbed import SLOW, WORDS
-from launched import Launcher
+from launched import train
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """A run that is left alone, by its number of hosts; made when it is first asked for."""
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs that are left alone, by their settings; each is made once for all processes of tests."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
 
-    @functools.cache
-    def run(hosts: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"hosts_{hosts}")
-        code, _, err = Launcher(folder, *WORDS, *SLOW, f"cluster.hosts={hosts}").end()
-        assert code == 0, err
+    def run(*words: str) -> Path:
+        name = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+        folder = shared / f"undisturbed-{name}"
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                folder.mkdir()
+                train(folder, *words)
         return folder / "outputs" / "one"
 
     return run

@@ -106,6 +106,19 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
+def typed(text: str) -> tuple[str, ...]:
+    """Settings as they are typed."""
+    return tuple(text.split())
+
+
+def train(folder: Path, *words: str) -> str:
+    """Run `python -m launcher` to a good end without a warning; returns its standard output."""
+    code, out, err = Launcher(folder, *words).end()
+    assert code == 0, f"{out}\n{err}"
+    assert "launcher: " not in err, err
+    return out
+
+
 def lines(run: Path) -> list[dict]:
     """The whole lines of a run's metrics."""
     path = run / "metrics.jsonl"

@@ -150,7 +150,7 @@ class SlurmCluster:
         self._daemons.pop(node).wait()
 
     def fail_controller(self) -> None:
-        """The controller dies at once; jobs go on."""
+        """The controller dies at once; jobs continue."""
         controller = self._daemons.pop("slurmctld")
         for child in psutil.Process(controller.pid).children(recursive=True):
             self._kill(child.pid)

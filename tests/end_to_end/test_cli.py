@@ -41,21 +41,22 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["task=check"], ["train.stepz=3"], ["--help"]])
-def test_checking_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
-    program = (
-        f"import sys; from launcher.__main__ import main; main({arguments!r}); "
-        f"sys.exit(' '.join(name for name in {HEAVY!r} if name in sys.modules) or None)"
-    )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.devices
-def test_planning_imports_nothing_that_only_training_needs(tmp_path: Path) -> None:
-    arguments = ["task=plan", "recipe=pipeshard_tutorial", "parallel=data"]
-    unneeded = "ray", "orbax", "tensorstore", "grain", "wandb"
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        (["task=check"], HEAVY),
+        (["train.stepz=3"], HEAVY),
+        (["--help"], HEAVY),
+        pytest.param(
+            ["task=plan", "recipe=pipeshard_tutorial", "parallel=data"],
+            ("ray", "orbax", "tensorstore", "grain", "wandb"),
+            marks=pytest.mark.devices,
+        ),
+    ],
+)
+def test_what_is_not_needed_is_not_imported(
+    arguments: list[str], unneeded: tuple[str, ...], tmp_path: Path
+) -> None:
     program = (
         f"import sys; from launcher.__main__ import main; main({arguments!r}); "
         f"sys.exit(' '.join(name for name in {unneeded!r} if name in sys.modules) or None)"
@@ -63,7 +64,6 @@ def test_planning_imports_nothing_that_only_training_needs(tmp_path: Path) -> No
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "predicted:" in result.stdout
 
 
 def test_help_shows_options_examples_and_exit_codes(

@@ -1,103 +1,45 @@
-"""Killed, stopped and starved: a run goes on as if nothing had happened, and nothing stays behind.
+"""Killed, stopped and starved: a run resumes as if nothing had happened, and leaves nothing behind.
 
-Every run here is of one plan, and so must come to the very bytes of the one that was left alone.
+Every run here has the same plan, so it must end with the very bytes of the undisturbed one.
 """
 
 import os
-import random
 import signal
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-import psutil
 import pytest
+from disturbed import SLOW, STEPS, WORDS, assert_as_undisturbed, on_one_device
+from launched import Launcher, lines, losses, summary, train
 
 from launcher.config.compose import load
-from launcher.recipes import build_model
-from launcher.train.optimizer import build_optimizer
-from launcher.train.program import build_program
-from launcher.train.step import init_state, make_train_step
 
-sys.path.insert(0, str(Path(__file__).parent))
-from disturbed import SLOW, STEPS, WORDS, assert_as_undisturbed
-from launched import Launcher, lines, losses, summary
-
+TWO_HOSTS = (*WORDS, *SLOW, "cluster.hosts=2")
 FOREVER = "train.steps=1000000"
 
 
-def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
-    """SIGKILL, to what `victim` says."""
-    if victim == "driver":
-        victims = [psutil.Process(launcher.process.pid)]
-    elif victim == "tree":
-        victims = launcher.processes()
-    elif victim == "worker":
-        victims = [draw.choice(launcher.workers())]
-    elif victim == "head":  # the process that holds Ray and the workers
-        victims = psutil.Process(launcher.process.pid).children()
-    else:
-        victims = [p for p in launcher.processes() if p.name() == victim]
-    assert victims
-    for process in victims:
-        process.kill()
-
-
-@pytest.mark.parametrize(
-    ("victim", "hosts", "seed"),
-    [
-        pytest.param("worker", 1, 0, marks=pytest.mark.stress),
-        pytest.param("worker", 2, 1, marks=pytest.mark.slow),
-        pytest.param("worker", 2, 2, marks=pytest.mark.stress),
-        pytest.param("driver", 1, 3, marks=pytest.mark.stress),
-        pytest.param("driver", 2, 4, marks=pytest.mark.stress),
-        pytest.param("tree", 1, 5, marks=pytest.mark.stress),
-        pytest.param("tree", 2, 6, marks=pytest.mark.stress),
-        pytest.param("gcs_server", 1, 7, marks=pytest.mark.stress),
-        pytest.param("raylet", 1, 8, marks=pytest.mark.stress),
-        pytest.param("raylet", 2, 9, marks=pytest.mark.stress),
-        pytest.param("head", 1, 10, marks=pytest.mark.stress),
-    ],
-)
-def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
-    undisturbed: Callable[[int], Path], tmp_path: Path, victim: str, hosts: int, seed: int
-) -> None:
-    """At a random moment; with an even seed during a save."""
-    draw, run = random.Random(seed), tmp_path / "outputs" / "one"
-    words = (*WORDS, *SLOW, f"cluster.hosts={hosts}")
-    launcher = Launcher(tmp_path, *words)
-    first = draw.randint(0, STEPS // 2)
-    launcher.wait_for(lambda: len(lines(run)) >= first and len(launcher.workers()) == hosts)
-    if seed % 2 == 0:
-        launcher.wait_for(lambda: list(run.glob("checkpoints/*.partial-*")))
-    else:
-        time.sleep(draw.uniform(0, 0.3))
-    kill(launcher, victim, draw)
-    code, _, err = launcher.end()
-    if victim in ("driver", "tree"):
-        assert code == -signal.SIGKILL
-        code, _, err = Launcher(tmp_path, *words).end()
-    else:
-        assert "\nRestart 1 of at most 3 in 1 s, from " in err
-        assert err.startswith("launcher: worker_" if victim == "worker" else "launcher: Ray ended")
-        assert summary(run)["restarts"] == 1
-    assert code == 0, err
-    assert_as_undisturbed(run, undisturbed(hosts))
-
-
-@pytest.mark.parametrize(
-    "hosts",
-    [pytest.param(1, marks=pytest.mark.stress), pytest.param(2, marks=pytest.mark.slow)],
-)
-def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
-    undisturbed: Callable[[int], Path], tmp_path: Path, hosts: int
+@pytest.mark.slow  # test_random_faults.py kills and stops all else, at any moment
+def test_a_worker_is_killed_and_the_run_comes_to_the_same_bytes(
+    undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "outputs" / "one"
-    launcher = Launcher(
-        tmp_path, *WORDS, *SLOW, f"cluster.hosts={hosts}", "cluster.step_timeout=15"
-    )
+    launcher = Launcher(tmp_path, *TWO_HOSTS)
+    launcher.wait_for(lambda: len(lines(run)) >= 12 and len(launcher.workers()) == 2)
+    launcher.workers()[-1].kill()
+    code, _, err = launcher.end()
+    assert code == 0, err
+    assert "\nRestart 1 of at most 3 in 1 s, from " in err
+    assert err.startswith("launcher: worker_")
+    assert summary(run)["restarts"] == 1
+    assert_as_undisturbed(run, undisturbed(*TWO_HOSTS))
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
+    undisturbed: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "outputs" / "one"
+    launcher = Launcher(tmp_path, *TWO_HOSTS, "cluster.step_timeout=15")
     launcher.wait_for(lambda: len(lines(run)) >= 12)
     stopped = launcher.workers()[0]
     stopped.send_signal(signal.SIGSTOP)
@@ -109,28 +51,7 @@ def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     assert "(most recent call first):" in err
     assert "default_worker.py" in err  # where the main thread of Ray's workers begins
     assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step" in err
-    assert_as_undisturbed(run, undisturbed(hosts))
-
-
-@pytest.mark.stress  # decided in tests/driver/test_failures.py
-def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "outputs" / "one"
-    launcher = Launcher(tmp_path, *WORDS, FOREVER)
-    log = run / "logs" / "worker_0.log"
-    killed = set()
-    for _ in range(2):  # before the first step
-        launcher.wait_for(lambda: log.exists() and {w.pid for w in launcher.workers()} - killed)
-        worker = launcher.worker()
-        killed.add(worker.pid)
-        worker.kill()
-    code, _, err = launcher.end()
-    assert code == 1
-    assert "from step 0, as no checkpoint was saved yet" in err
-    assert err.count("worker_0 died") == 2
-    assert err.endswith(
-        "The run is not restarted: it failed in the same way twice in a row at step 0.\n"
-    )
-    assert summary(run)["exit_reason"].startswith("worker_0 died")
+    assert_as_undisturbed(run, undisturbed(*TWO_HOSTS))
 
 
 SPOILED = """
@@ -163,18 +84,11 @@ def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(
     assert code == 0
     assert err.startswith("launcher: train/loss is nan at step 13")
     assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step 10" in err
-    assert Launcher(tmp_path, *words, "train.steps=24").end()[0] == 0
+    train(tmp_path, *words, "train.steps=24")
 
     monkeypatch.syspath_prepend(tmp_path)
     config = load([*words, "train.steps=24"])
-    program = build_program(config)
-    model = build_model(config.model, config.train.precision)
-    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
-    step = jax.jit(make_train_step(model, optimizer, schedule))
-    state, expected = init_state(model, optimizer, program.seed), []
-    for k in [*range(10), *range(13, 27)]:
-        state, metrics = step(state, program.dataset.train(k))
-        expected.append(float(metrics["loss"]))
+    expected = [loss for loss, _ in on_one_device(config, [*range(10), *range(13, 27)])]
     assert losses(tmp_path / "outputs" / "one") == pytest.approx(expected, rel=1e-5)
 
 

@@ -2,29 +2,17 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launched import Launcher, lines, losses, summary
+from launched import Launcher, lines, losses, summary, typed
 
 STEPS = 40
-WORDS = (
-    "model=mlp",
-    "dataset=synthetic",
-    f"train.steps={STEPS}",
-    "train.eval_every=0",
-    "train.checkpoint.every_steps=5",
-    "parallel=manual",
-    "parallel.num_stages=2",
-    "parallel.num_micro_batches=2",
-    "cluster=emulated",
-    "cluster.gpus=2",
-    "wandb.mode=disabled",
-    "run.id=one",
+WORDS = typed(
+    f"model=mlp dataset=synthetic train.steps={STEPS} train.eval_every=0 "
+    "train.checkpoint.every_steps=5 parallel=manual parallel.num_stages=2 "
+    "parallel.num_micro_batches=2 cluster=emulated cluster.gpus=2 wandb.mode=disabled run.id=one"
 )
 MOMENTS = int(os.environ.get("LAUNCHER_TEST_MOMENTS", "40"))
 UNDER_WAY = 5  # steps at most that a Ctrl-C still lets end, and be recorded
@@ -58,8 +46,7 @@ class Running:
     ("task", "phase"),
     [
         ("check", None),
-        pytest.param("plan", None, marks=pytest.mark.stress),
-        pytest.param("plan", "reading the data and tracing", marks=pytest.mark.slow),
+        pytest.param("plan", "reading the data and tracing", marks=pytest.mark.stress),
         ("plan", "planning"),
         pytest.param("train", "starting Ray", marks=pytest.mark.stress),
         pytest.param("train", "compiling", marks=pytest.mark.slow),
@@ -97,7 +84,7 @@ def test_ctrl_c_while_the_devices_are_measured_leaves_nothing(
 def test_a_run_that_is_interrupted_at_forty_moments_comes_to_the_same_losses(
     tmp_path: Path,
 ) -> None:
-    """Each time a run of its own, which then goes on to its end."""
+    """Each time a separate run, which is then resumed to its end."""
     (tmp_path / "other").mkdir()
     undisturbed = Running(tmp_path / "other", *WORDS)
     undisturbed.launcher.wait_for_handlers()

@@ -24,6 +24,7 @@ import launcher
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray import ray_compat
 
+ENDLESS = f"train.steps={1000 * STEPS}", "train.checkpoint.every_steps=0"
 SECONDS = 120  # for Ray to come up, and to notice an end
 
 
@@ -74,6 +75,12 @@ print(all(free.get(name) == there[name] for name in names) and states <= {"REMOV
 """
 
 
+def on_it(somebodys: Somebodys, *words: str) -> list[str]:
+    """These settings, on that Ray."""
+    others = [word for word in words if not word.startswith("cluster=")]
+    return [*others, "cluster=ray", f"cluster.address={somebodys.address}"]
+
+
 @pytest.fixture(scope="module")
 def somebodys() -> Iterator[Somebodys]:
     folder = Path(tempfile.mkdtemp(prefix="r"))  # short, for the sockets below it
@@ -112,12 +119,8 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_stays(
     somebodys: Somebodys, tmp_path: Path, undisturbed
 ) -> None:
     run = tmp_path / "outputs" / "one"
-    words = [word for word in (*WORDS, *SLOW) if not word.startswith("cluster=")]
-    asked = "cluster.num_cpus=1", "cluster.resources={my_node: 0.5}"
-    launched = Launcher(
-        *(tmp_path, *words, "cluster=ray", f"cluster.address={somebodys.address}"),
-        *("cluster.hosts=2", *asked),
-    )
+    asked = "cluster.hosts=2", "cluster.num_cpus=1", "cluster.resources={my_node: 0.5}"
+    launched = Launcher(tmp_path, *on_it(somebodys, *WORDS, *SLOW), *asked)
     launched.wait_for(lambda: len(lines(run)) > 12)
     workers = [p for p in somebodys.workers() if p.name().startswith("ray::Worker")]
     assert len(workers) == 2
@@ -127,18 +130,14 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_stays(
     assert f"on the Ray at {somebodys.address}: 2 times emulated CPU device, 2 workers" in out
     assert re.search(r"worker_[01] on \S+ died: its process was killed", err)
     assert summary(run)["restarts"] == 1
-    assert_as_undisturbed(run, undisturbed(2))
+    assert_as_undisturbed(run, undisturbed(*WORDS, *SLOW, "cluster.hosts=2"))
     assert {path.name for path in (run / "logs").iterdir()} >= {"worker_0.log", "worker_1.log"}
     somebodys.wait_until_empty()
 
 
 @pytest.mark.slow
 def test_nothing_stays_of_a_launcher_that_is_killed(somebodys: Somebodys, tmp_path: Path) -> None:
-    words = [word for word in (*MODEL, *SLOW) if not word.startswith("cluster=")]
-    launched = Launcher(
-        *(tmp_path, *words, "cluster=ray", f"cluster.address={somebodys.address}"),
-        *("run.id=one", f"train.steps={1000 * STEPS}", "cluster.num_cpus=2"),
-    )
+    launched = Launcher(tmp_path, *on_it(somebodys, *WORDS, *SLOW, *ENDLESS, "cluster.num_cpus=2"))
     launched.wait_for(lambda: len(lines(tmp_path / "outputs" / "one")) > 2)
     worker = somebodys.workers()[0]
     worker.suspend()  # a stopped one, too
@@ -150,8 +149,7 @@ def test_nothing_stays_of_a_launcher_that_is_killed(somebodys: Somebodys, tmp_pa
 @pytest.mark.slow
 def test_what_a_run_cannot_have_there_is_one_line(somebodys: Somebodys, tmp_path: Path) -> None:
     never = "cluster.resources={no_such: 1}"
-    words = (*MODEL[:-3], "cluster=ray", f"cluster.address={somebodys.address}", never)
-    code, _, err = Launcher(tmp_path, *words, "wandb.mode=disabled").end()
+    code, _, err = Launcher(tmp_path, *on_it(somebodys, *MODEL, never)).end()
     assert code == 1
     assert "demands no_such: 1, which this Ray can never give" in err
     assert err.count("\n") == 1
@@ -194,11 +192,7 @@ def test_a_script_gets_what_it_demands_or_hears_what_is_missing(somebodys: Someb
 @pytest.mark.stress
 def test_a_run_ends_with_the_ray_that_it_is_on(somebodys: Somebodys, tmp_path: Path) -> None:
     """The last one here: it ends that Ray."""
-    words = [word for word in (*MODEL, *SLOW) if not word.startswith("cluster=")]
-    launched = Launcher(
-        *(tmp_path, *words, "cluster=ray", f"cluster.address={somebodys.address}"),
-        *("run.id=one", f"train.steps={1000 * STEPS}"),
-    )
+    launched = Launcher(tmp_path, *on_it(somebodys, *WORDS, *SLOW, *ENDLESS))
     launched.wait_for(lambda: len(lines(tmp_path / "outputs" / "one")) > 2)
     for process in somebodys.process.children(recursive=True):
         if process.name() in ("raylet", "gcs_server"):

@@ -3,22 +3,21 @@
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from disturbed import STEPS, WORDS, assert_as_undisturbed
-from launched import Launcher, command_of, lines, losses, summary
+from disturbed import WORDS, assert_as_undisturbed
+from launched import Launcher, command_of, lines, summary, train
 
 SERVED = (
     *(word for word in WORDS if not word.startswith("parallel")),
     *("parallel=parameter_server", "cluster.hosts=2", "train.global_batch_size=64"),
 )
 SERVER = r"parameter server (0 on host 0|1 on host 1)"
-OTHERS = {
-    "data": ("parallel=data", "cluster.hosts=1"),
-    "stages": ("parallel=manual", "parallel.num_stages=2", "cluster.hosts=1"),
-}
+DATA = "parallel=data", "cluster.hosts=1"
+STAGES = "parallel=manual", "parallel.num_stages=2", "cluster.hosts=1"
 
 
 def servers(launcher: Launcher) -> list[psutil.Process]:
@@ -34,24 +33,14 @@ def started(folder: Path, *words: str, steps: int = 6) -> Launcher:
     return launcher
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("stages", marks=pytest.mark.slow),
-        pytest.param("data", marks=pytest.mark.stress),
-    ],
-)
-def test_a_run_saved_under_servers_goes_on_under_another_method_and_back(
-    tmp_path: Path, method: str
-) -> None:
+@pytest.mark.slow
+def test_a_run_saved_under_servers_resumes_in_stages_and_back(tmp_path: Path) -> None:
     """With the losses and evaluations of a run of two devices in one process."""
     words = ("train.eval_every=2", "train.eval_batches=1", "train.check_replicas_every=1")
     words = (*SERVED, *words, "optimizer.decay=constant")
-    for steps, others in [(2, ()), (4, OTHERS[method]), (6, ())]:
-        code, out, err = Launcher(tmp_path, *words, *others, f"train.steps={steps}").end()
-        assert (code, err) == (0, ""), out
-    alone = (*OTHERS["data"], "run.id=alone", "train.steps=6")
-    assert Launcher(tmp_path, *words, *alone).end()[0] == 0
+    for steps, others in [(2, ()), (4, STAGES), (6, ())]:
+        train(tmp_path, *words, *others, f"train.steps={steps}")
+    train(tmp_path, *words, *DATA, "run.id=alone", "train.steps=6")
     found, expected = (lines(tmp_path / "outputs" / name) for name in ("one", "alone"))
     assert [line["step"] for line in found] == list(range(1, 7))
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
@@ -60,18 +49,9 @@ def test_a_run_saved_under_servers_goes_on_under_another_method_and_back(
         assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with servers that was left alone."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    code, _, err = Launcher(folder, *SERVED).end()
-    assert (code, err) == (0, "")
-    return folder / "outputs" / "one"
-
-
 @pytest.mark.slow
 def test_a_killed_server_is_named_and_the_run_comes_to_the_same_bytes(
-    undisturbed: Path, tmp_path: Path
+    undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
     launcher = started(tmp_path)
     servers(launcher)[1].kill()
@@ -81,13 +61,13 @@ def test_a_killed_server_is_named_and_the_run_comes_to_the_same_bytes(
     assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step" in err
     run = tmp_path / "outputs" / "one"
     assert summary(run)["restarts"] == 1
-    assert_as_undisturbed(run, undisturbed)
+    assert_as_undisturbed(run, undisturbed(*SERVED))
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("victim", ["server", "worker"])
 def test_what_is_stopped_is_named_and_replaced(
-    undisturbed: Path, tmp_path: Path, victim: str
+    undisturbed: Callable[..., Path], tmp_path: Path, victim: str
 ) -> None:
     launcher = started(tmp_path, "cluster.step_timeout=10")
     stopped = servers(launcher) if victim == "server" else launcher.workers()
@@ -97,16 +77,15 @@ def test_what_is_stopped_is_named_and_replaced(
     name = SERVER if victim == "server" else r"worker_\d"
     assert re.match(f"launcher: no answer from {name}", err), err
     assert re.search(f"{name}(, which answered before)?: its process was stopped", err), err
-    assert_as_undisturbed(tmp_path / "outputs" / "one", undisturbed)
+    assert_as_undisturbed(tmp_path / "outputs" / "one", undisturbed(*SERVED))
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_without_restarts_the_run_ends_in_time(tmp_path: Path, number: signal.Signals) -> None:
+def test_without_restarts_the_run_ends_in_time(tmp_path: Path) -> None:
     timeout = 10
     words = f"cluster.step_timeout={timeout}", "cluster.max_restarts=0", "train.steps=100000"
     launcher = started(tmp_path, *words)
-    servers(launcher)[1].send_signal(number)
+    servers(launcher)[1].send_signal(signal.SIGSTOP)
     began = time.monotonic()
     code, _, err = launcher.end()
     assert code == 1
@@ -123,18 +102,3 @@ def test_ctrl_c_and_the_driver_s_death_leave_nothing(tmp_path: Path) -> None:
         launcher.process.send_signal(number)
         code, _, err = launcher.end()
         assert code == expected, err
-
-
-@pytest.mark.stress
-def test_two_runs_at_once_and_4_workers_on_2_servers_are_bit_equal(tmp_path: Path) -> None:
-    four = ("cluster.hosts=4", "cluster.gpus=4", "parallel.servers=2", "parallel.bucket_bytes=4096")
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    launchers = [Launcher(folder, *SERVED, *four) for folder in folders]
-    for launcher in launchers:
-        code, _, err = launcher.end()
-        assert (code, err) == (0, "")
-    first, second = (folder / "outputs" / "one" for folder in folders)
-    assert len(losses(first)) == STEPS
-    assert_as_undisturbed(first, second)

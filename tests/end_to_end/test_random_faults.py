@@ -9,15 +9,12 @@ the run comes to the same bytes, nothing is left, and never is nothing heard of 
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from disturbed import SLOW, WORDS, assert_as_undisturbed
 from launched import Launcher, command_of
 
@@ -87,10 +84,10 @@ def strike(watched: Watched, draw: random.Random) -> str:
     victim, signum = draw.choice(kinds[kind]), draw.choice(SIGNALS)
     try:
         victim.send_signal(signum)
-        if signum == signal.SIGSTOP and victim.pid == driver:  # nobody else could go on for it
+        if signum == signal.SIGSTOP and victim.pid == driver:  # nothing could replace it
             time.sleep(draw.uniform(0, 2))
             victim.send_signal(draw.choice((signal.SIGCONT, signal.SIGKILL)))
-        elif signum == signal.SIGSTOP and watched.ended:  # nor has it a driver that ends
+        elif signum == signal.SIGSTOP and watched.ended:  # and no driver could end it
             victim.send_signal(signal.SIGCONT)
     except psutil.NoSuchProcess:
         pass
@@ -100,7 +97,7 @@ def strike(watched: Watched, draw: random.Random) -> str:
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(FIRST, LAST + 1))
 def test_whatever_is_killed_or_stopped_the_run_comes_to_the_same_bytes(
-    undisturbed: Callable[[int], Path],
+    undisturbed: Callable[..., Path],
     tmp_path: Path,
     seed: int,
 ) -> None:
@@ -131,4 +128,4 @@ def test_whatever_is_killed_or_stopped_the_run_comes_to_the_same_bytes(
             watched = Watched(tmp_path, start, *words)
     print(hosts, "hosts:", *struck, f"in {start + 1} starts", sep=", ")
     assert "Traceback" not in "".join(path.read_text() for path in tmp_path.glob("output_*"))
-    assert_as_undisturbed(run, undisturbed(hosts))
+    assert_as_undisturbed(run, undisturbed(*WORDS, *SLOW, f"cluster.hosts={hosts}"))

@@ -1,39 +1,27 @@
 """Trainings drawn at random, by the command: each has the losses that one device has."""
 
 import random
-import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from disturbed import on_one_device
+from launched import lines, train, typed
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import PlanError, local_shape
-from launcher.recipes import build_model
-from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
-from launcher.train.step import init_state, make_train_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launched import Launcher, lines
 
 STEPS = 3
 PIPELINES = ("manual", "three_d")
 METHODS = (*PIPELINES, "auto", "manual", "data", "three_d", "zero2", "manual", "zero3", "shard")
-ALWAYS = (
-    f"train.steps={STEPS}",
-    "train.global_batch_size=16",
-    "train.log_every=1",
-    "train.eval_every=0",
-    "train.checkpoint.at_end=false",
-    "optimizer.warmup_steps=1",
-    "wandb.mode=disabled",
-    "cluster=emulated",
-    "run.id=one",
+ALWAYS = typed(
+    f"train.steps={STEPS} train.global_batch_size=16 train.log_every=1 train.eval_every=0 "
+    "train.checkpoint.at_end=false optimizer.warmup_steps=1 wandb.mode=disabled cluster=emulated "
+    "run.id=one"
 )
 
 
@@ -94,29 +82,15 @@ def training_at_random(seed: int) -> tuple[list[str], Config]:
     raise AssertionError("nothing that is drawn can be planned")
 
 
-def on_one_device(config: Config) -> list[tuple[float, float]]:
-    """The loss and the gradient's norm of every step."""
-    program = build_program(config)
-    model = build_model(config.model, config.train.precision)
-    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
-    step = jax.jit(make_train_step(model, optimizer, schedule))
-    state, found = init_state(model, optimizer, program.seed), []
-    for k in range(STEPS):
-        state, metrics = step(state, program.dataset.train(k))
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return found
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(30))
 def test_a_random_training_has_the_losses_of_one_device(tmp_path: Path, seed: int) -> None:
-    words, config = training_at_random(seed)
-    code, _, err = Launcher(tmp_path, *words).end()
-    assert (code, err) == (0, ""), words
-    found = [
-        (line["train/loss"], line["train/grad_norm"])
-        for line in lines(tmp_path / "outputs" / "one")
-    ]
+    settings, config = training_at_random(seed)
+    train(tmp_path, *settings)
+    run = lines(tmp_path / "outputs" / "one")
+    found = [(line["train/loss"], line["train/grad_norm"]) for line in run]
     exact = config.train.precision == "fp32"
-    wanted = on_one_device(config)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5 if exact else 2e-2, err_msg=" ".join(words))
+    wanted = on_one_device(config, range(STEPS))
+    np.testing.assert_allclose(
+        found, wanted, rtol=1e-5 if exact else 2e-2, err_msg=" ".join(settings)
+    )

@@ -39,7 +39,7 @@ PROGRAMS = [
     pytest.param(program, id=f"{page.name}:{number}")
     for page in PAGES
     for number, program in enumerate(page.programs)
-    if not page.name.startswith("recipes/")  # modules: see test_own_code.py, and below
+    if not page.name.startswith("recipes/")  # modules: see below
 ]
 # The Python blocks of the pages in recipes/, in order.
 MODULES = {
@@ -47,6 +47,8 @@ MODULES = {
     "recipes/datasets/README.md": ("talks", "shapes", "arrays"),
     "recipes/models/README.md": ("normed", "nnx_net"),
 }
+(_OWN,) = (c for c in RECIPES_PAGE.commands if "model.module=my_pkg.net" in c)
+OWN_MODEL = shlex.split(_OWN.partition("-m launcher")[2])
 END = "\0\n"  # printed between the blocks of a program
 
 
@@ -169,16 +171,14 @@ def test_the_python_runs(program: list[Block], folder: Path) -> None:
 def test_a_model_of_ones_own_makes_steps(
     module: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those in recipes/; test_own_code.py trains them."""
+    """Those in recipes/; test_cost_sheet.py trains the first."""
     monkeypatch.syspath_prepend(folder)
-    (command,) = (c for c in RECIPES_PAGE.commands if "model.module=my_pkg.net" in c)
-    words = shlex.split(command.partition("-m launcher")[2])
-    program = build_program(load([*words, f"model.module=my_pkg.{module}"]))
+    program = build_program(load([*OWN_MODEL, f"model.module=my_pkg.{module}"]))
     assert bool(jax.tree.leaves(program.state.model_state)) == (module != "net")
 
 
 def test_a_dataset_of_ones_own_gives_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one in recipes/README.md; its model is trained by test_own_code.py."""
+    """The one in recipes/README.md; test_cost_sheet.py trains on it."""
     monkeypatch.syspath_prepend(folder)
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_pkg"]:
         monkeypatch.delitem(sys.modules, name)  # of another test
@@ -186,6 +186,57 @@ def test_a_dataset_of_ones_own_gives_batches(folder: Path, monkeypatch: pytest.M
     program = build_program(load([*words, "allow_modules=[my_pkg]"]))
     assert program.dataset.train(0)["x"].shape == (32, 32)
     assert program.dataset.train(0)["y"].shape == (32, 8)
+
+
+UNFIT = {
+    "empty": "",
+    "ones": """
+import numpy as np
+from launcher.recipes import Dataset
+
+def check(options, model_options, validation):
+    pass
+
+def build(options, model_options, batch_size, seed):
+    x, y = np.ones((batch_size, 16), np.float32), np.ones((batch_size, 4), np.float32)
+    return Dataset(lambda k: {"x": x, "y": y}, None, "ones")
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            ["model.module=my_pkg.empty", "task=plan"],
+            "model.module=my_pkg.empty has no function build; "
+            "write one as recipes/models/mlp/model.py does",
+        ),
+        (
+            ["dataset=custom", "dataset.module=my_pkg.ones", "train.eval_every=50"],
+            "train.eval_every=50 evaluates, and dataset.name=custom holds nothing out for that; "
+            "have its build return validation batches, or set train.eval_every=0",
+        ),
+    ],
+)
+def test_a_module_that_lacks_something_is_refused_before_anything_starts(
+    words: list[str],
+    error: str,
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in UNFIT.items():
+        (folder / "my_pkg" / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    own = [
+        word for word in OWN_MODEL if word != "dataset=synthetic" or "dataset=custom" not in words
+    ]
+    assert main([*own, *words]) == 2
+    assert capsys.readouterr().err == f"launcher: {error}\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_option_is_named() -> None:

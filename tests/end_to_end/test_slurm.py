@@ -15,33 +15,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-from slurm_cluster import SEARCH, SlurmCluster, missing, wait_until  # noqa: E402
+from launched import lines, losses, summary, typed
+from slurm_cluster import SEARCH, SlurmCluster, missing, wait_until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}")
 
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS = 600  # that no step of these tests needs, on however busy a machine
 STEPS = 150
-MODEL = (
-    "model=mlp",
-    "model.hidden_size=16",
-    "dataset=synthetic",
-    "train.eval_every=0",
-    "train.global_batch_size=16",
-    "parallel=manual",
-    "parallel.num_stages=2",
-    f"train.steps={STEPS}",
+MODEL = typed(
+    "model=mlp model.hidden_size=16 dataset=synthetic train.eval_every=0 "
+    "train.global_batch_size=16 parallel=manual parallel.num_stages=2 wandb.mode=disabled "
+    f"train.steps={STEPS}"
 )
-ON_SLURM = (
-    *MODEL,
-    "cluster=slurm",
-    "cluster.slurm.emulated=true",
-    "cluster.slurm.exclusive=false",
-    "cluster.slurm.time=10m",
-    "wandb.mode=disabled",
+ON_SLURM = MODEL + typed(
+    "cluster=slurm cluster.slurm.emulated=true cluster.slurm.exclusive=false cluster.slurm.time=10m"
 )
 TWO_NODES = (*ON_SLURM, "cluster.hosts=2", "cluster.gpus=4")
 ENDLESS = "train.steps=1000000"
@@ -88,18 +76,16 @@ class Submitted:
         return path.read_text() if path.exists() else ""
 
     def records(self) -> list[dict]:
-        path = self.home / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return lines(self.home)
 
     def losses(self) -> list[float]:
         """The loss of every step, each of which is there exactly once."""
-        records = self.records()
-        assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-        return [record["train/loss"] for record in records]
+        steps = [record["step"] for record in self.records()]
+        assert steps == list(range(1, len(steps) + 1))
+        return losses(self.home)
 
     def summary(self) -> dict:
-        return json.loads((self.home / "summary.json").read_text())
+        return summary(self.home)
 
     def attempts(self) -> list[dict]:
         files = sorted(self.home.glob("logs/attempt_*/attempt.json"))
@@ -139,11 +125,10 @@ def user(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> User:
 @pytest.fixture(scope="module")
 def undisturbed(user: User) -> list[float]:
     """The losses of the run in one process, without Slurm."""
-    words = ("cluster=emulated", "cluster.gpus=4", "wandb.mode=disabled", "run.id=undisturbed")
+    words = ("cluster=emulated", "cluster.gpus=4", "run.id=undisturbed")
     result = user.launcher(*MODEL, *words)
     assert result.returncode == 0, result.stderr
-    lines = (user.folder / "outputs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["train/loss"] for line in lines]
+    return losses(user.folder / "outputs" / "undisturbed")
 
 
 @pytest.mark.slow
@@ -325,7 +310,7 @@ def test_a_crash_is_tried_again_but_not_the_same_one_twice(user: User) -> None:
 def test_the_script_that_is_submitted_by_hand(user: User) -> None:
     """It trains; and a wrong setting, which is found inside the job, is final."""
     options = ("--gpus-per-node=0", "--nodes=2", "--time=5", f"--chdir={user.folder}")
-    emulated = ("cluster.gpus=4", "cluster.slurm.emulated=true", "wandb.mode=disabled")
+    emulated = ("cluster.gpus=4", "cluster.slurm.emulated=true")
     script = str(ROOT / "slurm" / "train.sbatch")
     environ = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{SEARCH}"}
 
@@ -335,8 +320,8 @@ def test_the_script_that_is_submitted_by_hand(user: User) -> None:
     good = submit(*MODEL, *emulated, "train.steps=3")
     wrong = submit(*MODEL, *emulated, "train.stepz=3")
     wait_until(lambda: user.slurm.job(good)["JobState"] == "COMPLETED", SECONDS)
-    summary = (user.folder / "outputs" / f"mlp-job-{good}" / "summary.json").read_text()
-    assert json.loads(summary)["nodes"] == ["node1", "node2"]
+    trained = summary(user.folder / "outputs" / f"mlp-job-{good}")
+    assert trained["nodes"] == ["node1", "node2"]
     wait_until(lambda: user.slurm.job(wrong)["JobState"] == "FAILED", SECONDS)
     job = user.slurm.job(wrong)
     assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
@@ -346,17 +331,7 @@ def test_the_script_that_is_submitted_by_hand(user: User) -> None:
 
 
 @pytest.mark.slurm
-def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
-    before = set((user.folder / "outputs").glob("*"))
-    refused = user.launcher(*ON_SLURM, "cluster.gpus=2", "cluster.slurm.partition=moon")
-    assert set((user.folder / "outputs").glob("*")) == before
-    assert refused.returncode == 2
-    assert "launcher: cluster.slurm.partition=moon: Slurm has no partition moon" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    sweep = ("cluster.gpus=2", "cluster.slurm.partition=moon", "run.id=refused", "train.steps=1,2")
-    assert user.launcher("-m", *ON_SLURM, *sweep).returncode == 2
-    assert not (user.folder / "multirun" / "refused").exists()
-
+def test_a_run_that_is_a_job_already_is_refused(user: User) -> None:
     held = ("cluster.gpus=2", "run.id=held", "cluster.slurm.extra={hold: ''}")
     run = user.submit("held", *ON_SLURM, *held)
     twice = user.launcher(*ON_SLURM, *held)
@@ -392,7 +367,7 @@ def test_two_jobs_share_a_node_and_no_stranger_gets_in(user: User) -> None:
 
 
 def _told_by_ray(server: psutil.Process, settings: dict[str, str]) -> str:
-    """What somebody on this machine is told who asks a Ray whether it is well."""
+    """The answer of a Ray to a health check by another user of this machine."""
     ports = {c.laddr.port for c in server.net_connections("tcp") if c.status == "LISTEN"}
     words = {w.partition("=")[0]: w.partition("=")[2] for w in server.cmdline()}
     address = f"{words['--node-ip-address']}:{ports.pop()}"

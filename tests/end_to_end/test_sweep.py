@@ -4,7 +4,6 @@ Where nothing of a run matters but its end, a small program stands in for the la
 """
 
 import csv
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launched import Launcher, lines, train
 
 from launcher.submit.points import read_points
 
@@ -105,7 +105,7 @@ def test_a_signal_ends_the_run_in_progress_and_the_sweep_in_good_order(
     assert sweep.returncode == code
 
 
-# By default: a sweep that goes on, below, and one of Optuna's in tests/config/test_sweeper.py.
+# In the default tier: a resumed sweep, below, and one by Optuna in tests/config/test_sweeper.py.
 @pytest.mark.slow
 def test_an_optuna_sweep_that_is_stopped_again_and_again_goes_on(tmp_path: Path) -> None:
     words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "sweep.jobs=2")
@@ -165,55 +165,35 @@ def test_an_objective_that_no_run_will_have_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing was made
 
 
-@pytest.mark.slow
-def test_optuna_finds_the_best_number_of_microbatches(tmp_path: Path) -> None:
-    command = [
-        *(sys.executable, "-m", "launcher", "-m", "run.id=best", "task=plan"),
-        *("cluster=p3_16xlarge", "cluster.gpus=4", "model.size=nano", "parallel=manual"),
-        *("parallel.num_stages=4", "parallel.num_micro_batches=choice(2,8,32)"),
-        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "sweep.jobs=2"),
-    ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    folder = tmp_path / "multirun" / "best"
-    rows = table(folder)
-    steps = {}
-    for row in rows:
-        plan = json.loads((folder / row["run"] / "plan.json").read_text())
-        assert plan["num_micro_batches"] == int(row["parallel.num_micro_batches"])
-        steps[plan["num_micro_batches"]] = plan["predicted_step_seconds"]
-    assert len(rows) == 8
-    assert len({row["run"] for row in rows}) == len(steps) == 3  # each was planned once
-    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
-    assert found["best_params"] == {"parallel.num_micro_batches": 8}
-    assert steps[8] == min(steps.values()) == found["best_value"]
-    assert (folder / "plots" / "sweep.png").stat().st_size > 5000
+@pytest.mark.stress
+def test_the_points_of_a_sweep_compile_what_they_share_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    train(tmp_path, "-m", *SETTINGS, "wandb.mode=disabled", "run.seed=1,2")
+    kept = [path.stat() for path in (tmp_path / "cache").rglob("compiled/*/*-cache")]
+    assert len(kept) > 4
+    second = (tmp_path / "multirun" / "s" / "s-1" / "config.yaml").stat()
+    assert all(stat.st_mtime < second.st_mtime for stat in kept)
+    assert len(lines(tmp_path / "multirun" / "s" / "s-1")) == 3
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "launcher", "-m", "run.id=jack"),
-            *("recipe=smoke", "dataset=text", "dataset.path=missing.txt,text.txt"),
-            *("train.steps=2", "wandb.mode=offline"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1, result.stderr
-    assert "launcher: dataset.path=missing.txt ended with exit code 2\n" in result.stderr
-    assert "Traceback" not in result.stderr
+    files = "recipe=smoke", "dataset=text", "dataset.path=missing.txt,text.txt"
+    words = "-m", "run.id=jack", *files, "train.steps=2", "wandb.mode=offline"
+    code, out, err = Launcher(tmp_path, *words).end()
+    assert code == 1, err
+    assert "launcher: dataset.path=missing.txt ended with exit code 2\n" in err
+    assert "Traceback" not in err
     runs = tmp_path / "multirun" / "jack"
     assert [path.name for path in runs.glob("jack-*")] == ["jack-1"]
     settings = yaml.safe_load((runs / "jack-1" / "config.yaml").read_text())
     assert settings["wandb"]["group"] == "jack"
     assert settings["run"]["id"] == "jack-1"
-    assert re.search(r"^\[1/2\] dataset.path=missing.txt$", result.stdout, re.MULTILINE)
-    assert re.search(r"^\[2/2\] dataset.path=text.txt$", result.stdout, re.MULTILINE)
-    table = result.stdout[result.stdout.rindex("samples/s") :]
+    assert re.search(r"^\[1/2\] dataset.path=missing.txt$", out, re.MULTILINE)
+    assert re.search(r"^\[2/2\] dataset.path=text.txt$", out, re.MULTILINE)
+    table = out[out.rindex("samples/s") :]
     assert "jack-1" in table
     assert list(tmp_path.glob("outputs")) == []

@@ -1,4 +1,4 @@
-"""The five commands of the first page, as a stranger types them: a tuned model in ten minutes.
+"""The five commands of the first page, as a new user types them: a tuned model in ten minutes.
 
 It downloads packages, torch among them, into an environment of its own, and wants 6 GB of disk:
 
@@ -18,7 +18,7 @@ from pages import ROOT, read_page
 
 pytestmark = [pytest.mark.stress]
 
-# What the stranger has: a folder of random weights, 10 million of them, and a file of documents.
+# The user's files: a folder of random weights, 10 million of them, and a file of documents.
 MAKE = """
 import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,12 +48,6 @@ model.save_pretrained("my_llama")
 """
 
 
-def five_commands() -> list[str]:
-    """Those of the first page, in its own words."""
-    (block,) = (b for b in read_page("README.md").of("sh") if "recipe=finetune_hf" in b.text)
-    return block.lines
-
-
 def test_five_commands_lead_to_a_tuned_model(tmp_path: Path) -> None:
     checkout = tmp_path / "launcher"
     files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
@@ -78,7 +72,8 @@ def test_five_commands_lead_to_a_tuned_model(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout, time.monotonic() - begun
 
-    commands = five_commands()
+    (block,) = (b for b in read_page("README.md").of("sh") if "recipe=finetune_hf" in b.text)
+    commands = block.lines
     assert len(commands) == 5
     times = [run(commands[0])[1]]
     (tmp_path / "make.py").write_text(MAKE)

@@ -7,41 +7,23 @@ import contextlib
 import io
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
-import sys
-import uuid
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
+from launched import MARK, Launcher, lines, losses, summary, train, typed
 
 from launcher.__main__ import main
 from launcher.config.compose import from_dict, to_dict
 from launcher.report.trackers.tracker import METRIC_KEYS
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launched import DEADLINE, MARK, Launcher, lines, losses, mark_of, summary
-
-TINY_GPT = (
-    "dataset=text",
-    f"dataset.path=${{oc.env:{MARK}_SECRET}}",
-    "model.num_layers=2",
-    "model.num_heads=2",
-    "model.hidden_size=32",
-    "model.sequence_length=16",
-    "train.global_batch_size=8",
-    "train.eval_every=20",
-    "train.eval_batches=1",
-    "optimizer.learning_rate=0.01",
-    "optimizer.decay=constant",
-    "parallel=manual",
-    "parallel.num_micro_batches=2",
-    "cluster=emulated",
-    "cluster.gpus=2",
+TINY_GPT = typed(
+    f"dataset=text dataset.path=${{oc.env:{MARK}_SECRET}} model.num_layers=2 model.num_heads=2 "
+    "model.hidden_size=32 model.sequence_length=16 train.global_batch_size=8 train.eval_every=20 "
+    "train.eval_batches=1 optimizer.learning_rate=0.01 optimizer.decay=constant parallel=manual "
+    "parallel.num_micro_batches=2 cluster=emulated cluster.gpus=2"
 )
 SMOKE = ("recipe=smoke", "wandb.mode=disabled")
 FOREVER = "train.steps=1000000"
@@ -77,12 +59,10 @@ def resumed(folder: Path) -> tuple[Path, str]:
     assert summary(run)["steps"] == finished
     assert [path.name for path in (run / "checkpoints").iterdir()] == [str(finished)]
     assert f"interrupted: {finished} steps" in out
-    assert "run.id=fox" in out.splitlines()[-1]  # the command that goes on
+    assert "run.id=fox" in out.splitlines()[-1]  # the command that resumes it
 
     more = f"train.steps={finished + 5}"
-    words = "run.id=fox", "train.dry_steps=1", more
-    code, out, err = Launcher(folder, *TINY_GPT, *words).end()
-    assert (code, err) == (0, "")
+    out = train(folder, *TINY_GPT, "run.id=fox", "train.dry_steps=1", more)
     assert "warming up" in out
     assert len(lines(run)) == finished + 5
     return run, out
@@ -97,15 +77,6 @@ def test_the_loss_falls(run: Path) -> None:
     found = losses(run)
     assert 5 < found[0] < 6
     assert found[-1] < found[0] - 1
-
-
-@pytest.mark.stress  # as tests/driver/test_loop.py does, and as test_faults.py after a kill
-def test_an_interrupted_and_resumed_run_equals_an_undisturbed_one(run: Path, folder: Path) -> None:
-    steps = len(losses(run))
-    words = ("run.id=undisturbed", f"train.steps={steps}", "wandb.mode=disabled")
-    code, _, err = Launcher(folder, *TINY_GPT, *words).end()
-    assert (code, err) == (0, "")
-    assert losses(run) == losses(folder / "outputs" / "undisturbed")
 
 
 def test_what_a_run_leaves_is_for_its_user_alone(run: Path, folder: Path) -> None:
@@ -243,93 +214,16 @@ def test_a_preempted_run_saves_and_says_that_it_is_to_go_on(tmp_path: Path) -> N
     assert summary(run)["exit_reason"] == "preempted"
 
 
-@pytest.mark.stress  # `test_faults` kills workers, too
-def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_nothing_had_been(
-    run: Path, folder: Path
-) -> None:
-    undisturbed = losses(run)
-    run, more = folder / "outputs" / "killed", "train.checkpoint.every_steps=6"
-    launcher = Launcher(folder, *TINY_GPT, "run.id=killed", "train.steps=24", more)
-    launcher.wait_for((run / "checkpoints" / "6").is_dir)
-    launcher.worker().kill()
-    code, _, err = launcher.end()
-    assert code == 0
-    assert err.startswith("launcher: worker_0 died: its process was killed")
-    assert re.search(r"\nRestart 1 of at most 3 in 1 s, from the checkpoint at step \d+\n$", err)
-    assert "stages 0, 1 of 2" in err
-    assert losses(run) == undisturbed[:24]
-    assert [line["step"] for line in lines(run)] == list(range(1, 25))
-    assert summary(run)["restarts"] == 1
-    assert summary(run)["exit_reason"] == "done"
-
-
-@pytest.mark.stress  # decided in tests/driver/test_failures.py
-def test_without_restarts_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "outputs" / "one"
-    words = ("run.id=one", "cluster.max_restarts=0", FOREVER)
-    launcher = Launcher(tmp_path, *SMOKE, *words)
-    launcher.wait_for(lambda: len(lines(run)) >= 3)
-    launcher.worker().kill()
-    code, _, err = launcher.end()
-    assert code == 1
-    assert err.startswith("launcher: worker_0 died")
-    assert summary(run)["exit_reason"].startswith("worker_0 died")
-
-
-@pytest.mark.stress  # tests/base/test_stop.py sends SIGHUP, too
-def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "outputs" / "one"
-    master, slave = pty.openpty()
-    mark = uuid.uuid4().hex
-    # `setsid --ctty` makes the terminal the process's own, so that closing it hangs up.
-    command = ["setsid", "--ctty", sys.executable, "-m", "launcher", *SMOKE, "run.id=one"]
-    process = subprocess.Popen(
-        [*command, FOREVER],
-        cwd=tmp_path,
-        env={**os.environ, MARK: mark},
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-    )
-    os.close(slave)
-    shown = b""
-    while len(lines(run)) < 3:
-        shown += os.read(master, 4096)
-    os.close(master)
-    assert process.wait(DEADLINE) == 75
-    assert b"\x1b[" in shown  # the live display was on
-    assert (run / "checkpoints" / str(len(lines(run)))).is_dir()
-    assert summary(run)["exit_reason"] == "preempted"
-    assert [p.cmdline() for p in psutil.process_iter() if mark_of(p) == mark] == []
-
-
-@pytest.mark.stress  # tests/driver/test_loop.py diverges, too
-def test_a_diverging_run_says_so_and_keeps_its_last_good_state(tmp_path: Path) -> None:
-    wild = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
-    code, _, err = Launcher(tmp_path, *SMOKE, "run.id=one", *wild).end()
-    assert code == 1
-    assert err.startswith("launcher: train/")
-    assert "lower optimizer.learning_rate" in err
-    assert not (tmp_path / "outputs" / "one" / "checkpoints").exists()
-    assert summary(tmp_path / "outputs" / "one")["exit_reason"].startswith("train/")
-
-
 @pytest.mark.slow
 def test_two_hosts_train_as_one_and_go_on_from_its_checkpoint(folder: Path) -> None:
     """By both transports; the other way round: tests/checkpoint/test_checkpoint_plans.py."""
 
-    def train(hosts: int, run_id: str, *words: str) -> Path:
-        asked = [f"cluster.hosts={hosts}", f"run.id={run_id}", "train.eval_every=2", *words]
-        asked.append("wandb.mode=disabled")
-        code, _, err = Launcher(folder, *TINY_GPT, *asked).end()
-        assert code == 0, err
-        return folder / "outputs" / run_id
-
-    one, two = (
-        train(1, "one", "train.steps=3"),
-        train(2, "two", "train.steps=6", "cluster.transport=collective"),
-    )
-    train(2, "one", "train.steps=6")
+    own = (*TINY_GPT, "train.eval_every=2", "wandb.mode=disabled")
+    train(folder, *own, "run.id=one", "train.steps=3")
+    train(folder, *own, "run.id=one", "train.steps=6", "cluster.hosts=2")
+    collective = "cluster.hosts=2", "cluster.transport=collective"
+    train(folder, *own, "run.id=two", "train.steps=6", *collective)
+    one, two = folder / "outputs" / "one", folder / "outputs" / "two"
     assert losses(one) == pytest.approx(losses(two), rel=1e-5)
     evaluations = [
         {line["step"]: line["eval/loss"] for line in lines(run)[3:] if "eval/loss" in line}

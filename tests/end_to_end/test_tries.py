@@ -3,25 +3,16 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
+from launched import Launcher, losses, summary, train, typed
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launched import Launcher, losses, summary
-
-WORDS = (
-    "model=mlp",
-    "dataset=synthetic",
-    "cluster=emulated",
-    "cluster.gpus=2",
-    "wandb.mode=disabled",
-    "train.eval_every=0",
+WORDS = typed(
+    "model=mlp dataset=synthetic cluster=emulated cluster.gpus=2 wandb.mode=disabled "
+    "train.eval_every=0"
 )
 TRIES = "parallel.try=3"
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -35,50 +26,37 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def run(folder: Path, *words: str) -> str:
-    code, out, err = Launcher(folder, *WORDS, *words).end()
-    assert (code, err) == (0, ""), out
-    return out
-
-
+@pytest.mark.slow
 def test_the_fastest_plan_trains_as_its_replay_and_is_not_tried_again(
     tmp_path: Path, own_cache: Path
 ) -> None:
-    out = run(tmp_path, TRIES, "run.id=one", "train.steps=3", "train.checkpoint.every_steps=3")
+    """On two hosts, whose workers try together."""
+    own = (*WORDS, "cluster.hosts=2")
+    out = train(tmp_path, *own, TRIES, "run.id=one", "train.steps=3")
     assert "trying 3 plans ... " in out
     one = tmp_path / "outputs" / "one"
     plan = json.loads((one / "plan.json").read_text())
     assert len(plan["tried"]) == 3
+    assert not any(trial["failure"] for trial in plan["tried"])
     measured = [trial["measured_step_seconds"] for trial in plan["tried"]]
     fastest = plan["tried"][measured.index(min(measured))]
     assert f"the fastest is taken: {fastest['plan']}" in out
     assert summary(one)["predicted_step_seconds"] == plan["predicted_step_seconds"]
     assert plan["predicted_step_seconds"] == fastest["predicted_step_seconds"]
     # It trains as if that plan had been given, and trying has changed nothing.
-    run(tmp_path, "parallel=replay", f"parallel.plan={one / 'plan.json'}", "run.id=two")
+    replay = "parallel=replay", f"parallel.plan={one / 'plan.json'}"
+    train(tmp_path, *own, *replay, "run.id=two", "train.steps=3")
     assert losses(tmp_path / "outputs" / "two") == losses(one)
-    # The next run knows, and so does one that goes on, even if nothing is kept any more.
-    out = run(tmp_path, "train.steps=3", "run.id=three")
-    assert "trying" not in out
-    assert f"{fastest['plan']} was the fastest" in out
-    assert losses(tmp_path / "outputs" / "three") == losses(one)
+    # A run that is resumed knows, even if nothing is kept any more.
     (own_cache / "trials").rename(tmp_path / "elsewhere")
-    out = run(tmp_path, TRIES, "run.id=one", "train.steps=5")
+    out = train(tmp_path, *own, TRIES, "run.id=one", "train.steps=5")
     assert "trying" not in out
     again = json.loads((one / "plan.json").read_text())
     assert (again["tried"], again["stages"]) == (plan["tried"], plan["stages"])
     assert len(losses(one)) == 5
 
 
-def test_workers_on_several_hosts_try_together(tmp_path: Path) -> None:
-    out = run(tmp_path, TRIES, "cluster.hosts=2", "train.steps=2", "run.id=one")
-    plan = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())
-    assert "trying 3 plans ... " in out
-    assert len(plan["tried"]) == 3
-    assert not any(trial["failure"] for trial in plan["tried"])
-    assert len(losses(tmp_path / "outputs" / "one")) == 2
-
-
+@pytest.mark.stress  # as test_interrupts.py does in other phases
 def test_ctrl_c_while_plans_are_tried_ends_the_run(tmp_path: Path) -> None:
     with (tmp_path / "output").open("w") as output:
         launcher = Launcher(tmp_path, *WORDS, TRIES, "run.id=one", stdout=output.fileno())

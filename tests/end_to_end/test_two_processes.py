@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from launched import Launcher, lines, losses, summary
+from launched import Launcher, lines, losses, summary, train, typed
 
-# A model whose first parameters, if it is told so, come from a generator without a seed: other
-# ones in each process.
+# A model whose first parameters, on request, come from a generator without a seed: different ones
+# in each process.
 MODEL = """
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ def build(options, precision):
     return Model(init, loss)
 """
 
-# 64 rows to train on and 100 held out; each process notes which it makes. If it is told so, the
+# 64 rows to train on and 100 held out; each process notes which it makes. On request, the
 # second process's memory fails after the first steps.
 DATA = """
 import ctypes
@@ -73,54 +73,37 @@ def build(options, model_options, global_batch_size, seed):
     return Dataset(train, held, "rows")
 """
 
-WORDS = (
-    *("model=custom", "model.module=my_model", "dataset=custom", "dataset.module=my_data"),
-    *("allow_modules=[my_model,my_data]", "cluster=emulated", "cluster.gpus=2", "parallel=data"),
-    *("train.steps=4", "train.global_batch_size=32", "train.eval_every=4"),
-    *("train.eval_batches=null", "train.check_replicas_every=1", "wandb.mode=disabled"),
+WORDS = typed(
+    "model=custom model.module=my_model dataset=custom dataset.module=my_data "
+    "allow_modules=[my_model,my_data] cluster=emulated cluster.gpus=2 cluster.hosts=2 "
+    "parallel=data train.steps=4 train.global_batch_size=32 train.eval_every=4 "
+    "train.eval_batches=null train.check_replicas_every=1 wandb.mode=disabled run.id=one"
 )
 
 
-def ended(
-    tmp_path: Path, name: str, hosts: int, seed: str, more: str = "", method: str = "data"
-) -> tuple[int, str, str]:
-    (tmp_path / "my_model.py").write_text(MODEL)
-    (tmp_path / "my_data.py").write_text(DATA)
-    (tmp_path / name).mkdir()
-    data = f"dataset.options={{notes: {tmp_path / name}{more}}}"
-    words = f"model.options={{seed: {seed}}}", data, f"cluster.hosts={hosts}", f"run.id={name}"
-    return Launcher(tmp_path, *WORDS, *words, f"parallel={method}").end()
+def ended(folder: Path, seed: str, more: str = "") -> tuple[int, str, str]:
+    (folder / "my_model.py").write_text(MODEL)
+    (folder / "my_data.py").write_text(DATA)
+    (folder / "notes").mkdir()
+    options = f"dataset.options={{notes: notes{more}}}", f"model.options={{seed: {seed}}}"
+    return Launcher(folder, *WORDS, *options).end()
 
 
-def run(
-    tmp_path: Path, name: str, hosts: int, seed: str, said: str = "", method: str = "data"
-) -> Path:
-    code, out, err = ended(tmp_path, name, hosts, seed, method=method)
+@pytest.mark.slow
+def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path) -> None:
+    code, out, err = ended(tmp_path, "null")  # checked from the first step on
     assert (code, err) == (0, "")
-    assert said in out
-    return tmp_path / "outputs" / name
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("data", marks=pytest.mark.slow),
-        pytest.param("parameter_server", marks=pytest.mark.stress),
-    ],
-)
-def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path, method: str) -> None:
-    home = run(
-        *(tmp_path, "two", 2, "null"),  # whose replicas are checked from the first step on
+    assert (
         "the processes made different first values of params.w, by an init that does not follow "
-        "from its key alone; all take the first replica's\n",
-        method,
-    )
+        "from its key alone; all take the first replica's\n"
+    ) in out
+    home = tmp_path / "outputs" / "one"
     assert len(lines(home)) == 4
 
     # A process asks for its own rows: after one for the shapes, half of each batch.
     asked = [
         [{int(n) for n in line.split()} for line in path.read_text().splitlines()]
-        for path in (tmp_path / "two").iterdir()
+        for path in (tmp_path / "notes").iterdir()
     ]
     first, second = (each[1:] for each in asked if len(each) > 1)  # the driver wants no others
     steps = [(a, b) for a, b in zip(first, second, strict=True) if max(a | b) < 64]
@@ -140,16 +123,8 @@ def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path, metho
 
 
 @pytest.mark.slow
-def test_two_processes_with_their_own_rows_train_as_one_with_all(tmp_path: Path) -> None:
-    one, two = (run(tmp_path, f"of_{hosts}", hosts, "0") for hosts in (1, 2))
-    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
-    ends = [lines(home)[-1]["eval/loss"] for home in (one, two)]
-    assert ends[1] == pytest.approx(ends[0], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_a_run_whose_replicas_part_ends_and_names_step_array_and_process(tmp_path: Path) -> None:
-    code, _, err = ended(tmp_path, "faulty", 2, "0", ", fault: true")
+    code, _, err = ended(tmp_path, "0", ", fault: true")
     assert (code, err.count("\n")) == (1, 1), err
     told = re.search(
         r"step (\d): the replica of \S+\.w on device 1 \(process 1\) differs from that on device 0 "
@@ -157,25 +132,22 @@ def test_a_run_whose_replicas_part_ends_and_names_step_array_and_process(tmp_pat
         err,
     )
     assert told, err
-    home = tmp_path / "outputs" / "faulty"
+    home = tmp_path / "outputs" / "one"
     assert summary(home)["exit_reason"].startswith(f"step {told[1]}: the replica of")
     assert not list((home / "checkpoints").glob(told[1]))
 
 
-@pytest.mark.parametrize(
-    "scans",
-    [pytest.param("false", marks=pytest.mark.stress), pytest.param("true", marks=pytest.mark.slow)],
-)
-def test_replicas_of_stages_on_two_hosts_are_checked_at_each_step(
-    tmp_path: Path, scans: str
-) -> None:
+@pytest.mark.slow
+def test_replicas_of_stages_on_two_hosts_are_checked_at_each_step(tmp_path: Path) -> None:
     """More digests than a device may have in flight, each of several devices, beside transfers."""
-    words = ("recipe=smoke", "model=gpt", "model.num_layers=4", f"model.scan_layers={scans}")
-    words += ("dataset=synthetic", "cluster=emulated", "cluster.hosts=2", "cluster.gpus=4")
-    words += ("parallel=three_d", "parallel.data=2", "parallel.model=1", "parallel.pipeline=2")
-    words += ("parallel.num_micro_batches=2", "optimizer.clip_norm=1", "train.eval_every=3")
-    words += ("train.steps=8", "train.check_replicas_every=1", "wandb.mode=disabled")
-    words += ("cluster.step_timeout=60", "cluster.max_restarts=0", "run.id=here")
-    code, _, err = Launcher(tmp_path, *words).end()
-    assert (code, err) == (0, "")
+    train(
+        tmp_path,
+        *typed(
+            "recipe=smoke model=gpt model.num_layers=4 model.scan_layers=true dataset=synthetic "
+            "cluster=emulated cluster.hosts=2 cluster.gpus=4 parallel=three_d parallel.data=2 "
+            "parallel.model=1 parallel.pipeline=2 parallel.num_micro_batches=2 "
+            "optimizer.clip_norm=1 train.eval_every=3 train.steps=8 train.check_replicas_every=1 "
+            "wandb.mode=disabled cluster.step_timeout=60 cluster.max_restarts=0 run.id=here"
+        ),
+    )
     assert len(losses(tmp_path / "outputs" / "here")) == 8

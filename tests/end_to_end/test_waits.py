@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import Launcher
+from launched import Launcher, train, typed
 
 from launcher.cluster.worker_group import wait_of
 
@@ -70,16 +70,10 @@ def build(options, model_options, global_batch_size, seed):
 
     return Dataset(train=held, validation=None, describe="held up")
 """
-WORDS = (
-    *("model=mlp", "train.steps=3", "train.eval_every=0", "report=none"),
-    *("cluster=emulated", "cluster.hosts=2", "cluster.gpus=2", "cluster.max_restarts=0"),
-    *(
-        "cluster.start_timeout=40",
-        "parallel=data",
-        "parallel.cost=model",
-        "run.id=one",
-        "dataset=synthetic",
-    ),
+WORDS = typed(
+    "model=mlp train.steps=3 train.eval_every=0 report=none cluster=emulated cluster.hosts=2 "
+    "cluster.gpus=2 cluster.max_restarts=0 cluster.start_timeout=40 parallel=data "
+    "parallel.cost=model run.id=one dataset=synthetic"
 )
 OWN_DATA = "dataset=custom", "dataset.module=held", "allow_modules=[held]"
 
@@ -98,32 +92,30 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launched.COMMAND", (sys.executable, "-c", PROGRAM))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("held_up", "doing"),
     [
-        ("build", "it reads the first data and traces the step"),
-        ("batch", "it reads its first batch"),
+        pytest.param(
+            "build", "it reads the first data and traces the step", marks=pytest.mark.slow
+        ),
+        pytest.param("batch", "it reads its first batch", marks=pytest.mark.stress),
     ],
 )
 def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(DATA)
     (tmp_path / "held_up").write_text(held_up)
     err = ended(Launcher(tmp_path, *WORDS, *OWN_DATA))
-    assert f"for 6 s, while {doing}" in err
+    assert f"for 6 s, while it reads {doing}" in err
     assert "no answer from worker_0, worker_1" in err
 
 
 @pytest.mark.parametrize(
     "method",
     [
-        *(
-            pytest.param(method, marks=pytest.mark.slow)
-            for method in ("compiled", "setup", "restore")
-        ),
+        pytest.param("compiled", marks=pytest.mark.slow),
         *(
             pytest.param(method, marks=pytest.mark.stress)
-            for method in ("begin_setup", "create", "first_batch", "dry_step")
+            for method in typed("setup restore begin_setup create first_batch dry_step")
         ),
     ],
 )
@@ -132,7 +124,7 @@ def test_a_worker_that_stands_in_a_call(method: str, tmp_path: Path) -> None:
     words = (*WORDS, *OWN_DATA, "train.dry_steps=1", "cluster.step_timeout=8")
     if method == "restore":
         (tmp_path / "held_up").write_text("")
-        assert Launcher(tmp_path, *words).end()[0] == 0
+        train(tmp_path, *words)
         words = (*words, "train.steps=5")
     (tmp_path / "held_up").write_text(method)
     err = ended(Launcher(tmp_path, *words))

@@ -35,7 +35,7 @@ def device():
 
 
 def run_of(*words):
-    """Plan, compile and run a few steps of settings on one device: what is said and measured."""
+    """Plan, compile and run a few steps on one device; return predictions and measurements."""
     config = load([*QUIET, *words], [])
     program = build_program(config, device().device_kind)
     shape = local_shape(1, 1, device().device_kind)
@@ -342,52 +342,6 @@ def timed(call, *args):
         jax.block_until_ready(call(*args))
         found.append(time.perf_counter() - began)
     return min(found)
-
-
-def kernels(folder):
-    """What the cost model prices: products by shape, and what memory's rate decides."""
-    sides = (256, 1024, 4096, 8192) if GPU else (32, 64, 128, 256)
-    product, rows = jax.jit(jnp.matmul), []
-    for m in sides:
-        for k in sides:
-            for n in sides:
-                a, b = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
-                seconds = timed(product, a, b)
-                rows.append((m, k, n, round(2 * m * k * n / seconds / 1e12, 2)))
-    best = max(rows, key=lambda row: row[3])
-    yield (
-        f"{len(rows)} products in bf16: at most {best[3]} TFLOP/s, at {best[:3]}",
-        {"products": rows},
-    )
-    for side in sides[-2:]:
-        a = jnp.ones((side, side))
-        for word in ("default", "highest"):
-            with jax.default_matmul_precision(word):
-                seconds = timed(jax.jit(jnp.matmul), a, a)
-            rate = 2 * side**3 / seconds / 1e12
-            yield f"product in fp32, {word}, {side}: {rate:.1f} TFLOP/s", {"tflops": rate}
-    count = (1 << 28) if GPU else (1 << 20)
-    x = jnp.ones((count // 1024, 1024))
-    index = jnp.asarray(np.random.default_rng(0).integers(0, len(x), len(x) // 4), jnp.int32)
-    state = optax.adamw(1e-3).init(x)
-    cases = {
-        "add": (jax.jit(lambda x: x + 1), (x,), 2),
-        "gelu": (jax.jit(jax.nn.gelu), (x,), 2),
-        "softmax": (jax.jit(jax.nn.softmax), (x,), 2),
-        "row sums": (jax.jit(lambda x: x.sum(1)), (x,), 1),
-        "transpose": (jax.jit(lambda x: x.T + 0), (x,), 2),
-        "gather": (jax.jit(lambda x, i: x[i]), (x, index), 0.5),
-        "scatter": (
-            jax.jit(lambda x, i: jnp.zeros_like(x).at[i].add(x[: len(i)])),
-            (x, index),
-            1.5,
-        ),
-        "AdamW": (jax.jit(lambda g, s: optax.adamw(1e-3).update(g, s, g)), (x, state), 6),
-    }
-    for name, (call, args, passes) in cases.items():
-        seconds = timed(call, *args)
-        rate = passes * x.nbytes / seconds / 1e9
-        yield f"{name}: {1e3 * seconds:.2f} ms, {rate:.0f} GB/s", {"kernel": name, "gb_s": rate}
 
 
 def transfers(folder):

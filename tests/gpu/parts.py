@@ -33,7 +33,6 @@ runs     default      60  45  the card's default command: step, memory, first st
 engine   sizes        75  25  six sizes of GPT in bf16: memory and step, predicted and measured
 engine   parity       45  60  ten methods beside one device, of 2 and 4 stages on one GPU, too
 engine   families     80  50  each family in bf16; fused, packed and windowed attention
-engine   kernels      40  10  64 matrix products, memory-bound kernels, scatter, AdamW
 engine   attention    20  12  cuDNN's attention inside a step, beside XLA's
 engine   remat        40  40  memory of none, selective and full at 8 and 16 blocks
 engine   scan         30  35  scanned blocks beside unrolled ones

@@ -259,7 +259,7 @@ def tried(mutant: Mutant, root: Path, seconds: float) -> tuple[str, str]:
     """Run the tests of a mutant in a copy of the tree, and undo the mistake.
 
     Returns:
-        what became of it, and by which test or how many files of tests have passed. A test that
+        the verdict, and by which test or how many files of tests have passed. A test that
         fails without the mistake, too, kills nothing: the mutant is "unsure".
     """
     path = root / mutant.path
@@ -280,7 +280,7 @@ def tried(mutant: Mutant, root: Path, seconds: float) -> tuple[str, str]:
 def score(
     root: Path, chosen: Sequence[Mutant], jobs: int, seconds: float
 ) -> dict[Mutant, tuple[str, str]]:
-    """Return what becomes of each mutant, as `tried` does; progress goes to standard error."""
+    """Return each mutant's verdict, as `tried` does; progress goes to standard error."""
     found: dict[Mutant, tuple[str, str]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as folder,

@@ -106,7 +106,7 @@ def test_refusals(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 def refusal(words: str, code: int, said: str) -> dict[str, Any]:
     lines = [line for line in said.splitlines() if line.startswith("launcher: ")]
     text = " ".join(lines).removeprefix("launcher: ")
-    # Where something was said: it names files, and ends before the remedy.
+    # Where a setting was given: that names files, and ends before the remedy.
     plain = re.sub(r"\([^()]*(?:on the command line|\.yaml:\d+)[^()]*\)", "()", text)
     plain = re.sub(r"(?<![\w.=])\S*/\S*|(?<==)\S+?(?=[.,:;)]*(?:\s|$))", "", plain)
     dotted = re.findall(r"(?<![\w.])[a-z_]+(?:\.[a-z_0-9]+)+", plain)

@@ -72,6 +72,11 @@ def decay(p: Any) -> jax.Array:
     return 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
 
 
+def descended(params: Any, grads: Any) -> Any:
+    """The parameters after a step of gradient descent."""
+    return jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
+
+
 def rows(b: Any) -> int:
     """How many rows the batch, or a slice of it, has."""
     return len(b["x"])
@@ -91,8 +96,7 @@ def of_loss(
 
         def step(state: Any, batch: Any) -> Any:
             found, grads = value_and_grad(fun, has_aux=has_aux, **words)(state, batch)
-            new = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, state, grads)
-            return new, {"found": found, "grads": grads}
+            return descended(state, grads), {"found": found, "grads": grads}
 
         return step
 

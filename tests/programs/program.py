@@ -76,15 +76,15 @@ def cases(programs: Mapping[str, Program], every: int = 8) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
     Without being asked for one program in `every` runs, in two stages of two replicas each, which
-    tell the most, or by data parallelism where they are refused. Every other program is slow by
-    one method, in turn; all else is for `stress`.
+    tell the most, or by data parallelism where they are refused. One in four is slow by one method,
+    in turn; all else is for `stress`.
     """
 
     def marks(i: int, program: Program, method: str) -> Any:
         told_most = "data" if "stages" in program.refused else "stages"
         if i % every == 0 and method == told_most:
             return []
-        in_turn = i % 2 == 0 and i // 2 % len(METHODS) == place[method]
+        in_turn = i % 4 == 0 and i // 4 % len(METHODS) == place[method]
         return [pytest.mark.slow if in_turn else pytest.mark.stress]
 
     place = {method: i for i, method in enumerate(METHODS)}
@@ -92,6 +92,16 @@ def cases(programs: Mapping[str, Program], every: int = 8) -> list[Any]:
         pytest.param(name, method, marks=marks(i, program, method))
         for (i, (name, program)), method in itertools.product(enumerate(programs.items()), METHODS)
     ]
+
+
+def table_test(programs: Mapping[str, Program]) -> Any:
+    """The test of a table of programs: each equals one device, or is refused as it declares."""
+
+    @pytest.mark.parametrize(("name", "method"), cases(programs))
+    def test(name: str, method: str) -> None:
+        check(programs[name], method)
+
+    return test
 
 
 def trained(step: Any, program: Program) -> list[Any]:

@@ -14,8 +14,8 @@ import pytest
 from programs.pieces import (
     CLASSES,
     HIDDEN,
-    LEARNING_RATE,
     batch,
+    descended,
     drawn_by_slices,
     losses,
     net,
@@ -23,7 +23,7 @@ from programs.pieces import (
     rows,
     whole_batch,
 )
-from programs.program import METHODS, ROWS, Program, cases, check
+from programs.program import METHODS, ROWS, Program, table_test
 
 import launcher
 
@@ -49,8 +49,8 @@ def drawing(forward, loss, key_of, given=True, on_whole_batch=False):
 
             at = key_of(state["step"], lambda key: key) if given else state["step"]
             found, grads = value_and_grad(of, has_aux=True)(state["params"], b, at)
-            new = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, state["params"], grads)
-            return {"params": new, "step": state["step"] + 1}, {"found": found, "grads": grads}
+            new = {"params": descended(state["params"], grads), "step": state["step"] + 1}
+            return new, {"found": found, "grads": grads}
 
         return step
 
@@ -155,8 +155,7 @@ def same_numbers(step_loss):
         def step(state, b):
             key = jax.random.fold_in(jax.random.key(0), state["step"])
             value, grads = step_loss(value_and_grad, state["params"], b, key)
-            new = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, state["params"], grads)
-            return {"params": new, "step": state["step"] + 1}, value
+            return {"params": descended(state["params"], grads), "step": state["step"] + 1}, value
 
         return step
 
@@ -215,11 +214,7 @@ PROGRAMS = {
     "dropout that drops nothing": same_numbers(never_drops),
     "a key of each example": same_numbers(of_each_example),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made in the loss"])

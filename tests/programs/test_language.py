@@ -1,4 +1,4 @@
-"""Language models in the shape of Flax's examples and of BERT's code."""
+"""Language models in the shape of Flax's examples."""
 
 import functools
 
@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from filled import filled
 from flax.training import common_utils, train_state
 from programs.pieces import drawn_by_slices
-from programs.program import ROWS, Program, cases, check
+from programs.program import ROWS, Program, table_test
 
 import launcher
 
@@ -95,17 +94,6 @@ class Translator(nn.Module):
         return nn.Dense(VOCAB)(x)
 
 
-class Tagger(nn.Module):
-    """A label for each token, as nlp_seq's."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        mask = seen(tokens, tokens)
-        x = Layer()(nn.Embed(VOCAB, WIDTH)(tokens), mask)
-        launcher.mark_pipeline_boundary()
-        return nn.Dense(4)(Layer()(x, mask))
-
-
 def weighted_cross_entropy(logits, targets, weights, smoothing=0.1):
     """The sum over the tokens and that of the weights, as in the examples."""
     size = logits.shape[-1]
@@ -185,117 +173,6 @@ def wmt():
     return Program(initial(model, *batch(0).values()), build, batch)
 
 
-def nlp_seq():
-    model = Tagger()
-
-    def batch(k):
-        return {"inputs": texts(k), "tags": np.minimum(texts(k) // 3, 3)}
-
-    def build(value_and_grad):
-        def step(state, batch):
-            weights = jnp.where(batch["inputs"] > 0, 1.0, 0.0)
-
-            def loss_fn(params):
-                logits = model.apply({"params": params}, batch["inputs"])
-                loss, weight = weighted_cross_entropy(logits, batch["tags"], weights, 0.05)
-                return loss / weight, logits
-
-            (loss, logits), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
-            metrics = token_metrics(logits, batch["tags"], weights)
-            return state.apply_gradients(grads=grads), {**metrics, "mean": loss}
-
-        return step
-
-    return Program(initial(model, batch(0)["inputs"]), build, batch)
-
-
-def bert():
-    """Masked tokens by their positions, padded with weights of zero; and the next sentence."""
-
-    def init():
-        draw = np.random.default_rng(0)
-        shapes = {"embed": (VOCAB, WIDTH), "a": (WIDTH,) * 2, "b": (WIDTH,) * 2, "next": (WIDTH, 2)}
-        return {n: (draw.normal(size=s) / 3).astype(np.float32) for n, s in shapes.items()}
-
-    def batch(k):
-        draw = np.random.default_rng(k)
-        tokens = texts(k)
-        positions = np.sort(draw.integers(0, LENGTH, (ROWS, 3))).astype(np.int32)
-        ids = np.take_along_axis(tokens, positions, 1)
-        return {
-            "tokens": tokens,
-            "positions": positions,
-            "ids": ids,
-            "weights": (ids > 0).astype(np.float32),
-            "next": (np.arange(ROWS) < 6).astype(np.int32),
-        }
-
-    def loss(p, b):
-        x = p["embed"][b["tokens"]]
-        x = jax.nn.gelu(x @ p["a"] + x.mean(1, keepdims=True))
-        launcher.mark_pipeline_boundary()
-        x = jnp.tanh(x @ p["b"])
-        logits = jnp.take_along_axis(x, b["positions"][..., None], 1) @ p["embed"].T
-        each = -jax.nn.log_softmax(logits)
-        each = jnp.sum(each * jax.nn.one_hot(b["ids"], VOCAB), -1)
-        masked = jnp.sum(b["weights"] * each) / (jnp.sum(b["weights"]) + 1e-5)
-        follows = optax.softmax_cross_entropy_with_integer_labels(x[:, 0] @ p["next"], b["next"])
-        hits = (logits.argmax(-1) == b["ids"]) * b["weights"]
-        return masked + follows.mean(), {
-            "masked": masked,
-            "accuracy": hits.sum() / (b["weights"].sum() + 1e-5),
-            "next": follows.mean(),
-        }
-
-    def build(value_and_grad):
-        def step(state, batch):
-            (value, metrics), grads = value_and_grad(loss, has_aux=True)(state, batch)
-            return jax.tree.map(lambda p, g: p - 0.05 * g, state, grads), (value, metrics)
-
-        return step
-
-    return Program(init, build, batch)
-
-
-class Summarizer(nn.Module):
-    """A recurrent encoder, whose last state begins the decoder, as seq2seq's."""
-
-    @nn.compact
-    def __call__(self, inputs, lengths, targets):
-        one_hot = jax.nn.one_hot
-        cell = nn.RNN(nn.LSTMCell(WIDTH), return_carry=True)
-        carry, _ = cell(one_hot(inputs, VOCAB), seq_lengths=lengths)
-        launcher.mark_pipeline_boundary()
-        out = nn.RNN(nn.LSTMCell(WIDTH))(one_hot(shifted(targets), VOCAB), initial_carry=carry)
-        return nn.Dense(VOCAB)(out)
-
-
-def seq2seq():
-    """A mean over the examples of sums over their tokens."""
-    model = Summarizer()
-
-    def batch(k):
-        inputs = texts(k)
-        lengths = np.maximum((inputs > 0).sum(1), 1).astype(np.int32)
-        return {"inputs": inputs, "lengths": lengths, "targets": inputs[:, ::-1].copy()}
-
-    def build(value_and_grad):
-        def step(state, batch):
-            def loss_fn(params):
-                logits = model.apply({"params": params}, **batch)
-                each = jnp.sum(nn.log_softmax(logits) * jax.nn.one_hot(batch["targets"], VOCAB), -1)
-                mask = jnp.arange(LENGTH)[None] < batch["lengths"][:, None]
-                return -jnp.mean(jnp.sum(jnp.where(mask, each, 0), -1)), logits
-
-            (loss, logits), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
-            right = jnp.all(logits.argmax(-1) == batch["targets"], axis=-1)
-            return state.apply_gradients(grads=grads), {"loss": loss, "accuracy": right.mean()}
-
-        return step
-
-    return Program(initial(model, *batch(0).values()), build, batch)
-
-
 def preference():
     """Direct preference optimization (Rafailov et al., arXiv 2305.18290), beside a frozen model."""
 
@@ -336,13 +213,6 @@ def preference():
 PROGRAMS = {
     "lm1b": lm1b(),
     "wmt": wmt(),
-    "nlp_seq": nlp_seq(),
-    "BERT's masked loss": bert(),
-    "seq2seq": seq2seq(),
     "preference": preference(),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)

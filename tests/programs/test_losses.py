@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from jax import lax
 from programs.pieces import (
     CLASSES,
@@ -13,7 +12,7 @@ from programs.pieces import (
     of_loss,
     rows,
 )
-from programs.program import ROWS, cases, check, one_microbatch_only, several_slices
+from programs.program import ROWS, one_microbatch_only, several_slices, table_test
 
 import launcher
 from launcher.trace.errors import ReduceError
@@ -188,7 +187,7 @@ JOINED = {
         "div",
     ),
 }
-# What is said of a loss is not so.
+# Losses with a wrong `reduce`.
 MISNAMED = {
     "sum, said to be a mean": (EQUAL["sum"], "mean", r'is a sum .* say "sum"'),
     "mean, said to be a sum": (EQUAL["mean"], "sum", r'is a mean .* say "mean"'),
@@ -209,8 +208,4 @@ PROGRAMS = {
         lambda p, b: losses(p, b).max(), refused=one_microbatch_only("takes the max")
     ),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)

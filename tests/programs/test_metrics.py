@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from programs.pieces import CLASSES, net, of_loss, rows
-from programs.program import cases, check, one_microbatch_only, several_slices
+from programs.program import one_microbatch_only, several_slices, table_test
 
 from launcher.trace.errors import ReduceError
 
@@ -129,8 +128,4 @@ PROGRAMS = {
         refused=several_slices(r'result 1 of the loss is a sum .* say "sum"', ReduceError),
     ),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)

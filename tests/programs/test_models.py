@@ -8,24 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from filled import filled
 from flax import nnx
 from flax.training import train_state
 from programs.pieces import (
     CLASSES,
     HIDDEN,
-    LEARNING_RATE,
     WIDTH,
     batch,
-    drawn_by_slices,
+    descended,
     net,
-    normal,
     of_loss,
-    params,
-    rows,
 )
-from programs.program import ROWS, Program, cases, check, one_microbatch_only
+from programs.program import ROWS, Program, one_microbatch_only, table_test
 
 import launcher
 
@@ -40,10 +35,6 @@ def images(k):
         "image": (size * rng.normal(size=(ROWS, SIDE, SIDE, 2))).astype(np.float32),
         "label": np.sort(rng.integers(0, 3, ROWS)).astype(np.int32),
     }
-
-
-def descended(params, grads):
-    return jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
 
 
 # -- linen -----------------------------------------------------------------------------------------
@@ -95,49 +86,6 @@ def imagenet():
         return step
 
     return Program(init, build, images, BATCH_NORM)
-
-
-class Autoencoder(nn.Module):
-    """An encoder's mean and logarithm of the variance, and a decoder, as vae's."""
-
-    @nn.compact
-    def __call__(self, x, key):
-        h = nn.relu(nn.Dense(HIDDEN)(x))
-        mean, log = nn.Dense(3)(h), nn.Dense(3)(h)
-        z = mean + jnp.exp(0.5 * log) * jax.random.normal(key, log.shape)
-        launcher.mark_pipeline_boundary()
-        return nn.Dense(WIDTH)(nn.relu(nn.Dense(HIDDEN)(z))), mean, log
-
-
-def vae():
-    model, tx = Autoencoder(), optax.adam(1e-2, eps=1e-3)
-
-    def init():
-        key = jax.random.key(0)
-        shapes = jax.eval_shape(lambda: model.init(key, batch(0)["x"], key))
-        params = filled(shapes["params"])
-        return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    def build_by(run, value_and_grad):
-        def step(state, b):
-            key = jax.random.fold_in(jax.random.key(1), state.step)
-
-            def forward(params, x, key):
-                return model.apply({"params": params}, x, key)
-
-            def loss_fn(params):
-                logits, mean, log = run(forward, params, b["x"], lambda own: own(key))
-                targets = jax.nn.sigmoid(b["t"].sum(1, keepdims=True) + b["x"])
-                cross = optax.sigmoid_binary_cross_entropy(logits, targets).sum(-1).mean()
-                divergence = -0.5 * jnp.sum(1 + log - mean**2 - jnp.exp(log), axis=-1)
-                return cross + divergence.mean(), {"bce": cross, "kld": divergence.mean()}
-
-            found, grads = value_and_grad(loss_fn, has_aux=True)(state.params)
-            return state.apply_gradients(grads=grads), found
-
-        return step
-
-    return drawn_by_slices(init, build_by, batch)
 
 
 # -- NNX -------------------------------------------------------------------------------------------
@@ -276,8 +224,8 @@ def haiku(norm=False):
 
 
 def graphs():
-    """Padded graphs, a row each: messages along edges, a mean over the nodes that there are, and a
-    label of each graph that may be missing, as ogbg's."""
+    """Padded graphs, a row each: messages along edges, a mean over the existing nodes, and labels,
+    some of them missing, as ogbg's."""
     nodes = 5
 
     def of(k):
@@ -325,26 +273,6 @@ def policy(p, b):
     }
 
 
-def two_views(p, b):
-    """NT-Xent over two views of each example (SimCLR)."""
-    both = jnp.concatenate([b["x"], b["x"] + 0.1 * b["t"][:, :1]])
-    z = net(p, {"x": both})
-    z = z * jax.lax.rsqrt((z**2).sum(1, keepdims=True) + 1e-3)
-    scores = z @ z.T / 0.5 - 1e9 * jnp.eye(len(z))
-    other = jnp.roll(jnp.arange(len(z)), rows(b))
-    return optax.softmax_cross_entropy_with_integer_labels(scores, other).mean()
-
-
-def experts(p, b):
-    """A switch layer with the balancing term of its paper (Fedus et al., arXiv 2101.03961)."""
-    h = jnp.tanh(b["x"] @ p["a"])
-    launcher.mark_pipeline_boundary()
-    gates = jax.nn.softmax(h @ p["b"])
-    chosen = jax.nn.one_hot(gates.argmax(1), CLASSES)
-    balance = CLASSES * (chosen.mean(0) * gates.mean(0)).sum()
-    return (((gates * chosen) @ p["b"].T - h) ** 2).mean() + 0.1 * balance
-
-
 def residual(p, b):
     """A network that obeys an equation: its Laplacian at each point is known."""
 
@@ -357,66 +285,8 @@ def residual(p, b):
     return ((laplacian - b["t"][:, 0]) ** 2).mean()
 
 
-def follower():
-    """A second network that follows the first one slowly, and is its target (BYOL)."""
-
-    def init():
-        return {"fast": params(), "slow": jax.tree.map(lambda x: 0.5 * x, params())}
-
-    def build(value_and_grad):
-        def step(state, b):
-            def loss(fast, slow, b):
-                target = jax.lax.stop_gradient(net(slow, b))
-                each = 2 - 2 * optax.cosine_similarity(net(fast, b) + b["t"], target, epsilon=1e-3)
-                return each.mean()
-
-            value, grads = value_and_grad(loss)(state["fast"], state["slow"], b)
-            fast = descended(state["fast"], grads)
-            slow = jax.tree.map(lambda s, f: 0.9 * s + 0.1 * f, state["slow"], fast)
-            return {"fast": fast, "slow": slow}, value
-
-        return step
-
-    return Program(init, build, batch)
-
-
-def masked_pixels():
-    """An autoencoder of images of which each shows a part, in numbers of its own."""
-
-    def init():
-        return {"a": normal(0, 3, 3, 2, 4) / 2, "b": normal(1, 3, 3, 4, 2) / 2}
-
-    def of(k):
-        shown = np.random.default_rng(k).uniform(size=(ROWS, SIDE, SIDE)) < np.linspace(
-            0, 0.9, ROWS
-        ).reshape(-1, 1, 1)
-        return {**images(k), "shown": shown}
-
-    def build(value_and_grad):
-        def conv(x, w):
-            return jax.lax.conv_general_dilated(
-                x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-
-        def step(p, b):
-            def loss(p, b):
-                h = jax.nn.gelu(conv(b["image"] * b["shown"][..., None], p["a"]))
-                launcher.mark_pipeline_boundary()
-                each = ((conv(h, p["b"]) - b["image"]) ** 2).sum(-1)
-                hidden = ~b["shown"]
-                return (each * hidden).sum() / hidden.sum()
-
-            value, grads = value_and_grad(loss)(p, b)
-            return descended(p, grads), {"loss": value, "grads": grads}
-
-        return step
-
-    return Program(init, build, of)
-
-
 PROGRAMS = {
     "ImageNet's ResNet": imagenet(),
-    "vae": vae(),
     "mnist in NNX": mnist(),
     "NNX with batch norm and dropout": mnist(norm=True),
     "Equinox": equinox(),
@@ -424,14 +294,6 @@ PROGRAMS = {
     "Haiku with batch norm": haiku(norm=True),
     "graphs": graphs(),
     "policy": of_loss(policy, has_aux=True),
-    "two views": of_loss(two_views, refused=one_microbatch_only("joins examples")),
-    "experts": of_loss(experts, refused=one_microbatch_only("joins examples")),
     "residual of an equation": of_loss(residual),
-    "follower": follower(),
-    "masked pixels": masked_pixels(),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)

@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs.pieces import (
     CLASSES,
     HIDDEN,
-    LEARNING_RATE,
     WIDTH,
     batch,
     decay,
+    descended,
     losses,
     net,
     normal,
@@ -29,11 +28,10 @@ from programs.program import (
     ROWS,
     Program,
     Refused,
-    cases,
-    check,
     everywhere,
     one_microbatch_only,
     several_slices,
+    table_test,
 )
 
 import launcher
@@ -42,10 +40,6 @@ from launcher.trace import GradientError, TraceError
 
 def squares(y, b):
     return ((y - b["t"]) ** 2).mean()
-
-
-def descended(params, grads):
-    return jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
 
 
 # -- inside the loss -------------------------------------------------------------------------------
@@ -89,14 +83,6 @@ def smooth(x):
 
 
 smooth.defjvp(lambda x, dx: (smooth(x[0]), jax.nn.sigmoid(x[0]) * dx[0]))
-
-
-@jax.custom_vjp
-def clipped(x):
-    return x
-
-
-clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.005, 0.005),))
 
 
 @jax.custom_vjp
@@ -180,10 +166,6 @@ def ridge(p, b):
     launcher.mark_pipeline_boundary()
     w = jnp.linalg.solve(h.T @ h + jnp.eye(HIDDEN), h.T @ b["t"])
     return ((w - p["b"]) ** 2).mean()
-
-
-def hardest(p, b):
-    return lax.top_k(losses(p, b), ROWS // 4)[0].mean()
 
 
 def printed(p, b):
@@ -340,27 +322,6 @@ def of_own_forms(k):
     return {"bytes": image, "t": b["t"], "kept": b["mask"] > 0, "temperature": np.float32(0.5 + k)}
 
 
-def augmented_before(value_and_grad, state, b):
-    """The batch is standardized, and its targets smoothed, outside the loss."""
-    x = (b["x"] - b["x"].mean(0)) / b["x"].std(0)
-    soft = 0.9 * jax.nn.one_hot(b["label"], CLASSES) + 0.1 / CLASSES
-
-    def loss(p):
-        each = optax.softmax_cross_entropy(net(p, {"x": x}), soft)
-        return (each * b["mask"]).sum() / b["mask"].sum()
-
-    value, grads = value_and_grad(loss)(state)
-    return descended(state, grads), value
-
-
-def two_losses(value_and_grad, state, b):
-    """A generator and a discriminator."""
-    real = value_and_grad(lambda p, b: losses(p, b).mean())(state["one"], b)
-    fake = value_and_grad(lambda p, b: -losses(p, b).mean())(state["two"], b)
-    new = {"one": descended(state["one"], real[1]), "two": descended(state["two"], fake[1])}
-    return new, (real[0], fake[0])
-
-
 def in_a_loop(value_and_grad, state, b):
     def one(p, _):
         value, grads = value_and_grad(lambda p, b: losses(p, b).mean())(p, b)
@@ -404,7 +365,6 @@ PROGRAMS = {
     "checkpoint": of_loss(rematerialized),
     "straight through": of_loss(straight_through),
     "own derivative": of_loss(lambda p, b: squares(smooth(net(p, b)), b)),
-    "clipped gradient": of_loss(lambda p, b: squares(clipped(net(p, b)), b)),
     "attention": of_loss(attention),
     "frozen first layer": of_loss(frozen_first_layer),
     "hypernetwork": of_loss(hypernetwork),
@@ -427,7 +387,6 @@ PROGRAMS = {
         lambda: {"params": params(), "bank": normal(6, 2 * ROWS, CLASSES)}, memory_bank
     ),
     "bytes, booleans and a number": stateful(params, own_forms, of_own_forms),
-    "prepared before the loss": stateful(params, augmented_before),
     "norm of slices": Program(
         params,
         lambda value_and_grad: (
@@ -441,7 +400,6 @@ PROGRAMS = {
     "normalized gradient": of_loss(lambda p, b: squares(normalized(net(p, b)), b), refused=JOINED),
     "kernel": of_loss(with_kernel, refused=one_microbatch_only("pallas_call at .* joins examples")),
     "ridge": of_loss(ridge, refused=JOINED),
-    "hardest examples": of_loss(hardest, refused=JOINED),
     "own microbatches": of_loss(accumulated, refused=JOINED),
     # other programs on a slice
     "row by row": of_loss(row_by_row, refused=several_slices("another program on a slice")),
@@ -457,10 +415,6 @@ PROGRAMS = {
         constrained, refused=everywhere("with_sharding_constraint at", TraceError)
     ),
     "shard_map": of_loss(shard_mapped, refused=everywhere("shard_map at .* Remove it", TraceError)),
-    "two losses": stateful(
-        lambda: {"one": params(), "two": params()},
-        two_losses,
-    ),
     "gradient in a loop": stateful(
         params, in_a_loop, refused=everywhere("inside scan at", GradientError)
     ),
@@ -468,8 +422,4 @@ PROGRAMS = {
         params, without_launcher, refused=everywhere("takes no gradient through", GradientError)
     ),
 }
-
-
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
-def test_equal_to_one_device_or_refused(name, method):
-    check(PROGRAMS[name], method)
+test_equal_to_one_device_or_refused = table_test(PROGRAMS)

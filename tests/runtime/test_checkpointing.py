@@ -106,7 +106,7 @@ def cost(remat):
 
 @pytest.mark.slow
 def test_computing_again_costs_a_third():
-    """Of the operations; `tests/benchmarks/checkpointing.py` measures seconds."""
+    """Counted in operations."""
     assert 1.3 < cost("full") <= 1.36
     assert 1.0 < cost("selective") < 1.05
 

@@ -1,7 +1,6 @@
 """Data that come late and saves that are slow are named by the accounting of the training.
 
-Stages and links are in `tests/runtime/test_accounted.py`, all of them in two processes in
-`tests/end_to_end/test_injected.py`.
+Stages and links are in `tests/runtime/test_accounted.py`.
 """
 
 import statistics

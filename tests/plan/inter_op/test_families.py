@@ -15,13 +15,13 @@ from planner_published import fits
     ("make", "sizes", "gpus"), [(mixture, MIXTURES, 8), (residual, RESIDUALS, 8)]
 )
 def test_both_kinds_of_parallelism_are_not_slower_than_either(make, sizes, gpus):
-    check_beside_others(plans(make(*sizes[gpus]), gpus))
+    check_beside_others(plans(make(sizes[gpus]), gpus))
 
 
 @pytest.mark.stress
 def test_experts_across_nodes_are_far_faster_in_a_pipeline_than_with_everything_cut():
     """As published: a pipeline sends activations over the slow links, ZeRO-3 all parameters."""
-    found = plans(mixture(*MIXTURES[16]), 16)
+    found = plans(mixture(MIXTURES[16]), 16)
     check_beside_others(found)
     assert len(found["auto"].meshes) > 1
     assert found["zero3"].predicted_step_seconds > 2 * found["auto"].predicted_step_seconds
