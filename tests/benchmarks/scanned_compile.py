@@ -29,8 +29,7 @@ def compiled(blocks: int, stages: int, size: str, detail: bool) -> None:
     from launcher.config.compose import load
     from launcher.plan import local_shape
     from launcher.plan.methods import PipeshardParallel, UniformStageOption
-    from launcher.runtime.execute import executable
-    from launcher.runtime.programs import compile, compile_step
+    from launcher.runtime.programs import compile
     from launcher.train.program import build_program
 
     words = ["model.scan_layers=true", f"model.num_layers={blocks}", f"model.size={size}"]
@@ -52,11 +51,10 @@ def compiled(blocks: int, stages: int, size: str, detail: bool) -> None:
 
     if detail:  # one program at a time: threads share the processor time of the process
         compile.os.cpu_count = lambda: 1  # type: ignore[attr-defined]
-        timed(executable, "emit")
-        for name in ("_lower", "compiled", "loaded_for"):
+        for name in ("emit", "_lower", "compiled", "loaded_for"):
             timed(compile, name)
     began = time.process_time()
-    compile_step(step, plan, jax.devices())
+    compile.compile_step(step, plan, jax.devices())
     print(time.process_time() - began)
     for name, each in spent.items():
         print(f"    {name}: {sum(each):.2f} s in {len(each)} calls", file=sys.stderr)

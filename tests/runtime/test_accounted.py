@@ -1,8 +1,6 @@
 """What really is slow in a step is what its accounting names; a recorded step follows its plan."""
 
-import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +14,9 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.report.breakdown.step_breakdown import Known, break_down
 from launcher.report.pages.timeline import ProcessSpans, Timeline
-from launcher.runtime.execute import dispatch_table
+from launcher.runtime import dispatch_table
 from launcher.train import worker as worker_module
 from launcher.train.worker import TrainWorker
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 WIDTH, SLEEP = 64, 0.05  # seconds that a slow link takes for a transfer
 

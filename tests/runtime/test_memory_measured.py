@@ -19,8 +19,8 @@ from launcher.plan.methods import (
     Zero3Parallel,
 )
 from launcher.recipes import build_model
+from launcher.runtime.dispatch_table import peak_bytes
 from launcher.runtime.emit.emit import emit
-from launcher.runtime.execute.dispatch_table import peak_bytes
 from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.trace import trace_step
 

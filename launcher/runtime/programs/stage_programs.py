@@ -153,8 +153,7 @@ class _Maker:
         Accumulators hold the gradient of each replica until it is summed, and then the sum in its
         place; those of gradients that every microbatch sums hold sums.
         """
-        now = sync.in_pass(last)
-        made = one_slice.outputs
+        now, made = sync.in_pass(last), one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         held = [self.accumulator(n) for n in kept]
         summed = {i for b in now for i in b.operands}
@@ -321,27 +320,19 @@ def _as_of(
 def _renamed(a: StageGraph, b: StageGraph) -> Callable[[Name], Name]:
     """Return what renames the values of a stage to those of an equal one."""
     operands = dict(zip(a.operands, b.operands, strict=True))
-    results = dict(zip(a.results, b.results, strict=True))
-    crossing = dict(
-        zip(
-            (*a.activations_in, *a.activations_out),
-            (*b.activations_in, *b.activations_out),
-            strict=True,
-        )
-    )
+    crossing = dict(zip(a.activations_in, b.activations_in, strict=True))
+    crossing |= zip(a.activations_out, b.activations_out, strict=True)
     back = {(v, a.index): (crossing[v], b.index) for v in a.activations_in}
     for v, mine, others in zip(a.activations_out, a.consumers, b.consumers, strict=True):
         back |= {(v, s): (crossing[v], t) for s, t in zip(mine, others, strict=True)}
+    values: dict[str, dict[Any, Any]] = {
+        **dict.fromkeys(("operand", "grad", "per_replica"), operands),
+        "result": dict(zip(a.results, b.results, strict=True)),
+        "activation": crossing,
+        "cotangent": back,
+    }
 
     def rename(name: Name) -> Name:
-        if name.kind in ("operand", "grad", "per_replica"):
-            return Name(name.kind, operands[name.of])
-        if name.kind == "result":
-            return Name(name.kind, results[name.of])
-        if name.kind == "activation":
-            return Name(name.kind, crossing[name.of])
-        if name.kind == "cotangent":
-            return Name(name.kind, back[name.of])
-        return name
+        return Name(name.kind, values[name.kind][name.of]) if name.kind in values else name
 
     return rename

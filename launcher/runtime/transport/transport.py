@@ -135,7 +135,7 @@ class Transport:
 
         Args:
             order: a digest that must be the same in all processes; "" if this process failed.
-            together: `runtime.order.digests`: by digest, the number of processes that must give it.
+            together: see `digests`: by digest, the number of processes that must give it.
 
         Raises:
             ProcessMismatchError: they do not.
