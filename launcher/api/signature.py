@@ -134,11 +134,9 @@ class Signature:
     def traceable(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> Traceable:
         """Return the function with its static arguments filled in, and the shapes of the others."""
         count = len(dynamic) + len(static)
-        fun = self.fun
-        if static:
-            fun = _Bound(fun, self._positions(self.static, count), static)
+        positions = self._positions(self.static, count)
         return Traceable(
-            fun,
+            _bound(self.fun, positions, static) if static else self.fun,
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*kind(leaf)), dynamic),
             self._dynamic_numbers("batch_argnums", self.batch, count),
             self._dynamic_numbers("donate_argnums", self.donate, count),
@@ -189,21 +187,19 @@ class Signature:
         return tuple(n for n, i in enumerate(kept) if i in wanted)
 
 
-class _Bound:
-    """A function of its other arguments, with the static ones filled in at their positions."""
+def _bound(
+    fun: Callable[..., Any], positions: Sequence[int], values: Sequence[tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """Return a function of its other arguments, with the static ones filled in."""
 
-    def __init__(
-        self, fun: Callable[..., Any], positions: Sequence[int], values: Sequence[tuple[Any, Any]]
-    ) -> None:
-        self._fun = fun
-        self._static = [(i, value) for i, (_, value) in zip(positions, values, strict=True)]
-        self.__name__ = getattr(fun, "__name__", "step")
-
-    def __call__(self, *dynamic: Any) -> Any:
+    def bound(*dynamic: Any) -> Any:
         args = list(dynamic)
-        for position, value in self._static:
+        for position, (_, value) in zip(positions, values, strict=True):
             args.insert(position, value)
-        return self._fun(*args)
+        return fun(*args)
+
+    bound.__name__ = getattr(fun, "__name__", "step")
+    return bound
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:

@@ -212,13 +212,13 @@ class StepWorker(Peer):
         jax.block_until_ready([array for array in arrays if array.addressable_shards])
 
     def digests(self, numbers: Mapping[str, int]) -> Copies:
-        """Return digests of what lies here of arrays with replicas, given by name."""
+        """Return digests of this process's parts of arrays with replicas, given by name."""
         arrays = {name: self._arrays[number] for name, number in numbers.items()}
         digester = Digester(arrays, rank=self._server_rank)
         return digester.finish(digester.start(arrays))
 
     def lend_own(self, fun: Callable[..., Any], numbers: Sequence[int], *arguments: Any) -> Any:
-        """Call a function as `lend` does, if what lies here is not another worker's, too."""
+        """Call a function as `lend` does, unless another worker holds the same."""
         return None if self._holds_copies else self.lend(fun, numbers, 0, *arguments)
 
     def lend(

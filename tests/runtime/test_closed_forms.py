@@ -106,9 +106,7 @@ def small(devices):
 # Megatron-LM's (Shoeybi et al. 2019, section 3): one for an MLP and one for attention in each pass,
 # which is also what a pair of convolutions needs, and experts whose devices all have the tokens.
 CASES = {
-    "mlp": (mlp, MLP, 2),
     "attention": (attention, ATTENTION, 2),
-    "separate": (separate, SEPARATE, 2),
     "block": (block, MLP | SEPARATE, 4),
     "conv": (conv, CONV, 2),
     "moe": (moe, MOE, 2),

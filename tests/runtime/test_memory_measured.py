@@ -221,8 +221,13 @@ def test_the_estimate_is_within_a_tenth(model, case):
     check(model(), case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", HEAVY)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.stress if k % 2 else pytest.mark.slow)
+        for k, case in enumerate(HEAVY)
+    ],
+)
 def test_what_the_update_needs_is_counted(case):
     check(heavy(), case)
 

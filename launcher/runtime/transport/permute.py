@@ -26,13 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.throttle import Throttle
-from launcher.runtime.transport.transport import (
-    NOTHING,
-    Parcel,
-    Parts,
-    Shipment,
-    Transport,
-)
+from launcher.runtime.transport.transport import Parcel, Parts, Shipment, Transport
 
 _AXIS = "device"
 
@@ -101,7 +95,7 @@ class PermuteTransport(Transport):
         self,
         exchanges: Sequence[Shipment],
         order: str,
-        together: Mapping[str, int] = NOTHING,
+        together: Mapping[str, int] | None = None,
         by_all: bool = False,
     ) -> None:
         """Compile the exchanges, then open the communicator of each group of devices.
