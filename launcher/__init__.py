@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from launcher import nnx as nnx
     from launcher import testing as testing
-    from launcher.api.foreach import check_replicas as check_replicas
-    from launcher.api.foreach import foreach_replica as foreach_replica
-    from launcher.api.foreach import foreach_worker as foreach_worker
-    from launcher.api.foreach import on_first as on_first
-    from launcher.api.foreach import workers as workers
     from launcher.api.parallelize import ParallelizedFunction as ParallelizedFunction
     from launcher.api.parallelize import parallelize as parallelize
     from launcher.api.remote_array import RemoteArray as RemoteArray
     from launcher.api.remote_array import prefetch as prefetch
+    from launcher.api.session import check_replicas as check_replicas
+    from launcher.api.session import foreach_replica as foreach_replica
+    from launcher.api.session import foreach_worker as foreach_worker
     from launcher.api.session import init as init
+    from launcher.api.session import on_first as on_first
     from launcher.api.session import shutdown as shutdown
+    from launcher.api.session import workers as workers
     from launcher.arrays.stacked_array import StackedArray as StackedArray
     from launcher.checkpoint.trees import RestoreError as RestoreError
     from launcher.checkpoint.trees import restore as restore
@@ -53,14 +53,14 @@ _HOMES = {
     "StackedArray": "launcher.arrays.stacked_array",
     "WorkerError": "launcher.cluster.errors",
     "WorkerInfo": "launcher.hardware.cluster_shape",
-    "check_replicas": "launcher.api.foreach",
-    "foreach_replica": "launcher.api.foreach",
-    "foreach_worker": "launcher.api.foreach",
+    "check_replicas": "launcher.api.session",
+    "foreach_replica": "launcher.api.session",
+    "foreach_worker": "launcher.api.session",
     "grad": "launcher.trace.primitives",
     "init": "launcher.api.session",
     "mark_pipeline_boundary": "launcher.trace.primitives",
     "microbatched": "launcher.trace.primitives",
-    "on_first": "launcher.api.foreach",
+    "on_first": "launcher.api.session",
     "parallelize": "launcher.api.parallelize",
     "per_slice": "launcher.trace.primitives",
     "prefetch": "launcher.api.remote_array",
@@ -69,7 +69,7 @@ _HOMES = {
     "save": "launcher.checkpoint.trees",
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",
-    "workers": "launcher.api.foreach",
+    "workers": "launcher.api.session",
 }
 _MODULES = ("nnx", "testing")
 

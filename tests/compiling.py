@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from launcher.runtime.emit.listing import Emitted
+from launcher.runtime.emit.instructions import Emitted
 from launcher.runtime.programs.compile import Compilation
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 

@@ -81,7 +81,6 @@ def gan_state():
 
 def gan(value_and_grad, evaluated):
     """The generator's gradient is taken through the critic that was updated in the same step."""
-    del evaluated
 
     def step(state, batch):
         d, g = state["d"], state["g"]
@@ -96,7 +95,6 @@ def gan(value_and_grad, evaluated):
 
 def generated_outside(value_and_grad, evaluated):
     """The critic's loss has a layer less, and its parameters live on the last stage."""
-    del evaluated
 
     def step(state, batch):
         d, g = state["d"], state["g"]
@@ -112,7 +110,6 @@ def generated_outside(value_and_grad, evaluated):
 
 def added(value_and_grad, evaluated):
     """Two losses of the same parameters, whose gradients are added."""
-    del evaluated
 
     def step(state, batch):
         one, grads = value_and_grad(error)(state["params"], batch)
@@ -124,7 +121,6 @@ def added(value_and_grad, evaluated):
 
 def halves(value_and_grad, evaluated):
     """Unrolled accumulation."""
-    del evaluated
 
     def step(state, batch):
         parts = [jax.tree.map(lambda x, i=i: jnp.split(x, 2)[i], batch) for i in range(2)]
@@ -154,8 +150,6 @@ def evaluated_before(value_and_grad, evaluated):
 
 
 def sharpness_aware(value_and_grad, evaluated):
-    del evaluated
-
     def step(state, batch):
         params = state["params"]
         value, grads = value_and_grad(error)(params, batch)
@@ -170,7 +164,6 @@ def sharpness_aware(value_and_grad, evaluated):
 def with_much_else(value_and_grad, evaluated):
     """Keys, weights by the first loss's rows, an average of parameters, a leaf that is passed
     through, one that nothing reads, one that is reset, and a number and the batch as results."""
-    del evaluated
 
     def each(p, b):
         return jnp.mean((net(p, b["x"]) - b["y"]) ** 2, -1)

@@ -11,6 +11,7 @@ import collections
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from launcher.api.calls import SURVIVED
@@ -24,25 +25,25 @@ _AHEAD = 8  # messages under way to a worker at most: their batches stay in memo
 _LEAVE_SECONDS = 10.0  # for waiting threads to leave, after the session has ended
 
 
+@dataclass(eq=False, slots=True)
 class Reply:
     """The answer of one worker to one message.
 
-    Args:
+    Attributes:
         future: the call.
         survived: whether the worker continues after an error as if nothing had been asked.
         starting: the method, if it may take longer than others; see `WorkerGroup.watch`.
+        done: whether it has arrived.
+        value: the answer.
+        error: the worker's error, if it has survived one.
     """
 
-    __slots__ = ("done", "error", "future", "starting", "survived", "value")
-
-    def __init__(self, future: Future, survived: bool, starting: str) -> None:
-        self.future, self.survived, self.starting, self.done = future, survived, starting, False
-        self.value: Any = None
-        self.error: WorkerError | None = None
-
-    def arrived(self, value: Any, error: WorkerError | None) -> None:
-        """Note the answer."""
-        self.value, self.error, self.done = value, error, True
+    future: Future
+    survived: bool
+    starting: str
+    done: bool = False
+    value: Any = None
+    error: WorkerError | None = None
 
 
 class Messages:
@@ -78,35 +79,32 @@ class Messages:
             shared: the last argument, if it is large: it is written once for all workers.
         """
         with self.sending:
-            return self._send(method, arguments, shared)
-
-    def _send(self, method: str, arguments: tuple[Any, ...], shared: Any) -> list[Reply]:
-        self._make_room()
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        # As bytes: Ray takes twice as long for a message that it has to look into.
-        message = [pickle.dumps((method, dropped, arguments))]
-        if shared is not None:
-            message.append(share(shared))
-        try:
-            futures = self._group.call("do", *message)
-        except BaseException:  # Ctrl-C between two workers
-            text = "a call was broken off after some of the workers had got it and others had not"
-            self._failure = ClusterError(
-                f"{text}; call launcher.shutdown() and launcher.init() again"
-            )
-            raise
-        if method in ("compile", "create"):
-            self._new_steps = 2  # the second is answered once the first is done
-        # A user's function compiles no step: it is slow only behind what does.
-        slow = self._new_steps > 0 and (method != "foreach" or any(self._sent))
-        replies = [Reply(f, method in SURVIVED, method if slow else "") for f in futures]
-        if method == "run" and self._new_steps:
-            self._new_steps -= 1
-        if method == "warm_up":  # which waits for its step
-            self._new_steps = 0
-        for sent, reply in zip(self._sent, replies, strict=True):
-            sent.append(reply)
-        return replies
+            self._make_room()
+            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            # As bytes: Ray takes twice as long for a message that it has to look into.
+            message = [pickle.dumps((method, dropped, arguments))]
+            if shared is not None:
+                message.append(share(shared))
+            try:
+                futures = self._group.call("do", *message)
+            except BaseException:  # Ctrl-C between two workers
+                self._failure = ClusterError(
+                    "a call was interrupted after some workers had got it and others had not; call "
+                    "launcher.shutdown() and launcher.init() again"
+                )
+                raise
+            if method in ("compile", "create"):
+                self._new_steps = 2  # the second is answered once the first is done
+            # A user's function compiles no step: it is slow only behind what does.
+            slow = self._new_steps > 0 and (method != "foreach" or any(self._sent))
+            replies = [Reply(f, method in SURVIVED, method if slow else "") for f in futures]
+            if method == "run" and self._new_steps:
+                self._new_steps -= 1
+            if method == "warm_up":  # which waits for its step
+                self._new_steps = 0
+            for sent, reply in zip(self._sent, replies, strict=True):
+                sent.append(reply)
+            return replies
 
     def answers(self, replies: Sequence[Reply]) -> list[Any]:
         """Wait for replies and return their values.
@@ -179,14 +177,14 @@ class Messages:
         except ClusterError as error:
             self._fail(error)
         for future in done:
-            reply, value, survived = heads[future][0], None, None
+            reply = heads[future][0]
             try:
-                value = future.result()
+                reply.value = future.result()
             except (WorkerError, ClusterError) as error:
                 if not reply.survived or not isinstance(error, WorkerError) or error.died:
                     self._fail(error)
-                survived = error
-            reply.arrived(value, survived)
+                reply.error = error
+            reply.done = True
             heads[future].popleft()
         return bool(done)
 

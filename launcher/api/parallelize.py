@@ -27,8 +27,7 @@ import jax
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
-from launcher.api.settings import check_context
-from launcher.api.signature import Signature, Traceable, kind
+from launcher.api.signature import Signature, Traceable, check_context, kind
 from launcher.base import Clock, warn_once
 from launcher.plan import Plan, PlanError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
@@ -205,31 +204,29 @@ class ParallelizedFunction:
 
     def _variant(self, args: tuple[Any, ...], says: bool = False) -> _Variant:
         with _PLANNING:
-            return self._found(args, says)
-
-    def _found(self, args: tuple[Any, ...], says: bool) -> _Variant:
-        if self._backend != (backend := self._where()):
-            self._variants.clear()
-            self._backend, self._last = backend, None
-        dynamic, static = self._signature.split(args)
-        followed = self._followed
-        leaves, tree = jax.tree.flatten(dynamic)
-        for i, leaf in enumerate(leaves):
-            self._signature.check(leaf, i, dynamic)
-            if type(leaf) is RemoteArray and not is_up():
-                raise SessionError(
-                    f"{self._signature.path(i, dynamic)} of {self.__name__} is an array of workers "
-                    "whose session has ended; call launcher.init again and create it again"
-                )
-        key = tree, tuple(map(kind, leaves)), static, id(followed)
-        if key not in self._variants:
-            variant = self._planned(self._signature.traceable(dynamic, static))
-            last, self._variants[key] = self._last, variant
-            if says and last and last.variant.executable and last.followed is followed:
-                self._say_again(last, tree, static, variant)
-        specs = [_spec(leaf) if hasattr(leaf, "dtype") else None for leaf in leaves]
-        self._last = _Last(tree, specs, static, followed, self._variants[key])
-        return self._last.variant
+            if self._backend != (backend := self._where()):
+                self._variants.clear()
+                self._backend, self._last = backend, None
+            dynamic, static = self._signature.split(args)
+            followed = self._followed
+            leaves, tree = jax.tree.flatten(dynamic)
+            for i, leaf in enumerate(leaves):
+                self._signature.check(leaf, i, dynamic)
+                if type(leaf) is RemoteArray and not is_up():
+                    path = self._signature.path(i, dynamic)
+                    raise SessionError(
+                        f"{path} of {self.__name__} is an array of workers whose session has "
+                        "ended; call launcher.init again and create it again"
+                    )
+            key = tree, tuple(map(kind, leaves)), static, id(followed)
+            if key not in self._variants:
+                variant = self._planned(self._signature.traceable(dynamic, static))
+                last, self._variants[key] = self._last, variant
+                if says and last and last.variant.executable and last.followed is followed:
+                    self._say_again(last, tree, static, variant)
+            specs = [_spec(leaf) if hasattr(leaf, "dtype") else None for leaf in leaves]
+            self._last = _Last(tree, specs, static, followed, self._variants[key])
+            return self._last.variant
 
     @property
     def _followed(self) -> Plan | None:
@@ -251,10 +248,7 @@ class ParallelizedFunction:
             method, follows = method.as_method(), True
         # The guard is for constants that JAX's own functions make.
         with python_words(), jax.transfer_guard("allow"):
-            step = trace_step(
-                **vars(source),
-                needs_loss=not (follows or _has_no_loss(method)),
-            )
+            step = trace_step(**vars(source), needs_loss=not (follows or _has_no_loss(method)))
             if note := no_gradient_note(step):
                 warn_once(_log, f"{self.__name__}: {note}")
             return _Variant(source, step, method.plan(step, self._backend.shape(method)))
@@ -290,7 +284,7 @@ class ParallelizedFunction:
             i = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
             path = self._signature.path(i, variant.source.args)
             change = f"{path} is {_text(now[i])}, was {_text(before[i])}"
-        warnings.warn(f"{self.__name__} is compiled again: {change}", stacklevel=5)
+        warnings.warn(f"{self.__name__} is compiled again: {change}", stacklevel=4)
 
 
 def parallelize(

@@ -11,17 +11,17 @@ import jax
 from launcher.api.calls import Call, Given, Held, StepProgram, UserCall
 from launcher.api.messages import Connection, Messages, Reply
 from launcher.api.own_copies import Scope
-from launcher.api.planned_shape import planned_shape
 from launcher.api.remote_array import Fetch, RemoteArray, known_to_flax, pickled, portable
-from launcher.api.settings import trace_settings
-from launcher.api.signature import Traceable
+from launcher.api.signature import Traceable, trace_settings
 from launcher.base import Clock, Span
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.hardware import WorkerInfo
 from launcher.plan import ClusterShape, Plan
-from launcher.plan.methods import Method
+from launcher.plan.methods import AutoStageOption, Method, PipeshardParallel
+from launcher.plan.options import stage_option_of
+from launcher.plan.profile.calibration import calibrated, measure_first
 from launcher.runtime import Copies, StageTimes, transformed_error
 from launcher.trace import TracedStep
 
@@ -49,7 +49,7 @@ class RayBackend(Messages):
         group: WorkerGroup,
         nominal: ClusterShape,
         serve: Callable[[int, int], list[WorkerHandle]],
-        is_here: bool = False,
+        is_here: bool,
     ) -> None:
         super().__init__(group)
         known_to_flax()
@@ -76,7 +76,7 @@ class RayBackend(Messages):
             replies = self.send("fetch", [array.number for array in arrays])
             fetch = Fetch(lambda: self.answers(replies), arrays)
             for place, array in enumerate(arrays):
-                array.fetched_by(fetch, place)
+                array.fetched = fetch, place
 
     def want(self, array: RemoteArray) -> None:
         """Fetch this array with the next flush."""
@@ -142,10 +142,6 @@ class RayBackend(Messages):
             first = self._next_number
             self._next_number += count
             return first
-
-    def live_arrays(self) -> list[int]:
-        """Return how many arrays are alive in each worker, which reveals a leak."""
-        return self.answers(self.send("live_arrays"))
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -271,10 +267,9 @@ class RemoteExecutable:
         """
         shapes, tree = jax.tree.flatten(jax.eval_shape(init, *args))
         expected = self._whole.in_tree.children()[0]
+        wanted = self._whole.in_avals[: len(shapes)]
         avals = [(leaf.shape, leaf.dtype) for leaf in shapes]
-        if tree != expected or avals != [
-            (a.shape, a.dtype) for a in self._whole.in_avals[: len(avals)]
-        ]:
+        if tree != expected or avals != [(a.shape, a.dtype) for a in wanted]:
             raise TypeError("init does not return the structure, shapes and dtypes of the step")
         first = self._backend.new_numbers(len(avals))
         made_by = pickled((init, jax.tree.map(portable, args)), init)
@@ -297,9 +292,8 @@ class RemoteExecutable:
     ) -> tuple[Any, list[Reply]]:
         leaves, tree = jax.tree.flatten(args)
         if tree != self._whole.in_tree:
-            raise TypeError(
-                f"the step was compiled for arguments {self._whole.in_tree}, not {tree}"
-            )
+            expected = self._whole.in_tree
+            raise TypeError(f"the step was compiled for arguments {expected}, not {tree}")
         with self._backend.sending:
             return self._sent(leaves, method, how)
 
@@ -312,9 +306,7 @@ class RemoteExecutable:
         values: list[Any] = []
         consumed: list[RemoteArray] = []
         for i, leaf in enumerate(leaves):
-            if (
-                type(leaf) is not RemoteArray or self._whole.batch[i]
-            ):  # every worker gets the whole batch
+            if type(leaf) is not RemoteArray or self._whole.batch[i]:  # each gets the whole batch
                 if isinstance(leaf, jax.core.Tracer):
                     raise transformed_error()
                 values.append(portable(leaf, self._whole.in_avals[i].dtype))
@@ -334,9 +326,38 @@ class RemoteExecutable:
             replies = backend.send(method, call, values)
         for leaf in consumed:
             leaf.consume()
-        return jax.tree.unflatten(
-            self._whole.out_tree, self._handles(first, self._out_avals)
-        ), replies
+        results = self._handles(first, self._out_avals)
+        return jax.tree.unflatten(self._whole.out_tree, results), replies
 
     def _handles(self, first: int, avals: Iterable[tuple[Any, Any]]) -> list[RemoteArray]:
         return [RemoteArray(self._backend, n, *aval) for n, aval in enumerate(avals, first)]
+
+
+def planned_shape(nominal: ClusterShape, method: Method | None, is_here: bool) -> ClusterShape:
+    """Return a cluster at the rates to plan by.
+
+    They are measured ones where a calibration is kept. A search that finds none of this machine's
+    CPU devices measures them first. GPUs are held by the processes that are up, and are measured by
+    `task=calibrate`.
+
+    Args:
+        nominal: the cluster, at nominal rates.
+        method: what plans; a search with the cost "model" rests on nominal rates.
+        is_here: whether the devices are this machine's.
+
+    Raises:
+        PlanError: the method's stage option is not known.
+    """
+    cost = _cost(method)
+    if cost == "model":
+        return nominal
+    measures = cost is not None and is_here and nominal.device_kind == "cpu"
+    return calibrated(nominal, measure_first(nominal) if measures else None)
+
+
+def _cost(method: Method | None) -> str | None:
+    """Return what a method's search rests on (`AutoStageOption.cost`); None if it has none."""
+    if not isinstance(method, PipeshardParallel):
+        return None
+    option = stage_option_of(method.stage_option)
+    return option.cost if isinstance(option, AutoStageOption) else None

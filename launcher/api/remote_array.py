@@ -17,6 +17,7 @@ from launcher.api.own_copies import is_key
 from launcher.arrays.array_like import ArrayLike
 from launcher.base.jax_compat import accept_as_array
 from launcher.cluster.ray import pickling
+from launcher.runtime import plain_aval
 
 
 class ConsumedError(RuntimeError):
@@ -27,7 +28,7 @@ class Owner(Protocol):
     """The interface that a handle needs of the backend that keeps the array.
 
     Attributes:
-        sending: the lock under which it is decided what becomes of an array.
+        sending: the lock under which the next use of an array is chosen.
     """
 
     sending: threading.RLock
@@ -61,7 +62,8 @@ class Fetch:
 
     def __init__(self, answers: Callable[[], list[Any]], arrays: Sequence[RemoteArray]) -> None:
         self._answers: Callable[[], list[Any]] | None = answers
-        self._avals = [_data_aval(array) for array in arrays]
+        avals = (plain_aval(array)[0] for array in arrays)  # of keys, that of their data
+        self._avals = [(aval.shape, aval.dtype) for aval in avals]
         self._whole: list[np.ndarray] = []
 
     def result(self) -> list[np.ndarray]:
@@ -71,8 +73,8 @@ class Fetch:
         """
         if (answers := self._answers) is not None:
             shards = zip(*answers(), strict=True)
-            found = zip(self._avals, shards, strict=True)
-            self._whole = [_assembled(*aval, each) for aval, each in found]
+            pairs = zip(self._avals, shards, strict=True)
+            self._whole = [_assembled(*aval, each) for aval, each in pairs]
             self._answers = None
         return self._whole
 
@@ -86,27 +88,27 @@ class RemoteArray(ArrayLike):
     them first, or `jax.device_get` them together. The workers free the array when its handle is
     gone, with the next message that they get.
 
+    Attributes:
+        owner: the backend that keeps the array.
+        dtype: the dtype, as JAX has it.
+        fetched: the fetch that brings the value, and its position there.
+
     Raises:
         ConsumedError: the array was donated to a call.
         WorkerError: a worker failed.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_fetched", "_number", "_shape", "owner")
+    __slots__ = ("__weakref__", "_number", "_shape", "dtype", "fetched", "owner")
 
     def __init__(self, owner: Owner, number: int, shape: tuple[int, ...], dtype: Any) -> None:
         self.owner, self._number = owner, number
-        self._shape, self._dtype = shape, dtype
-        self._fetched: tuple[Fetch, int] | None = None
+        self._shape, self.dtype = shape, dtype
+        self.fetched: tuple[Fetch, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole array."""
         return self._shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype, as JAX has it."""
-        return self._dtype
 
     @property
     def ndim(self) -> int:
@@ -121,7 +123,7 @@ class RemoteArray(ArrayLike):
     @property
     def nbytes(self) -> int:
         """The number of bytes of all elements, each counted once."""
-        return self.size * int(self._dtype.itemsize)
+        return self.size * int(self.dtype.itemsize)
 
     @property
     def placement(self) -> str:
@@ -137,7 +139,7 @@ class RemoteArray(ArrayLike):
         """
         if self._number < 0:
             raise ConsumedError(
-                f"this array ({self._dtype}{list(self._shape)}) was donated to an earlier call, "
+                f"this array ({self.dtype}{list(self._shape)}) was donated to an earlier call, "
                 "which has consumed it; use that call's result in its place, or leave its argument "
                 "out of donate_argnums"
             )
@@ -155,12 +157,12 @@ class RemoteArray(ArrayLike):
 
     def consume(self) -> None:
         """Mark the array as donated: the workers free it themselves."""
-        self._number, self._fetched = -1, None
+        self._number, self.fetched = -1, None
 
     def copy_to_host_async(self) -> None:
         """Fetch the array with the next message to the workers; many are fetched together."""
         with self.owner.sending:
-            if self.number >= 0 and self._fetched is None:
+            if self.number >= 0 and self.fetched is None:
                 self.owner.want(self)
 
     def block_until_ready(self) -> RemoteArray:
@@ -168,15 +170,12 @@ class RemoteArray(ArrayLike):
         self.owner.wait(self)
         return self
 
-    def fetched_by(self, fetch: Fetch, place: int) -> None:
-        """Note the fetch that brings the array, and its position there."""
-        self._fetched = fetch, place
-
     @property
     def value(self) -> jax.Array:
         """The value, an array of this process; it is fetched once."""
         data = jnp.asarray(self._data())
-        return jax.random.wrap_key_data(data, impl=_key_impl(self._dtype)) if self._is_key else data
+        _, impl = plain_aval(self)
+        return data if impl is None else jax.random.wrap_key_data(data, impl=impl)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value, read-only.
@@ -194,22 +193,22 @@ class RemoteArray(ArrayLike):
 
     @property
     def _is_key(self) -> bool:
-        return is_key(self._dtype)
+        return is_key(self.dtype)
 
     def _data(self) -> np.ndarray:
         """Return the array as it travels, fetched once."""
         with self.owner.sending:
-            if self.number >= 0 and self._fetched is None:
+            if self.number >= 0 and self.fetched is None:
                 self.owner.flush()
-                if self._fetched is None:
+                if self.fetched is None:
                     self.owner.fetch([self])
-            assert self._fetched is not None
-            fetch, place = self._fetched
+            assert self.fetched is not None
+            fetch, place = self.fetched
         return fetch.result()[place]
 
     def __repr__(self) -> str:
         state = ", consumed" if self.is_deleted() else ""
-        return f"RemoteArray({self._dtype}{list(self._shape)}{state})"
+        return f"RemoteArray({self.dtype}{list(self._shape)}{state})"
 
     def __del__(self) -> None:
         if getattr(self, "_number", -1) >= 0:
@@ -250,13 +249,6 @@ def prefetch(tree: Any) -> Any:
     return tree
 
 
-def _key_impl(dtype: Any) -> Any:
-    found: list[Any] = []
-    keys = jax.ShapeDtypeStruct((), dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), keys)
-    return found[0]
-
-
 def portable(leaf: Any, dtype: Any = None) -> Any:
     """Return a leaf in the form that travels by value: a NumPy array, or a typed random key."""
     if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
@@ -278,15 +270,6 @@ def pickled(value: Any, fun: Callable[..., Any]) -> bytes:
             f"{name} cannot be sent to the workers, since something that it refers to cannot be "
             f"pickled: {error}"
         ) from error
-
-
-def _data_aval(array: RemoteArray) -> tuple[tuple[int, ...], Any]:
-    """Return the shape and dtype of an array as it travels."""
-    if is_key(array.dtype):
-        keys = jax.ShapeDtypeStruct(array.shape, array.dtype)
-        data = jax.eval_shape(jax.random.key_data, keys)
-        return data.shape, data.dtype
-    return array.shape, array.dtype
 
 
 def _assembled(shape: tuple[int, ...], dtype: Any, shards: Iterable[Shards]) -> np.ndarray:

@@ -1,9 +1,13 @@
-"""The arguments of a step: which are static, the shapes of the others, and their names."""
+"""The arguments of a step: which are static, the shapes of the others, and their names.
+
+Also the settings of `jax.config` under which it is traced, which travel with it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,22 @@ from launcher.trace import TraceError
 
 _DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
 _DTYPES = (np.number, np.bool_, jax.dtypes.extended)
+# Those that affect how a function is traced.
+_TRACE_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
+# Those of the devices, which a worker has from `launcher.init`.
+_DEVICE_SETTINGS = {
+    "jax_cuda_visible_devices",
+    "jax_default_device",
+    "jax_num_cpu_devices",
+    "jax_platform_name",
+    "jax_platforms",
+}
 
 
 @dataclass(frozen=True)
@@ -114,11 +134,9 @@ class Signature:
     def traceable(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> Traceable:
         """Return the function with its static arguments filled in, and the shapes of the others."""
         count = len(dynamic) + len(static)
-        fun = self.fun
-        if static:
-            fun = _Bound(fun, self._positions(self.static, count), static)
+        positions = self._positions(self.static, count)
         return Traceable(
-            fun,
+            _bound(self.fun, positions, static) if static else self.fun,
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*kind(leaf)), dynamic),
             self._dynamic_numbers("batch_argnums", self.batch, count),
             self._dynamic_numbers("donate_argnums", self.donate, count),
@@ -169,21 +187,19 @@ class Signature:
         return tuple(n for n, i in enumerate(kept) if i in wanted)
 
 
-class _Bound:
-    """A function of its other arguments, with the static ones filled in at their positions."""
+def _bound(
+    fun: Callable[..., Any], positions: Sequence[int], values: Sequence[tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """Return a function of its other arguments, with the static ones filled in."""
 
-    def __init__(
-        self, fun: Callable[..., Any], positions: Sequence[int], values: Sequence[tuple[Any, Any]]
-    ) -> None:
-        self._fun = fun
-        self._static = [(i, value) for i, (_, value) in zip(positions, values, strict=True)]
-        self.__name__ = getattr(fun, "__name__", "step")
-
-    def __call__(self, *dynamic: Any) -> Any:
+    def bound(*dynamic: Any) -> Any:
         args = list(dynamic)
-        for position, value in self._static:
+        for position, (_, value) in zip(positions, values, strict=True):
             args.insert(position, value)
-        return self._fun(*args)
+        return fun(*args)
+
+    bound.__name__ = getattr(fun, "__name__", "step")
+    return bound
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
@@ -199,3 +215,42 @@ def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def trace_settings() -> dict[str, Any]:
+    """Return the settings that affect how a function is traced, by name."""
+    return {name: getattr(jax.config, name) for name in _TRACE_SETTINGS}
+
+
+def check_context(name: str) -> None:
+    """Refuse what of JAX's context a step cannot be compiled in."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise TraceError(
+            f"{name} is called under jax.disable_jit(), and a parallelized step runs compiled; "
+            "debug the step without launcher.parallelize"
+        )
+    if not jax.sharding.get_abstract_mesh().empty:
+        raise TraceError(
+            f"{name} is called under jax.set_mesh(), and its plan has meshes of its own; call it "
+            "outside of it"
+        )
+
+
+@contextmanager
+def devices_stay() -> Iterator[None]:
+    """Ignore settings of the devices that modules of the user's make when they are imported.
+
+    They are meant for a process with devices of its own. Here JAX would refuse them, because it has
+    its devices by now.
+    """
+    update: Callable[[str, Any], None] = jax.config.update
+
+    def without_devices(name: str, value: Any) -> None:
+        if name not in _DEVICE_SETTINGS:
+            update(name, value)
+
+    jax.config.update = without_devices  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        jax.config.update = update  # type: ignore[method-assign]

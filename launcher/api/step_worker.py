@@ -17,7 +17,7 @@ import jax
 
 from launcher.api.calls import SURVIVED, Call, Given, Held, Shards, StepProgram, UserCall
 from launcher.api.own_copies import Scope, call_here, is_key
-from launcher.api.settings import devices_stay
+from launcher.api.signature import devices_stay
 from launcher.arrays.stacked_array import (
     StackedArray,
     num_rows,
@@ -104,19 +104,14 @@ class StepWorker(Peer):
             PlanError: it is not the program that was planned: the code, or the versions of the
                 libraries, differ from the driver's.
         """
-        jax.devices()  # before a module of the user's can change the settings that make them
+        devices = jax.devices()  # before a module of the user's can change what makes them
         with fail_together(self._transport), devices_stay():
-            return self._compile(number, pickled)
-
-    def _compile(self, number: int, pickled: bytes) -> float:
-        program: StepProgram = pickle.loads(pickled)
-        _set(program.settings)
-        step = trace_step(
-            **vars(program.source),
-            needs_loss=False,  # the driver has seen to that
-        )
-        ways = self._transport, self._servers
-        executable = compile_step(step, program.plan, jax.devices(), *ways)
+            program: StepProgram = pickle.loads(pickled)
+            _set(program.settings)
+            # The driver has seen to the loss.
+            step = trace_step(**vars(program.source), needs_loss=False)
+            services = self._transport, self._servers
+            executable = compile_step(step, program.plan, devices, *services)
         in_tree = step.whole.in_tree
         where = in_tree.flatten_up_to(executable.in_shardings)  # None stands for leaves here, too
         where = [place if i in executable.used else None for i, place in enumerate(where)]
@@ -155,14 +150,8 @@ class StepWorker(Peer):
         else:
             results = run(*args)
         self._keep(call.first, results)
-        before, self._newest = (
-            self._newest,
-            [
-                array
-                for array in jax.tree.leaves(results)
-                if array.nbytes <= _SMALL and array.addressable_shards
-            ],
-        )
+        before, leaves = self._newest, jax.tree.leaves(results)
+        self._newest = [x for x in leaves if x.nbytes <= _SMALL and x.addressable_shards]
         wait_for(before)
         return measured
 
@@ -214,8 +203,8 @@ class StepWorker(Peer):
         """Return the shards of arrays that lie here, each in one process; of keys, the data."""
         if self._holds_copies:
             return [[] for _ in numbers]
-        found = [_shards(_plain(self._arrays[number])) for number in numbers]
-        return list(jax.device_get(found))
+        shards = [_shards(_plain(self._arrays[number])) for number in numbers]
+        return list(jax.device_get(shards))
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait for the parts of arrays that lie here."""
@@ -223,13 +212,13 @@ class StepWorker(Peer):
         jax.block_until_ready([array for array in arrays if array.addressable_shards])
 
     def digests(self, numbers: Mapping[str, int]) -> Copies:
-        """Return digests of what lies here of arrays with replicas, given by name."""
+        """Return digests of this process's parts of arrays with replicas, given by name."""
         arrays = {name: self._arrays[number] for name, number in numbers.items()}
         digester = Digester(arrays, rank=self._server_rank)
         return digester.finish(digester.start(arrays))
 
     def lend_own(self, fun: Callable[..., Any], numbers: Sequence[int], *arguments: Any) -> Any:
-        """Call a function as `lend` does, if what lies here is not another worker's, too."""
+        """Call a function as `lend` does, unless another worker holds the same."""
         return None if self._holds_copies else self.lend(fun, numbers, 0, *arguments)
 
     def lend(
@@ -264,10 +253,6 @@ class StepWorker(Peer):
         """Return an attribute of a compiled step here or, for a method, its result."""
         found = getattr(self._programs[number].executable, attribute)
         return found(*arguments) if callable(found) else found
-
-    def live_arrays(self) -> int:
-        """Return the number of arrays that are alive in this process, whoever holds them."""
-        return len(jax.live_arrays())
 
     def _bring(
         self, leaves: list[Any], numbers: Sequence[int], where: Sequence[Any], transport: Transport

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.base import answer
 from launcher.config.errors import ConfigError
-from launcher.runtime.observe.compilation import stages_of_compilation
+from launcher.runtime.compilation import stages_of_compilation
 from launcher.stop import Stop
 
 if TYPE_CHECKING:

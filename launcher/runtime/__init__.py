@@ -3,59 +3,33 @@
 Imports `plan`, by its door, and below.
 """
 
-from launcher.runtime.emit.instructions import ExchangeSpec
-from launcher.runtime.execute.executable import Executable, StepServices, transformed_error
-from launcher.runtime.execute.replicas import (
-    ReplicaError,
-    check_equal,
-    named_values,
-    odd_replicas,
-    shared_copies,
-    with_first_replicas,
-    with_values,
-)
-from launcher.runtime.observe.digests import Copies, Digester
-from launcher.runtime.observe.recording import StageTimes
-from launcher.runtime.programs.compilation_cache import keep_compiled, why_not_kept
-from launcher.runtime.programs.compile_step import StepCompilation, compile_step, wait_for_more
-from launcher.runtime.transport.permute import PermuteTransport
-from launcher.runtime.transport.pull import PullTransport
-from launcher.runtime.transport.servers import Servers
-from launcher.runtime.transport.transfer import move, wait_for
-from launcher.runtime.transport.transport import (
-    ProcessMismatchError,
-    Transport,
-    fail_together,
-    make_transport,
-)
-
-__all__ = [
-    "Copies",
-    "Digester",
-    "ExchangeSpec",
-    "Executable",
-    "PermuteTransport",
-    "ProcessMismatchError",
-    "PullTransport",
-    "ReplicaError",
-    "Servers",
-    "StageTimes",
-    "StepCompilation",
-    "StepServices",
-    "Transport",
-    "check_equal",
-    "compile_step",
-    "fail_together",
-    "keep_compiled",
-    "make_transport",
-    "move",
-    "named_values",
-    "odd_replicas",
-    "shared_copies",
-    "transformed_error",
-    "wait_for",
-    "wait_for_more",
-    "why_not_kept",
-    "with_first_replicas",
-    "with_values",
-]
+from launcher.runtime.dispatch_table import StepServices as StepServices
+from launcher.runtime.emit.instructions import ExchangeSpec as ExchangeSpec
+from launcher.runtime.executable import Executable as Executable
+from launcher.runtime.executable import transformed_error as transformed_error
+from launcher.runtime.programs.compilation_cache import keep_compiled as keep_compiled
+from launcher.runtime.programs.compilation_cache import why_not_kept as why_not_kept
+from launcher.runtime.programs.compile import StepCompilation as StepCompilation
+from launcher.runtime.programs.compile import compile_step as compile_step
+from launcher.runtime.programs.compile import wait_for_more as wait_for_more
+from launcher.runtime.recording import StageTimes as StageTimes
+from launcher.runtime.replicas import Copies as Copies
+from launcher.runtime.replicas import Digester as Digester
+from launcher.runtime.replicas import ReplicaError as ReplicaError
+from launcher.runtime.replicas import check_equal as check_equal
+from launcher.runtime.replicas import leaf_name as leaf_name
+from launcher.runtime.replicas import named_values as named_values
+from launcher.runtime.replicas import odd_replicas as odd_replicas
+from launcher.runtime.replicas import shared_copies as shared_copies
+from launcher.runtime.replicas import with_first_replicas as with_first_replicas
+from launcher.runtime.replicas import with_values as with_values
+from launcher.runtime.transport.permute import PermuteTransport as PermuteTransport
+from launcher.runtime.transport.pull import PullTransport as PullTransport
+from launcher.runtime.transport.servers import Servers as Servers
+from launcher.runtime.transport.transfer import move as move
+from launcher.runtime.transport.transfer import plain_aval as plain_aval
+from launcher.runtime.transport.transfer import wait_for as wait_for
+from launcher.runtime.transport.transport import ProcessMismatchError as ProcessMismatchError
+from launcher.runtime.transport.transport import Transport as Transport
+from launcher.runtime.transport.transport import fail_together as fail_together
+from launcher.runtime.transport.transport import make_transport as make_transport

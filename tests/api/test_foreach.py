@@ -47,14 +47,6 @@ def device_of(array):
     return device.id
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
-def session(request):
-    nodes = {"num_nodes": 2, "num_devices_per_node": 2}
-    launcher.init(request.param, **nodes if request.param == "ray" else {"num_devices_per_node": 4})
-    yield request.param
-    launcher.shutdown()
-
-
 def test_without_a_session_this_process_is_the_only_worker():
     (only,) = launcher.workers()
     assert (only.host, only.process, only.devices) == (0, os.getpid(), tuple(range(8)))

@@ -56,14 +56,6 @@ def gradients(state, x):
     return launcher.value_and_grad(loss)(state[0], x)
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
-def session(request):
-    nodes = {"num_nodes": 2, "num_devices_per_node": 2}
-    launcher.init(request.param, **nodes if request.param == "ray" else {"num_devices_per_node": 4})
-    yield request.param
-    launcher.shutdown()
-
-
 OTHERS = {  # of every pair of a method, an optimizer and what is followed a case runs by default
     ("data", "sgd", "step"): pytest.mark.slow,
     ("zero2", "adamw", "gradients"): pytest.mark.slow,

@@ -6,10 +6,8 @@ The last tests break the workers and start others.
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +15,13 @@ import numpy as np
 import psutil
 import pytest
 import several
+from tiny import BATCHES, WIDTH, evaluate, init, run, serial, step
 
 import launcher
 from launcher.api.remote_array import ConsumedError
 from launcher.api.session import SessionError, current
 from launcher.cluster.errors import WorkerError
 from launcher.testing import assert_allclose
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))  # where workers find it too
-from tiny import BATCHES, WIDTH, init, step
 
 METHOD = launcher.PipeshardParallel(
     num_micro_batches=3, stage_option=launcher.UniformStageOption(4)
@@ -44,20 +40,9 @@ def train():
     return launcher.parallelize(step, method=METHOD)
 
 
-def serial(count):
-    state, losses = jax.jit(init)(jax.random.key(0)), []
-    for batch in BATCHES[:count]:
-        state, loss = jax.jit(step)(state, batch)
-        losses.append(float(loss))
-    return state, losses
-
-
-def run(train, count):
-    state, losses = train.create(init, jax.random.key(0), like=BATCHES[0]), []
-    for batch in BATCHES[:count]:
-        state, loss = train(state, batch)
-        losses.append(loss)
-    return state, losses
+def live_arrays():
+    """How many arrays are alive in each worker, whoever holds them."""
+    return launcher.foreach_worker(lambda: len(jax.live_arrays()))
 
 
 def test_a_step_with_two_losses_on_workers():
@@ -69,16 +54,6 @@ def test_a_step_with_two_losses_on_workers():
     found, losses = train(train.create(init_gan, like=several.BATCH), several.BATCH)
     assert_allclose(losses, expected)
     assert_allclose(found, state, rtol=1e-4, atol=1e-6)
-
-
-def evaluation():
-    def of(params, x):
-        for name in ("w1", "w2", "tied"):
-            x = jnp.tanh(x @ params[name])
-            launcher.mark_pipeline_boundary()
-        return (x**2).mean()
-
-    return lambda state, x: launcher.microbatched(of)(state[0], x)
 
 
 @pytest.mark.parametrize("method", [METHOD, launcher.Zero3Parallel(num_micro_batches=2)])
@@ -149,7 +124,7 @@ def test_steps_are_sent_ahead_of_workers_that_are_busy(train):
 @pytest.mark.parametrize("waits", ["fetch", "compute", "compile", "send"])
 def test_ctrl_c_ends_any_wait_which_may_be_begun_again(train, waits):
     state, losses = run(train, 1)
-    other = launcher.parallelize(evaluation(), method=train, donate_argnums=())
+    other = launcher.parallelize(evaluate, method=train, donate_argnums=())
     wait = {
         "fetch": lambda: np.asarray(losses[0]),
         "compute": lambda: losses[0].block_until_ready(),
@@ -185,7 +160,7 @@ def test_a_donated_array_says_so_when_it_is_used_again(train):
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_step_may_donate_what_a_slow_worker_has_yet_to_receive(train, slow):
     state, _ = run(train, 1)
-    other = launcher.parallelize(evaluation(), method=train, donate_argnums=())
+    other = launcher.parallelize(evaluate, method=train, donate_argnums=())
     expected = float(other(state, BATCHES[0]))
     process = psutil.Process(launcher.workers()[slow].process)
     process.suspend()
@@ -210,28 +185,27 @@ def test_an_array_given_twice_is_not_consumed_twice(train):
 def test_a_warm_up_changes_nothing(train):
     state, _ = run(train, 1)
     expected = jax.device_get(state)
-    before = current().live_arrays()
+    before = live_arrays()
     train.warmup(state, BATCHES[1])
     assert_allclose(state, expected, rtol=0, atol=0)
-    assert current().live_arrays() == before
+    assert live_arrays() == before
     assert_allclose(train(state, BATCHES[1])[1], serial(2)[1][1])
 
 
 def test_functions_alternate_and_leak_nothing(train):
-    evaluate = launcher.parallelize(evaluation(), method=train, donate_argnums=())
-    backend = current()
+    evaluating = launcher.parallelize(evaluate, method=train, donate_argnums=())
     state, _ = run(train, 1)
     alive = []
     for k in range(6):
         state, loss = train(state, BATCHES[k])
-        value = evaluate(state, BATCHES[0])
+        value = evaluating(state, BATCHES[0])
         float(loss), float(value)
-        alive.append(backend.live_arrays())
+        alive.append(live_arrays())
     assert alive[2:] == alive[1:-1]
-    expected = evaluation()(jax.device_get(state), BATCHES[0])
+    expected = evaluate(jax.device_get(state), BATCHES[0])
     assert_allclose(value, expected)
     del state, loss, value
-    assert sum(backend.live_arrays()) < sum(alive[-1])
+    assert sum(live_arrays()) < sum(alive[-1])
 
 
 def test_typed_keys_stay_and_come_back():
@@ -260,12 +234,13 @@ def test_typed_keys_stay_and_come_back():
 
 
 def test_arrays_are_brought_to_where_another_step_wants_them(train):
-    evaluate = launcher.parallelize(evaluation(), donate_argnums=())  # on all devices
+    everywhere = launcher.parallelize(evaluate, donate_argnums=())  # on all devices
     state, _ = run(train, 1)
     weight = state[0]["w1"]
-    assert (weight.placement, evaluate.plan(state, weight).num_devices) == ("whole, on device 1", 4)
-    value = evaluate(state, weight)  # an array on a worker may be the batch, too
-    assert_allclose(value, evaluation()(jax.device_get(state), np.asarray(weight)))
+    assert weight.placement == "whole, on device 1"
+    assert everywhere.plan(state, weight).num_devices == 4
+    value = everywhere(state, weight)  # an array on a worker may be the batch, too
+    assert_allclose(value, evaluate(jax.device_get(state), np.asarray(weight)))
     assert not weight.is_deleted()
 
 
@@ -275,10 +250,10 @@ def test_compiled_steps_are_freed_with_their_functions():
         float(run(other, 1)[1][0])
 
     once()
-    before = current().live_arrays()
+    before = live_arrays()
     for _ in range(2):
         once()
-    now = current().live_arrays()
+    now = live_arrays()
     assert all(n <= b for n, b in zip(now, before, strict=True)), (now, before)
 
 
@@ -357,7 +332,7 @@ def test_a_program_that_one_worker_refuses_leaves_the_session_usable(train):
             launcher.parallelize(impure, method=METHOD)(state, BATCHES[1])
         assert error.value.error_type == "PlanError"
         assert (error.value.worker, error.value.host, error.value.died) == ("worker_1", 1, False)
-        alive.append(current().live_arrays())
+        alive.append(live_arrays())
     assert alive[1] == alive[2]
     assert_allclose(train(state, BATCHES[1])[1], serial(2)[1][1])
 

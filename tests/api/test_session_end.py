@@ -17,8 +17,10 @@ import launcher
 )
 @pytest.mark.parametrize(
     "method",
-    [launcher.PipeshardParallel(num_micro_batches=2), launcher.ParameterServer()],
-    ids=["pipeline", "parameter servers"],
+    [
+        pytest.param(launcher.PipeshardParallel(num_micro_batches=2), id="pipeline"),
+        pytest.param(launcher.ParameterServer(), id="parameter servers", marks=pytest.mark.slow),
+    ],
 )
 def test_the_end_of_the_session_ends_the_waits_of_other_threads(method, begun):
     """Of threads that step without end the first waits for the workers, the others for it."""

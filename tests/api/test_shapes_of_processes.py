@@ -185,4 +185,4 @@ def test_a_stopped_worker_is_named_by_every_call_that_waits_for_it(shape, tmp_pa
         assert "worker_1: its process was stopped (SIGSTOP" in str(error.value), name
         assert "for 2 s (launcher.init(step_timeout=...))" in str(error.value), name
         messages._failure = None
-        current().answers(messages.send("live_arrays"))  # what it was asked, it answers now
+        current().answers(messages.send("process"))  # what it was asked, it answers now

@@ -42,7 +42,7 @@ class Workers:
         shards = [[([(0, n) for n in np.shape(d)], np.asarray(d))] for d in data]
         fetch = Fetch(lambda: [shards], arrays)
         for place, array in enumerate(arrays):
-            array.fetched_by(fetch, place)
+            array.fetched = fetch, place
 
     def want(self, array):
         pass

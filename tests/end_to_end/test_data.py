@@ -13,6 +13,7 @@ import pytest
 from launched import Launcher, lines, losses, train, typed
 from PIL import Image
 
+from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.prepare import prepare_corpus
 
 GPT = typed(

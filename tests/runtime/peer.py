@@ -2,8 +2,8 @@
 
     python peer.py INDEX COUNT COORDINATOR DEVICES
 
-Prints a line of JSON: the losses, of networks all metrics, that this process knows, and what it
-holds at the end.
+Prints a line of JSON: the losses that this process knows, and what it holds at the end. Settings
+with "ahead" run so many steps without ever waiting, and tell the last loss alone.
 """
 
 import faulthandler
@@ -75,30 +75,6 @@ def planned(traced, cluster, settings):
 MOST_SECONDS = 200  # for each of the settings; what takes longer hangs
 
 
-def network(settings, transport):
-    """The metrics that this process knows of a network of `models` by a plan of `plans`, on as many
-    devices of each process as that needs; and the slices that it cuts the batch into."""
-    import models  # it makes arrays: not before the processes know one another
-
-    case = next(case for case in models.MODELS if case.name == settings["network"])
-    total = plans.METHODS[settings["plan"]][0]
-    each = total // COUNT
-    devices = [d for i in range(COUNT) for d in jax.devices()[i * DEVICES :][:each]]
-    assert [d.process_index for d in devices] == sorted([*range(COUNT)] * each)
-    batches = [case.batch(k) for k in range(5)]
-    traced = trace_step(case.step, (jax.eval_shape(case.init, jax.random.key(0)), batches[0]))
-    plan = plans.by_name(traced, settings["plan"], local_shape(total, COUNT, "cpu"))
-    executable = compile_step(traced, plan, devices, transport)
-    state, known = executable.create(case.init, jax.random.key(0)), {}
-    for batch in batches:
-        state, metrics = executable(state, batch)
-        for name, value in metrics.items():
-            if value.addressable_shards:
-                assert value.is_fully_replicated
-                known.setdefault(name, []).append(np.asarray(value.addressable_data(0)).tolist())
-    return {"metrics": known, "slices": plan.num_micro_batches * plan.num_replicas}
-
-
 def held(leaves):
     """The bits that this process holds of some arrays, in short."""
     shards = [shard.data for x in leaves for shard in x.addressable_shards]
@@ -116,17 +92,18 @@ def main() -> None:
     for settings in json.loads(sys.stdin.read()):
         print(settings, file=sys.stderr, flush=True)  # of a failure's output the last
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
-        words = {name: value for name, value in settings.items() if name != "transport"}
+        words = {k: v for k, v in settings.items() if k not in ("transport", "ahead")}
         transport = transports[settings.get("transport", "pull")]
-        if "network" in settings:
-            found[json.dumps(settings)] = network(settings, transport)
-            continue
         traced, plan, init, batches, compile_once = prepared(json.dumps(words))
         with mock.patch.object(COMPILING, "Compilation", compile_once):
             step = compile_step(traced, plan, jax.devices(), transport)
         state = step.create(init, jax.random.key(0))
-        losses = []
-        for k, batch in enumerate(batches):
+        losses, ahead = [], settings.get("ahead", 0)
+        for k in range(ahead):
+            state, loss = step(state, batches[k % len(batches)])
+        if ahead and loss.addressable_shards:
+            losses.append(float(loss.addressable_data(0)))
+        for k, batch in enumerate(batches if not ahead else ()):
             run = step.profile if k == 1 else lambda *args: (step(*args), None)  # noqa: B023
             (state, loss), _ = run(state, batch)
             if loss.addressable_shards:

@@ -100,6 +100,19 @@ METHODS = {
     "1+2+4+1": (8, manual(4, FOUR, [(1, 1), (1, 2), (1, 4), (1, 1)],
                           [(1, 1), (1, 2), (2, 2), (1, 1)])),
     "given": (6, given_specs),
+    "1 stage": (1, uniform(2, 1)),
+    "4 stages of two": (8, uniform(6, 4)),
+    "gpipe, remat": (8, uniform(2, 2, schedule="gpipe", remat="full")),
+    "eager": (3, uniform(4, 3, schedule="eager_1f1b")),
+    "zero bubble": (4, uniform(6, 4, schedule="zero_bubble")),
+    "zero bubble, whole": (2, uniform(1, 2, schedule="zero_bubble")),
+    "zero bubble, 1 stage": (1, uniform(2, 1, schedule="zero_bubble")),
+    "zero bubble, remat": (
+        3, uniform(4, 3, schedule="zero_bubble", remat=["none", "full", "none"])),
+    "4 stages on 1 mesh": (1, uniform(4, 4, schedule="interleaved_1f1b")),
+    "rounds that do not divide": (2, uniform(3, 4, schedule="interleaved_1f1b")),
+    "interleaved, remat": (
+        4, uniform(3, 4, schedule="interleaved_1f1b", remat="dots_saveable")),
 }  # fmt: skip
 
 

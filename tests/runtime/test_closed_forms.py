@@ -2,12 +2,11 @@
 
 import collections
 import dataclasses
-import math
-import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from collective_counts import collectives
 
 import launcher
 from launcher.plan import local_shape
@@ -16,8 +15,6 @@ from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from launcher.trace.interface import leaf_names
 
-COLLECTIVE = re.compile(r"= (\(?[^=]*?) (all-[\w-]+|reduce-scatter|collective-\w+)\(")
-ARRAY = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")
 BATCH, LENGTH, WIDTH, HEADS, BLOCKS = 4, 8, 32, 4, 2
 ACTIVATION = BATCH * LENGTH * WIDTH * 4  # bytes
 
@@ -109,9 +106,7 @@ def small(devices):
 # Megatron-LM's (Shoeybi et al. 2019, section 3): one for an MLP and one for attention in each pass,
 # which is also what a pair of convolutions needs, and experts whose devices all have the tokens.
 CASES = {
-    "mlp": (mlp, MLP, 2),
     "attention": (attention, ATTENTION, 2),
-    "separate": (separate, SEPARATE, 2),
     "block": (block, MLP | SEPARATE, 4),
     "conv": (conv, CONV, 2),
     "moe": (moe, MOE, 2),
@@ -143,14 +138,12 @@ def step_of(layer, shapes):
 def compiled(executable, data, programs=""):
     """The kind and bytes of every array that devices sum, gather or scatter, of the programs whose
     names begin so."""
-    found = collections.Counter()
-    texts = executable.hlo_text()
-    for text in (texts[name] for name in texts if name.startswith(programs)):
-        for shapes, kind in COLLECTIVE.findall(re.sub(r"/\*.*?\*/", "", text)):
-            for dtype, lengths in ARRAY.findall(shapes):
-                size = int(dtype[-2:]) // 8 * math.prod(map(int, filter(None, lengths.split(","))))
-                found[kind, size * (data if kind == "reduce-scatter" else 1)] += 1
-    return found
+    return collections.Counter(
+        (kind, size * (data if kind == "reduce-scatter" else 1))
+        for name, text in executable.hlo_text().items()
+        if name.startswith(programs)
+        for kind, size in collectives(text)
+    )
 
 
 def planned(layer, shapes, method):

@@ -64,9 +64,7 @@ def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
     texts = executable.hlo_text()
     inner = [stage for stage in (1, 2) for kind in KINDS if f"stage.{stage}.{kind}" in texts]
     assert len(inner) == 6, "the test's two inner stages are no longer what it thinks"
-    memory = executable.memory_bytes()
-    assert set(memory) == set(texts)
-    assert memory["stage.1.backward"] == memory["stage.2.backward"] > 0
+    assert executable.peak_bytes > 0  # a program that was loaded for other devices tells its own
     assert compiles == len(texts) - 4  # the update of an inner stage is its twin's, too
     services = StepServices(None, None, SpanRecorder())
     with ThreadPoolExecutor(1) as pool:

@@ -114,8 +114,9 @@ def forward_alone(net, x):
 @pytest.mark.parametrize(
     ("name", "method", "count"),
     [
-        pytest.param(*case, marks=() if case[1] in ("zero3", "stages") else pytest.mark.slow)
-        for case in itertools.product(PROGRAMS, METHODS, (1, 2))
+        pytest.param(*case, marks=() if case[1] in ("zero3", "stages") else by_hand)
+        for k, case in enumerate(itertools.product(PROGRAMS, METHODS, (1, 2)))
+        for by_hand in [pytest.mark.stress if k % 5 else pytest.mark.slow]
     ],
 )
 def test_with_other_arrays_read_beside_the_differentiated_ones(name, method, count):

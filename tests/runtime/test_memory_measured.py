@@ -19,8 +19,8 @@ from launcher.plan.methods import (
     Zero3Parallel,
 )
 from launcher.recipes import build_model
+from launcher.runtime.dispatch_table import peak_bytes
 from launcher.runtime.emit.emit import emit
-from launcher.runtime.execute.dispatch_table import peak_bytes
 from launcher.runtime.programs.device_meshes import place_on_devices
 from launcher.trace import trace_step
 
@@ -221,8 +221,13 @@ def test_the_estimate_is_within_a_tenth(model, case):
     check(model(), case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", HEAVY)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.stress if k % 2 else pytest.mark.slow)
+        for k, case in enumerate(HEAVY)
+    ],
+)
 def test_what_the_update_needs_is_counted(case):
     check(heavy(), case)
 

@@ -110,10 +110,14 @@ def start(dtype=np.float32):
     return {"w": jnp.full((WIDTH, WIDTH), 0.1, dtype), "b": jnp.ones(WIDTH)}
 
 
+def descending(method=None, workers=2, make=start, **options):
+    """The traced step and its plan; by default each gradient is exchanged by itself."""
+    traced = trace_step(descent, (jax.eval_shape(make), BATCHES[0]), **options)
+    return traced, planned(traced, method or ParameterServer(bucket_bytes=0), workers)
+
+
 def after_descent(method, workers, make=start, seed=None):
-    traced = trace_step(descent, (jax.eval_shape(make), BATCHES[0]))
-    plan = planned(traced, method, workers)
-    return trained(traced, plan, make, BATCHES[:1], seed)[0]
+    return trained(*descending(method, workers, make), make, BATCHES[:1], seed)[0]
 
 
 def test_two_runs_are_equal_whatever_arrives_first():
@@ -156,8 +160,7 @@ def test_a_parameter_that_several_layers_slice_is_summed_as_planned():
 
 def test_gradients_of_sixteen_bits_cross_in_sixteen():
     method = ParameterServer(reduce_dtype="bf16", bucket_bytes=0)
-    traced = trace_step(descent, (jax.eval_shape(start), BATCHES[0]))
-    plan = planned(traced, method, 2)
+    _, plan = descending(method)
     sums = {x.dtype: x.bytes for x in plan.exchanges if x.kind == "sum"}
     assert set(sums) == {"bfloat16"}
     params, value = jax.jit(descent)(start(), BATCHES[0])
@@ -274,8 +277,7 @@ def test_gradients_are_applied_apart():
 
 
 def test_an_exchange_that_fails_is_the_step_s_error():
-    traced = trace_step(descent, (jax.eval_shape(start), BATCHES[0]))
-    plan = planned(traced, ParameterServer(bucket_bytes=0), 2)
+    traced, plan = descending()
     store = Store(2)
 
     class Failing(InMemory):
@@ -292,37 +294,26 @@ def test_an_exchange_that_fails_is_the_step_s_error():
         store.changed.notify_all()
 
 
-def test_warming_up_changes_nothing():
-    traced = trace_step(descent, (jax.eval_shape(start), BATCHES[0]))
-    plan = planned(traced, ParameterServer(), 2)
+def test_a_recording_has_what_each_exchange_does():
+    """Warming up before changes nothing."""
+    traced, plan = descending()
 
     def run(executable, _):
         params = executable.create(start)
         executable.warm_up(params, BATCHES[0])
-        (_, times) = executable.profile(params, BATCHES[0])
-        return times.stage_seconds
-
-    for (busy,) in on_workers(traced, plan, run):
-        assert busy > 0
-
-
-def test_a_recording_has_what_each_exchange_does():
-    traced = trace_step(descent, (jax.eval_shape(start), BATCHES[0]))
-    plan = planned(traced, ParameterServer(bucket_bytes=0), 2)
-
-    def run(executable, _):
-        _, spans = executable.record(executable.create(start), BATCHES[0], profiled=False)
-        return [(span.lane, span.name) for span in spans()]
+        (params, _), times = executable.profile(params, BATCHES[0])
+        _, spans = executable.record(params, BATCHES[0], profiled=False)
+        return times.stage_seconds, [(span.lane, span.name) for span in spans()]
 
     expected = {(lane, x.name) for lane in ("pack", "put", "get", "place") for x in plan.exchanges}
-    for found in on_workers(traced, plan, run):
+    for (busy,), found in on_workers(traced, plan, run):
+        assert busy > 0
         assert expected <= set(found)
 
 
 def test_arguments_that_are_not_donated_stay_whole():
     """Sums come from memory that may not be written to, and may be all that can be reused."""
-    traced = trace_step(descent, (jax.eval_shape(start), BATCHES[0]), donate_argnums=())
-    plan = planned(traced, ParameterServer(bucket_bytes=0), 2)
+    traced, plan = descending(donate_argnums=())
 
     def run(executable, _):
         params = executable.create(start)
@@ -333,8 +324,7 @@ def test_arguments_that_are_not_donated_stay_whole():
 
 
 def test_each_worker_reads_its_own_rows():
-    traced = trace_step(descent, (jax.eval_shape(start), BATCHES[0]))
-    plan = planned(traced, ParameterServer(2), 4)
+    traced, plan = descending(ParameterServer(2), 4)
     rows = on_workers(traced, plan, lambda executable, _: executable.batch_rows())
     assert np.array(rows).tolist() == [[2 * r, 2 * r + 1, 8 + 2 * r, 9 + 2 * r] for r in range(4)]
 

@@ -1,184 +1,179 @@
-"""The pipelined step computes what plain `jax.jit` computes on one device."""
+"""Trainings by every kind of plan compute what plain `jax.jit` computes on one device.
 
-import functools
+A few pairs that cover all kinds of plans run by default, a few with a language model are slow, all
+of them `stress`.
+"""
+
 import itertools
-from types import SimpleNamespace
+import re
+import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
+import plans
 import pytest
-from filled import filled_params
+from programs.program import DEVICES, METHODS, TWO_STAGES, check
+from programs.table import PROGRAMS
+from trainings import RECIPES, assert_same, run, serial, training
 
 import launcher
-from launcher.plan import local_shape, make_forward_plan
-from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
+from launcher.plan import Plan, local_shape, make_forward_plan
 from launcher.recipes import build_model
-from launcher.recipes.models.gpt import GPTOptions
-from launcher.recipes.models.mlp import MLPOptions
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
-BATCH, STEPS = 16, 8
-SMALL_GPT = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "num_heads": 2,
-    "sequence_length": 8,
-    "mlp_ratio": 2,
+SECONDS = 200  # a plan that takes longer hangs
+UNTIED = "shard 2x2, 2", "3d", "2+4, zero3", "1+3"  # it differs at both ends only
+SLOW = {
+    ("gpt_tied", "3d, zero bubble"),
+    ("gpt_tied", "rounds that do not divide"),  # the tied weight is on both meshes
+    ("gpt_untied", "2+4, zero3"),
+    ("mlp", "1+3, whole"),
+    ("mlp", "zero bubble, 1 stage"),
 }
-MODELS = {
-    "mlp": MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4),
-    "gpt_tied": GPTOptions(**SMALL_GPT, tie_embeddings=True).filled(),
-    "gpt_untied": GPTOptions(**SMALL_GPT, tie_embeddings=False).filled(),
-}
-GRID = list(itertools.product((1, 2, 4), (1, 4, 8), ("gpipe", "1f1b")))
-# The others are for `stress`: methods and schedules have their own comparisons with one device.
-COVERING = {
-    ("mlp", (1, 1, "1f1b")),
-    ("mlp", (2, 4, "1f1b")),
+FAST = {
+    *("data, 2", "zero3, 1", "3d", "1+3", "2+4, zero2", "given", "2+4, zero3", "1 stage", "eager"),
+    *("4 stages of two", "zero bubble", "rounds that do not divide", "interleaved, remat"),
 }
 
 
-def batches(options):
-    rng = np.random.default_rng(0)
-    for _ in range(STEPS):
-        if options.name == "mlp":
-            x = rng.normal(size=(BATCH, options.input_size)).astype(np.float32)
-            yield {"x": x, "y": x[:, : options.output_size] ** 2}
-        else:
-            text = rng.integers(0, options.vocab_size, (BATCH, options.sequence_length + 1))
-            text = text.astype(np.int32)
-            yield {"tokens": text[:, :-1], "targets": text[:, 1:]}
+def prepared(name):
+    """A training's step, traced, with `init` and the batches."""
+    step, init, batches = training(name)
+    shapes = jax.eval_shape(init, jax.random.key(0)), batches[0]
+    return trace_step(step, shapes), init, batches
 
 
-def training(options):
-    model = build_model(options, "fp32")
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, weight_decay=0.1))
-
-    def init(key):
-        del key
-        params = filled_params(model, std=0.02 if options.name == "gpt" else None)
-        return {"params": params, "opt": optimizer.init(params), "step": jnp.int32(0)}
-
-    def step(state, batch):
-        (loss, _), grads = launcher.value_and_grad(
-            lambda p: model.loss(p, batch, None), has_aux=True
-        )(state["params"])
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        new = {"params": params, "opt": opt, "step": state["step"] + 1}
-        return new, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-
-    return SimpleNamespace(model=model, init=init, step=step)
-
-
-def run(call, state, options):
-    history = []
-    for batch in batches(options):
-        state, metrics = call(state, batch)
-        history.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-    return state, np.array(history)
-
-
-@pytest.fixture(scope="module")
-def serial():
-    """Histories and final states by plain `jax.jit` on one device; `value_and_grad` means there
-    what JAX's own does."""
-
-    @functools.cache
-    def found(name):
-        t, options = training(MODELS[name]), MODELS[name]
-        return run(jax.jit(t.step), jax.jit(t.init)(jax.random.key(0)), options)
-
-    return found
-
-
-def pipeline(stages, num_micro_batches, **how):
-    return PipeshardParallel(num_micro_batches, stage_option=UniformStageOption(stages), **how)
-
-
-def compiled(options, method, devices):
-    t = training(options)
-    shapes = jax.eval_shape(t.init, jax.random.key(0)), next(batches(options))
-    traced = trace_step(t.step, shapes)
-    plan = method.plan(traced, local_shape(devices, 1, "cpu"))
+def compiled(traced, plan, init):
     executable = compile_step(traced, plan, jax.devices())
-    return executable, executable.create(t.init, jax.random.key(0))
+    return executable, executable.create(init, jax.random.key(0))
 
 
-def check(options, expected, executable, state):
-    state, history = run(executable, state, options)
-    np.testing.assert_allclose(history, expected[1], rtol=1e-5)
-    # Adam divides by the root of tiny second moments: parameters agree to absolute 1e-5.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=2e-5),
-        state["params"],
-        expected[0]["params"],
-    )
-    assert int(state["step"]) == STEPS
+def by_name(traced, method):
+    plan = plans.by_name(traced, method, local_shape(plans.METHODS[method][0], 1, "cpu"))
+    plan.validate(traced)
+    return plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("name", "stages", "micro_batches", "schedule"),
+    ("name", "method"),
     [
-        pytest.param(case[0], *case[1], marks=[] if case in COVERING else [pytest.mark.stress])
-        for case in itertools.product(("mlp", "gpt_tied"), GRID)
+        pytest.param(*pair, marks=[] if pair[0] == "mlp" and pair[1] in FAST else [by_hand])
+        for pair in [
+            *itertools.product(("mlp", "gpt_tied"), plans.METHODS),
+            *itertools.product(("gpt_untied",), UNTIED),
+            *itertools.product(("gpt_chunks",), ("3d", "zero3, 1", "2+4, zero3")),
+        ]
+        for by_hand in [pytest.mark.slow if pair in SLOW else pytest.mark.stress]
     ],
 )
-def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
-    options = MODELS[name]
-    method = pipeline(stages, micro_batches, schedule=schedule)
-    check(options, serial(name), *compiled(options, method, devices=stages))
+def test_a_recipe_by_a_plan(name, method):
+    traced, init, batches = prepared(name)
+    assert_same(run(*compiled(traced, by_name(traced, method), init), batches), serial(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "devices", "micro_batches", "schedule", "remat"),
-    [
-        pytest.param("gpt_untied", 2, 2, 4, "1f1b", "none", marks=pytest.mark.stress),
-        pytest.param("gpt_untied", 4, 4, 4, "gpipe", "full", marks=pytest.mark.stress),
-        pytest.param("gpt_tied", 2, 2, 4, "1f1b", "full", marks=pytest.mark.stress),
-        # two replicas a stage
-        pytest.param("gpt_tied", 2, 4, 4, "1f1b", "none", marks=pytest.mark.stress),
-        pytest.param("gpt_tied", 2, 8, 2, "gpipe", "full", marks=pytest.mark.stress),  # four
-        # stages of unequal size
-        pytest.param("gpt_untied", 3, 3, 2, "1f1b", "none", marks=pytest.mark.stress),
-        ("mlp", 4, 8, 8, "1f1b", "none"),
-    ],
-)
-def test_replicas_remat_and_uneven_stages(
-    serial, name, stages, devices, micro_batches, schedule, remat
-):
-    options = MODELS[name]
-    method = pipeline(stages, micro_batches, schedule=schedule, remat=remat)
-    check(options, serial(name), *compiled(options, method, devices))
-
-
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.stress)])
-def test_data_parallel_equals_plain_jit(serial, name, micro_batches):
-    options = MODELS[name]
-    check(options, serial(name), *compiled(options, DataParallel(micro_batches), devices=4))
-
-
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.stress)])
-def test_evaluation_on_the_train_steps_stages(name):
-    options = MODELS[name]
-    executable, state = compiled(options, pipeline(4, 4), devices=4)
-    model = build_model(options, "fp32")
+@pytest.mark.parametrize("method", ["4 stages", "rounds that do not divide"])
+def test_an_evaluation_on_the_train_steps_stages(method):
+    traced, init, batches = prepared("mlp")
+    executable, state = compiled(traced, by_name(traced, method), init)
+    params, model = state["params"], build_model(RECIPES["mlp"], "fp32")
 
     def evaluate(params, batch):
         return launcher.microbatched(lambda p, b: model.loss(p, b, None)[0])(params, batch)
 
-    batch = next(batches(options))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state["params"])
-    traced = trace_step(evaluate, (shapes, batch), donate_argnums=())
-    forward = compile_step(traced, make_forward_plan(traced, executable.plan), jax.devices())
-    got = forward(state["params"], batch)
+    shapes = jax.eval_shape(lambda: params), batches[0]
+    follower = trace_step(evaluate, shapes, donate_argnums=())
+    forward = compile_step(follower, make_forward_plan(follower, executable.plan), jax.devices())
     assert executable.in_shardings[0]["params"] == forward.in_shardings[0]
-    want = jax.jit(evaluate)(jax.device_get(state["params"]), batch)
-    np.testing.assert_allclose(float(got), float(want), rtol=1e-5)
-    # Nothing was donated: the parameters are still there.
-    executable(state, batch)
+    want = model.loss(jax.device_get(params), batches[0], None)[0]
+    np.testing.assert_allclose(float(forward(params, batches[0])), float(want), rtol=1e-5)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return prepared("chain")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[] if s < 3 else [pytest.mark.stress]) for s in range(30)]
+)
+def test_a_plan_at_random(chain, seed):
+    traced, init, batches = chain
+    plan = plans.at_random(traced, seed, local_shape(8, 1, "cpu"))
+    assert Plan.from_dict(plan.to_dict()) == plan
+    plan.validate(traced)
+    found = []
+    thread = threading.Thread(  # a hang must not keep pytest
+        target=lambda: found.append(run(*compiled(traced, plan, init), batches)), daemon=True
+    )
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive(), "the plan hangs"
+    assert found, "the plan fails, see the thread's traceback"
+    assert_same(found[0], serial("chain"))
+
+
+# -- steps that do something unusual, by other plans than in `programs` ----------------------------
+
+TWO = {"num_micro_batches": 2}
+OTHER = {
+    "data, 2": launcher.DataParallel(**TWO),
+    "zero2, 2": launcher.Zero2Parallel(**TWO),
+    "zero3, 2": launcher.Zero3Parallel(**TWO),
+    "three_d": launcher.ThreeDParallel(data=2, pipeline=2, **TWO),
+    "remat": launcher.PipeshardParallel(stage_option=TWO_STAGES, remat="full", **TWO),
+    "zero_bubble": launcher.PipeshardParallel(4, stage_option=TWO_STAGES, schedule="zero_bubble"),
+}
+FAST_PROGRAMS = {
+    ("losses: slope penalty", "zero3, 2"),
+    ("losses: loop of the batch", "zero_bubble"),
+    ("models: follower", "data, 2"),
+    ("odd: checkpoint", "zero_bubble"),
+    ("odd: branch of the batch", "remat"),
+    ("odd: loss scaling", "zero_bubble"),
+    ("odd: prepared before the loss", "zero2, 2"),
+    ("odd: two arguments", "three_d"),
+    ("odd: own state", "zero_bubble"),
+    ("odd: norm of slices", "three_d"),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=[] if (name, method) in FAST_PROGRAMS else [by_hand])
+        for k, name in enumerate(name for name, program in PROGRAMS.items() if not program.refused)
+        for m, method in enumerate(OTHER)
+        for by_hand in [pytest.mark.stress if (k + m) % 40 else pytest.mark.slow]
+    ],
+)
+def test_a_program_by_another_plan(monkeypatch, name, method):
+    monkeypatch.setitem(METHODS, method, OTHER[method])
+    check(PROGRAMS[name], method)
+
+
+def test_a_plan_tells_what_needs_the_whole_batch():
+    """By the line of the program."""
+
+    def plan(name, method):
+        program = PROGRAMS[f"losses: {name}"]
+        devices = jax.devices()[:DEVICES]
+        build = program.build(launcher.value_and_grad)
+        step = launcher.parallelize(build, method=METHODS[method], devices=devices)
+        return step.plan(program.init(), program.batch(0))
+
+    joined = plan("contrastive", "data")
+    assert [stage.logical_mesh for stage in joined.stages] == [(1, DEVICES)]
+    assert re.fullmatch(
+        r"devices share the whole batch instead of cutting it into replicas, since dot_general at "
+        r".*test_losses\.py:\d+.* joins examples",
+        joined.notes[0],
+    )
+    assert re.fullmatch(
+        r"sum over the examples; computed on the whole batch: reduce_sum at .*test_losses\.py.*",
+        plan("masked mean", "stages").loss,
+    )

@@ -4,14 +4,14 @@ pulled."""
 import json
 import os
 import random
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plans import METHODS
+from test_processes import GPIPE, ONE_F_ONE_B, UNEQUAL, check, together
 
 from launcher.base import jax_compat as compat
 from launcher.runtime import PermuteTransport, fail_together
@@ -19,10 +19,6 @@ from launcher.runtime.transport import transport
 from launcher.runtime.transport.permute import rounds_of
 from launcher.runtime.transport.transport import Parcel, ProcessMismatchError
 from launcher.schedule import training_schedules
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plans import METHODS
-from test_processes import GPIPE, ONE_F_ONE_B, UNEQUAL, check, together
 
 KINDS = [
     ((), "float32"),

@@ -1,13 +1,12 @@
 """Models with scanned blocks compile what one stage of them has, in any number of stages."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from scanned import BATCHES, LAYERS, init, step, step_of, unrolled_step
+from test_scanned import unrolled_state
 
 import launcher
 from launcher import PipeshardParallel, UniformStageOption
@@ -20,10 +19,6 @@ from launcher.runtime.emit.emit import emit
 from launcher.runtime.emit.instructions import Run
 from launcher.testing import assert_allclose
 from launcher.trace import trace_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scanned import BATCHES, LAYERS, init, step, step_of, unrolled_step
-from test_scanned import unrolled_state
 
 STATE = jax.eval_shape(init, jax.random.key(0))
 BATCH = jax.ShapeDtypeStruct(BATCHES[0].shape, jnp.float32)

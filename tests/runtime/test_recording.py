@@ -2,24 +2,25 @@
 
 import collections
 import json
-import sys
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from tiny import BATCHES, init, step
 
 import launcher
 from launcher.report.pages.timeline import chrome_trace
+from launcher.runtime.device_profile import (
+    STOPPING,
+    DeviceProfile,
+    Operation,
+    ProgramRun,
+    read_program,
+)
 from launcher.runtime.emit.instructions import Run
-from launcher.runtime.observe.device_profile import STOPPING, DeviceProfile, Operation, ProgramRun
-from launcher.runtime.observe.recording import matched, run_spans
-from launcher.runtime.programs.program_text import read_program
+from launcher.runtime.recording import matched, run_spans
 from launcher.schedule import Kind, Task
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import BATCHES, init, step
 
 TEXT = """
 HloModule jit_stage.0.forward_backward, is_scheduled=true
@@ -139,7 +140,7 @@ def test_on_gpus_runs_are_seen_without_the_profiler(parallel, monkeypatch):
     def started(*args, **kwargs):
         raise AssertionError("the device tracer was turned on")
 
-    monkeypatch.setattr("launcher.runtime.observe.recording.jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr("launcher.runtime.recording.jax.default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.profiler, "start_trace", started)
     state = parallel.create(init, jax.random.key(0), like=BATCHES[0])
     _, timeline = parallel.timeline(state, BATCHES[0])
@@ -156,7 +157,7 @@ def test_on_gpus_runs_are_seen_without_the_profiler(parallel, monkeypatch):
 
 def test_a_profiler_that_does_not_stop_is_left_alone(monkeypatch, caplog):
     stop, stopped = jax.profiler.stop_trace, threading.Event()
-    monkeypatch.setattr("launcher.runtime.observe.device_profile.STOP_SECONDS", 0.05)
+    monkeypatch.setattr("launcher.runtime.device_profile.STOP_SECONDS", 0.05)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped.wait(60) and stop())
     assert DeviceProfile().stop() == []
     assert "has not stopped for 0 s: its trace is lost" in caplog.text

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.runtime.execute.replicas import (
+from launcher.runtime.replicas import (
+    Copies,
+    Digester,
     ReplicaError,
     _from_first,
     check_equal,
+    from_words,
     named_values,
     odd_replicas,
     shared_copies,
+    to_words,
     with_values,
 )
-from launcher.runtime.observe.digests import Copies, Digester, from_words, to_words
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 TYPES = "bool", "int8", "int32", "bfloat16", "uint16", "float32", "complex64", "float8_e4m3fn"

@@ -1,7 +1,5 @@
 """What a step may do beyond a mean loss: keys, every way of combining, shared and fixed results."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,20 +70,13 @@ def branched(key, rows):
     return jax.lax.cond(key[0] < 1, lambda k: noise(k, rows), lambda k: -noise(k, rows), key)
 
 
-KEYS = {  # the key an argument holds, and what one slice draws from its own for its rows
-    "typed": (jax.random.key(3), noise),
-    "raw": (jax.random.PRNGKey(3), noise),
-    "typed array": (
-        jax.random.split(jax.random.key(3), 2),
-        lambda keys, rows: jax.vmap(lambda key: noise(key, rows))(keys)[1],
-    ),
-    "raw array": (jax.random.split(jax.random.PRNGKey(3), 2), lambda keys, n: noise(keys[1], n)),
-    "raw, stacked and tiled": (
+KEYS = {  # the raw key an argument holds, and what one slice draws from its own for its rows
+    "stacked and tiled": (
         jax.random.PRNGKey(3),
         lambda key, rows: noise(jnp.tile(jnp.stack([key, key]), (2, 1))[3], rows),
     ),
-    "raw in a loop": (jax.random.split(jax.random.PRNGKey(3), 2), looped),
-    "raw in a branch": (jax.random.PRNGKey(3), branched),
+    "in a loop": (jax.random.split(jax.random.PRNGKey(3), 2), looped),
+    "in a branch": (jax.random.PRNGKey(3), branched),
     "other generator": (
         jax.random.PRNGKey(3, impl="rbg"),
         lambda key, rows: noise(_rbg(key), rows),
@@ -101,21 +92,12 @@ def folded(key, number):
     if key.shape == (4,):
         return jax.random.key_data(jax.random.fold_in(_rbg(key), number))
     fold = jax.random.fold_in
-    one_key = 0 if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else 1
-    return (jax.vmap(fold, (0, None)) if key.ndim > one_key else fold)(key, number)
+    return (jax.vmap(fold, (0, None)) if key.ndim > 1 else fold)(key, number)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [  # a vmapped rbg generator draws other numbers than one that is not
-        pytest.param(name, kind, marks=[] if name == "stages" or kind == "typed" else by_hand)
-        for name, kind in itertools.product(METHODS, KEYS)
-        for by_hand in [pytest.mark.stress]
-        if (name, kind) != ("replicas", "other generator")
-    ],
-)
-def test_every_slice_has_keys_of_its_own(name, kind):
+@pytest.mark.parametrize("kind", KEYS)
+def test_every_slice_has_keys_of_its_own(kind):
+    """Typed keys, and raw ones that are drawn from at once, are in `programs`."""
     key, draw = KEYS[kind]
 
     def of(w, key, x):
@@ -129,7 +111,7 @@ def test_every_slice_has_keys_of_its_own(name, kind):
         )
         return {"w": state["w"] - grads, "key": state["key"]}, drawn
 
-    _, drawn = parallel(step, name, donate_argnums=())({"w": W, "key": key}, X)
+    _, drawn = parallel(step, "stages", donate_argnums=())({"w": W, "key": key}, X)
     want = [draw(folded(key, i), len(X) // PARTS) for i in range(PARTS)]
     np.testing.assert_allclose(drawn, np.concatenate(want), rtol=1e-6)
 
@@ -157,25 +139,6 @@ def test_integers_that_no_generator_takes_are_no_keys():
     numbers = np.array([1, 2], np.uint32)
     _, loss = parallel(step, "replicas")(W, X, numbers)
     np.testing.assert_allclose(loss, (X @ W).mean() * 3, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_inputs_made_of_the_batch_keep_their_rows(name):
-    """The loss sees, of each, the rows of its own slice: reordered ones would pair with others."""
-
-    def of(w, x, by_row, columns, noise):
-        launcher.mark_pipeline_boundary()
-        y = (x @ w).sum(1) * by_row * columns.sum(0) + noise
-        return (y**2).mean()
-
-    def step(w, x):
-        by_row = jnp.exp(x[:, 0] - x.mean())
-        noise = jax.random.normal(jax.random.key(1), by_row.shape)
-        loss, grads = launcher.value_and_grad(of)(w, x, by_row, x.T * 2, noise)
-        return w - grads, loss
-
-    got = parallel(step, name, donate_argnums=())(W, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.jit(step)(W, X))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -2,23 +2,17 @@
 parameters, and communicate as their plan says."""
 
 import collections
-import re
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from collective_counts import collectives
+from trainings import assert_same, run, serial, training
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import local_shape
 from launcher.plan.build import build_plan
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from trainings import assert_same, run, serial, training
-
-COLLECTIVE = re.compile(r"= (\(?[^=]*?) (all-[\w-]+|reduce-scatter|collective-\w+)\(")
 
 
 def planned(name, meshes, sequence, num_micro_batches):
@@ -64,8 +58,7 @@ def test_a_sequence_that_is_cut_trains_as_a_whole_one(name, meshes, sequence, nu
     found, wanted = collections.Counter(), collections.Counter()
     for name, text in executable.hlo_text().items():
         if name.startswith("stage."):
-            for shapes, kind in COLLECTIVE.findall(re.sub(r"/\*.*?\*/", "", text)):
-                found[kind] += len(re.findall(r"\w\[", shapes))
+            found.update(kind for kind, _ in collectives(text))
     for one in (c for stage in plan.stages for c in stage.collectives if c.when != "update"):
         # XLA makes an all-reduce and a slice of a reduce-scatter, at least on CPUs.
         wanted["all-reduce" if one.kind == "reduce-scatter" else one.kind] += one.count

@@ -1,23 +1,19 @@
 """A process may run ahead of its devices and of the other processes, and never hangs."""
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_processes import together
+from tiny import serial
 
 import launcher
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import together
-from tiny import BATCHES, init, step
 
 STEPS = 30
 MANY = {"num_micro_batches": 12, "schedule": "1f1b", "stages": 2}
@@ -26,13 +22,6 @@ PLANS = [
     {"method": "data", "num_micro_batches": 6},  # a stage over both processes
     {"method": "manual", **MANY, "stages": 4},  # a stage a device
 ]
-
-
-def serial(steps):
-    state, fun = jax.jit(init)(jax.random.key(0)), jax.jit(step)
-    for k in range(steps):
-        state, loss = fun(state, BATCHES[k % len(BATCHES)])
-    return float(loss)
 
 
 def test_many_programs_over_several_devices_of_one_process():
@@ -68,10 +57,9 @@ def test_many_programs_over_several_devices_of_one_process():
     ],
 )
 def test_processes_run_ahead_of_one_another(devices, transport):
-    plans = PLANS[: 1 + devices]
-    told = together("ahead_peer.py", 2, devices, STEPS, transport, given=json.dumps(plans))
-    expected = serial(STEPS)
-    for losses in zip(*map(json.loads, told), strict=True):
-        known = [x for x in losses if x is not None]
+    settings = [{**each, "transport": transport, "ahead": STEPS} for each in PLANS[: 1 + devices]]
+    told, expected = together(2, devices, settings), serial(STEPS)[1][-1]
+    for each in settings:
+        known = [losses for peer in told for losses in peer[json.dumps(each)]["losses"]]
         assert known
         np.testing.assert_allclose(known, expected, rtol=1e-4)

@@ -1,17 +1,13 @@
 """What crosses between processes: as many bytes as planned, each once, and nothing stays behind."""
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-sys.path.insert(0, str(Path(__file__).parent))
 from launch import together
-from tiny import BATCHES, init, step
+from tiny import BATCHES, serial
 
 from launcher.base import jax_compat as compat
 from launcher.runtime.transport import transfer
@@ -45,10 +41,7 @@ def test_bytes_of_a_step_are_those_of_the_plan(peers):
 
 @pytest.mark.slow
 def test_two_executables_take_turns_on_one_state(peers):
-    state, losses = jax.jit(init)(jax.random.key(0)), []
-    for batch in BATCHES:
-        state, loss = jax.jit(step)(state, batch)
-        losses.append(float(loss))
+    _, losses = serial(len(BATCHES))
     for found in [peer["losses"] for peer in peers if peer["losses"]]:
         np.testing.assert_allclose(found, losses, rtol=1e-5)
 

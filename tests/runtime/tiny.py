@@ -33,3 +33,33 @@ def step(state, x):
     value, grads = launcher.value_and_grad(loss)(params, x)
     updates, opt = OPTIMIZER.update(grads, opt, params)
     return (optax.apply_updates(params, updates), opt), value
+
+
+def evaluate(state, x):
+    """A loss of the same cuts, without gradients."""
+
+    def of(params, x):
+        for name in ("w1", "w2", "tied"):
+            x = jnp.tanh(x @ params[name])
+            launcher.mark_pipeline_boundary()
+        return (x**2).mean()
+
+    return launcher.microbatched(of)(state[0], x)
+
+
+def serial(count):
+    """The state after so many steps by plain JAX, and each step's loss."""
+    state, fun, losses = jax.jit(init)(jax.random.key(0)), jax.jit(step), []
+    for k in range(count):
+        state, loss = fun(state, BATCHES[k % len(BATCHES)])
+        losses.append(float(loss))
+    return state, losses
+
+
+def run(train, count):
+    """The same by a parallelized step, whose losses are as it returns them."""
+    state, losses = train.create(init, jax.random.key(0), like=BATCHES[0]), []
+    for batch in BATCHES[:count]:
+        state, loss = train(state, batch)
+        losses.append(loss)
+    return state, losses

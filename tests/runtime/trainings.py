@@ -51,7 +51,6 @@ def _recipe(name):
     model = build_model(options, "fp32")
 
     def init(key):
-        del key
         return first_state(filled_params(model, std=0.02 if options.name == "gpt" else None))
 
     def step(state, batch):
@@ -70,7 +69,6 @@ def _chain():
     """With a weight shared by the first and the last layer, and a value that skips some."""
 
     def init(key):
-        del key
         rng = np.random.default_rng(0)
         shape = CHAIN_LAYERS - 1, CHAIN_WIDTH, CHAIN_WIDTH
         weights = [jnp.asarray(w, jnp.float32) for w in rng.normal(size=shape) / 3]

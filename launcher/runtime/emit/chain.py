@@ -15,8 +15,16 @@ from typing import Any
 
 from launcher.partition import Spec, axes
 from launcher.plan import Plan
-from launcher.runtime.emit.instructions import Exchange, Instruction, Run, Send, Slot
-from launcher.runtime.emit.listing import Emitted, EmittedProgram
+from launcher.runtime.emit.instructions import (
+    Emitted,
+    EmittedProgram,
+    Exchange,
+    Free,
+    Instruction,
+    Run,
+    Send,
+    Slot,
+)
 from launcher.trace import TracedStep, Var, is_var
 
 
@@ -38,7 +46,7 @@ def chained(
         mesh_of = [meshes.index(devices) for devices in part_plan.meshes]
         chain.add(part, emitted, mesh_of, f"loss.{number}." if number else "", first_stage)
         first_stage += len(part_plan.stages)
-    return chain.emitted(meshes.index(plan.parts[-1].stages[-1].devices), parts[0])
+    return chain.emitted(meshes.index(plan.parts[-1].stages[-1].devices))
 
 
 @dataclass(eq=False)
@@ -111,7 +119,7 @@ class _Chain:
                 renamed[number] = self._new(slot_now)
         self._move(moves, f"{prefix}reshard")
         named = emitted.programs.items()
-        self.programs.update((prefix + name, made.in_part(prefix)) for name, made in named)
+        self.programs.update((prefix + name, _in_part(made, prefix)) for name, made in named)
         for x in emitted.instructions:
             self.listed.append(_renamed(x, renamed, mesh_of, prefix, first_stage, self.turns))
         self.turns += emitted.turns
@@ -119,13 +127,8 @@ class _Chain:
             if is_var(v) and result is not None:
                 self.at[v] = renamed[result]
 
-    def emitted(self, home: int, first: Emitted) -> Emitted:
-        """Return all instructions.
-
-        Args:
-            home: the mesh of results that no argument gives a place.
-            first: the instructions of the first part.
-        """
+    def emitted(self, home: int) -> Emitted:
+        """Return all instructions; `home`: the mesh of results that no argument gives a place."""
         whole = self.step.whole
         argument_slot = dict(self.arguments)
         results: list[tuple[int | None, Any, int]] = []
@@ -143,8 +146,7 @@ class _Chain:
             results.append((slot, None, self.slots[slot].mesh))
         self._move(moves, "reshard")
         read = self.read | {slot for slot, _, _ in results}
-        return dataclasses.replace(
-            first,
+        return Emitted(
             slots=tuple(self.slots),
             programs=self.programs,
             instructions=tuple(self.listed),
@@ -193,6 +195,11 @@ class _Chain:
         self.turns += len(links)
 
 
+def _in_part(program: EmittedProgram, prefix: str) -> EmittedProgram:
+    """Return a program with a key that differs from those of programs of other losses."""
+    return dataclasses.replace(program, alike=program.alike and (prefix, program.alike))
+
+
 def _plain(spec: Spec) -> tuple[tuple[str, ...], ...]:
     """Return a spec without the trailing dimensions that are not sharded."""
     last = max((d + 1 for d, axis in enumerate(spec) if axis), default=0)
@@ -208,31 +215,17 @@ def _renamed(
     first_turn: int,
 ) -> Instruction:
     """Return an instruction of a part with the numbers and names of the whole step."""
-    if isinstance(x, Run):
-        task = x.task and x.task.on_stage(x.task.stage + first_stage)
-        return dataclasses.replace(
-            x,
-            mesh=mesh_of[x.mesh],
-            program=prefix + x.program,
-            inputs=tuple(slots[s] for s in x.inputs),
-            outputs=tuple(slots[s] for s in x.outputs),
-            task=task,
-            turn=first_turn + x.turn,
-        )
+    assert not isinstance(x, Free)  # added to the whole
+    changes: dict[str, Any] = {
+        "inputs": tuple(slots[s] for s in x.inputs),
+        "outputs": tuple(slots[s] for s in x.outputs),
+        "turn": first_turn + x.turn,
+    }
+    if isinstance(x, Send):
+        return dataclasses.replace(x, src=mesh_of[x.src], dst=mesh_of[x.dst], **changes)
+    changes["mesh"] = mesh_of[x.mesh]
     if isinstance(x, Exchange):
-        return dataclasses.replace(
-            x,
-            mesh=mesh_of[x.mesh],
-            specs=tuple(dataclasses.replace(s, name=prefix + s.name) for s in x.specs),
-            inputs=tuple(slots[s] for s in x.inputs),
-            outputs=tuple(slots[s] for s in x.outputs),
-            turn=first_turn + x.turn,
-        )
-    assert isinstance(x, Send)
-    return Send(
-        mesh_of[x.src],
-        mesh_of[x.dst],
-        tuple(slots[s] for s in x.inputs),
-        tuple(slots[s] for s in x.outputs),
-        first_turn + x.turn,
-    )
+        specs = tuple(dataclasses.replace(s, name=prefix + s.name) for s in x.specs)
+        return dataclasses.replace(x, specs=specs, **changes)
+    task = x.task and x.task.on_stage(x.task.stage + first_stage)
+    return dataclasses.replace(x, program=prefix + x.program, task=task, **changes)

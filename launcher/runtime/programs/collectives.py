@@ -5,12 +5,12 @@ The programs are traced for an abstract mesh, without devices.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from launcher.partition import DATA, ROWS, Bucket, Layout, Spec, are_packed, axes, scatter_dim
@@ -108,7 +108,7 @@ def _packed_sum(own: Sequence[Any]) -> list[Any]:
     if len(own) == 1:
         return [jax.lax.psum(own[0], DATA)]
     total = jax.lax.psum(jnp.concatenate([x.reshape(-1) for x in own]), DATA)
-    pieces = jnp.split(total, _ends([x.size for x in own]))
+    pieces = jnp.split(total, np.cumsum([x.size for x in own])[:-1])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, own, strict=True)]
 
 
@@ -123,7 +123,7 @@ def _scattered(layout: Layout, bucket: Bucket, own: Sequence[Any]) -> list[Any]:
     first = [jnp.moveaxis(x, d, 0) for x, d in zip(own, at, strict=True)]
     packed = jnp.concatenate([x.reshape(replicas, -1) for x in first], axis=1)
     total = jax.lax.psum_scatter(packed, DATA, scatter_dimension=0)
-    pieces = jnp.split(total, _ends([x.size // replicas for x in own]))
+    pieces = jnp.split(total, np.cumsum([x.size // replicas for x in own])[:-1])
     found = []
     for i, d, x, piece in zip(bucket.operands, at, first, pieces, strict=True):
         shape = (x.shape[0] // replicas, *x.shape[1:])
@@ -134,11 +134,6 @@ def _scattered(layout: Layout, bucket: Bucket, own: Sequence[Any]) -> list[Any]:
             shard = jax.lax.dynamic_slice_in_dim(shard, start, size, d)
         found.append(shard)
     return found
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    """Return where each piece but the last ends."""
-    return list(itertools.accumulate(sizes[:-1]))
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

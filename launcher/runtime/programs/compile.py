@@ -1,18 +1,23 @@
-"""Compile a step's programs: in parallel, from shapes alone, and equal ones once."""
+"""Compile a traced step for a plan, at once or in the background.
+
+Its programs are compiled in parallel, from shapes alone, and equal ones once.
+"""
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Set
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from launcher.base import SpanRecorder
 from launcher.base.jax_compat import (
     compiled,
     loaded_for,
@@ -20,9 +25,129 @@ from launcher.base.jax_compat import (
     with_barriers_kept,
 )
 from launcher.partition import are_packed
-from launcher.runtime.emit.instructions import Run, Send
-from launcher.runtime.emit.listing import Emitted
-from launcher.runtime.programs.device_meshes import DeviceMeshes
+from launcher.plan import Plan, PlanError
+from launcher.runtime.dispatch_table import StepServices
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Emitted, Run, Send
+from launcher.runtime.executable import Executable
+from launcher.runtime.programs.device_meshes import DeviceMeshes, place_on_devices
+from launcher.runtime.transport.servers import Servers
+from launcher.runtime.transport.transport import Transport
+from launcher.trace import TracedStep
+
+_Placed = tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]  # arguments, results
+
+
+def compile_step(
+    step: TracedStep,
+    plan: Plan,
+    devices: Sequence[jax.Device],
+    transport: Transport | None = None,
+    servers: Servers | None = None,
+) -> Executable:
+    """Compile a traced step for a plan.
+
+    If the devices belong to several processes, every process compiles the same steps in the same
+    order, and each builds only the programs of its own stages. By a plan with parameter servers,
+    each worker compiles its own share of the replicas.
+
+    Args:
+        step: the traced step, on the whole batch.
+        plan: the plan to run it by.
+        devices: the devices, numbered as the plan numbers them; by a plan with parameter servers,
+            this worker's own.
+        transport: what moves arrays between processes.
+        servers: the parameter servers, for a plan with some.
+
+    Raises:
+        PlanError: the plan is for another program, there are fewer devices than it needs, or other
+            workers.
+    """
+    services = StepServices(transport, servers, SpanRecorder())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return StepCompilation(step, plan, devices, services, pool).result()
+
+
+class StepCompilation:
+    """A step whose programs are lowered, and on their way to be compiled.
+
+    Args:
+        step: the traced step, on the whole batch.
+        plan: the plan to run it by.
+        devices: the devices, as for `compile_step`, which says what may be wrong with these.
+        services: what its instructions use.
+        pool: compiles the programs.
+
+    Attributes:
+        programs: the compilation of each distinct program of this process.
+    """
+
+    def __init__(
+        self,
+        step: TracedStep,
+        plan: Plan,
+        devices: Sequence[jax.Device],
+        services: StepServices,
+        pool: Executor,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._plan, self._services = plan, services
+        step = _checked(step, plan, devices, services.servers)
+        with jax.transfer_guard("allow"):  # of the programs' constants
+            self._step = step.cut_at(plan.layer_ends)
+            self._emitted = emit(self._step, plan, *_here(devices, services.servers))
+            self._placement = place_on_devices(plan, devices, self._emitted.slots)
+            self._compilation = Compilation(self._emitted, self._placement, pool)
+        self.programs: list[Future[Any]] = self._compilation.programs
+
+    def result(self) -> Executable:
+        """Wait for all programs and return the compiled step."""
+        with jax.transfer_guard("allow"):
+            programs = self._compilation.result()
+            made = Executable(
+                self._step, self._plan, self._emitted, self._placement, programs, self._services
+            )
+        made.compile_seconds = time.perf_counter() - self._started
+        return made
+
+
+def wait_for_more(programs: Sequence[Future[Any]], seen: int) -> int:
+    """Wait until more than `seen` compilations are over, or all are; return how many are."""
+    waiting = [each for each in programs if not each.done()]
+    while waiting and len(programs) - len(waiting) <= seen:
+        waiting = list(wait(waiting, return_when=FIRST_COMPLETED).not_done)
+    return len(programs) - len(waiting)
+
+
+def _here(devices: Sequence[jax.Device], servers: Servers | None) -> tuple[int, set[int] | None]:
+    """Return the number of this worker, and the numbers of its devices in the plan, if not all."""
+    if servers:
+        return servers.rank, None
+    me = jax.process_index()
+    return 0, {n for n, device in enumerate(devices) if device.process_index == me}
+
+
+def _checked(
+    step: TracedStep, plan: Plan, devices: Sequence[jax.Device], servers: Servers | None
+) -> TracedStep:
+    """Return the step as the plan means it; raise PlanError if it is not for these."""
+    step = step.planned_as(plan.fingerprint)
+    if plan.fingerprint != step.fingerprint:
+        raise PlanError(
+            f"this plan was made for another program (fingerprint {plan.fingerprint}, this one is "
+            f"{step.fingerprint}); plan again"
+        )
+    if len(plan.parts) != len(step.parts):
+        counts = f"{len(plan.parts)} of {len(step.parts)}"
+        raise PlanError(f"this plan is for {counts} losses of the step; plan again")
+    workers = plan.reduction.workers
+    if (servers.count if servers else 1) != workers:
+        there = f"{servers.count} workers are" if servers else "this process alone is"
+        raise PlanError(f"the plan is for {workers} workers with parameter servers; {there} here")
+    needed = plan.num_devices // workers
+    if len(devices) < needed:
+        raise PlanError(f"the plan needs {needed} devices; here are {len(devices)}")
+    return step
 
 
 class Compilation:
@@ -37,14 +162,12 @@ class Compilation:
         programs: the compilation of each distinct program.
     """
 
-    def __init__(
-        self, emitted: Emitted, placement: DeviceMeshes, pool: concurrent.futures.Executor
-    ) -> None:
+    def __init__(self, emitted: Emitted, placement: DeviceMeshes, pool: Executor) -> None:
         self._pool = pool
-        first: dict[str, Run] = {}
+        runs: dict[str, Run] = {}
         for x in emitted.instructions:
             if isinstance(x, Run):
-                first.setdefault(x.program, x)
+                runs.setdefault(x.program, x)
         # What another process may not have pulled yet must not be written over.
         offered = {
             slot
@@ -52,37 +175,73 @@ class Compilation:
             if isinstance(x, Send) and not placement.is_local(x)
             for slot in x.inputs
         }
-        self._names = tuple(first)
-        self._alike: dict[Any, list[_Program]] = {}
-        seen: dict[Any, tuple[_Program, Any]] = {}  # a program of each key, and its kind
-        for name, run in first.items():
+        self._programs: dict[str, _Program] = {}
+        self._firsts: dict[Any, _Program] = {}  # of each kind
+        lowered: dict[Any, _Lowered] = {}  # one for each key
+        for name, run in runs.items():
             key = _same(name, run, emitted, placement, offered)
             lower = functools.partial(_lower, name, run, emitted, placement, offered)
-            if key not in seen:
-                program = lower()
-                seen[key] = program, program.kind()
-            one, kind = seen[key]
-            arguments, results = _shardings(run, placement)
-            program = dataclasses.replace(
-                one, name=name, arguments=arguments, results=results, lower=lower
-            )
-            self._alike.setdefault(kind, []).append(program)
+            if key not in lowered:
+                lowered[key] = lower()
+            program = _Program(lowered[key], _placed(run, placement), lower)
+            self._programs[name] = program
+            self._firsts.setdefault(program.lowered.kind, program)
         self.programs = [
-            pool.submit(compiled, group[0].lowered, group[0].options)
-            for group in self._alike.values()
+            pool.submit(compiled, one.lowered.program, one.lowered.options)
+            for one in self._firsts.values()
         ]
 
     def result(self) -> dict[str, Any]:
         """Wait for all programs and return them by name."""
-        alike = self._alike
-        distinct = {(kind, x.placed): x for kind, group in alike.items() for x in group}
-        firsts = {kind: each.result() for kind, each in zip(alike, self.programs, strict=True)}
-        made = self._pool.map(
-            lambda at: _made(distinct[at], alike[at[0]][0], *firsts[at[0]]), distinct
-        )
-        found = dict(zip(distinct, made, strict=True))
-        by_name = {x.name: found[kind, x.placed] for kind, group in alike.items() for x in group}
-        return {name: by_name[name] for name in self._names}
+        each = zip(self._firsts, self.programs, strict=True)
+        firsts = {kind: future.result() for kind, future in each}
+        distinct = {(x.lowered.kind, x.placed): x for x in self._programs.values()}
+
+        def placed(x: _Program) -> Any:
+            """Load what was compiled for other devices; compile it if this JAX cannot do so."""
+            executable, kept = firsts[x.lowered.kind]
+            if x.placed == self._firsts[x.lowered.kind].placed:
+                return executable
+            if loaded := loaded_for(executable, *x.placed, kept):
+                return loaded
+            own = x.lower()
+            return compiled(own.program, own.options)[0]
+
+        executables = dict(zip(distinct, self._pool.map(placed, distinct.values()), strict=True))
+        return {name: executables[x.lowered.kind, x.placed] for name, x in self._programs.items()}
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A lowered program.
+
+    Attributes:
+        program: the program, as it is lowered for some devices.
+        options: the compiler's.
+        kind: a key that is equal for programs of which only one has to be compiled: those of equal
+            stages, which differ in their devices alone, since the text names positions in a mesh. A
+            program that runs in several processes is compiled by each of them, and shares its key
+            with no other program.
+    """
+
+    program: Any
+    options: Mapping[str, Any]
+    kind: Any
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program that is to be compiled.
+
+    Attributes:
+        lowered: the lowered program, perhaps that of a program that is alike.
+        placed: the shardings of its arguments and of its results.
+        lower: returns the program as it is lowered for its own devices.
+    """
+
+    lowered: _Lowered
+    placed: _Placed
+    lower: Callable[[], _Lowered]
 
 
 def _same(name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]) -> Any:
@@ -101,9 +260,7 @@ def _same(name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offere
     return key, where, mesh, len(run.inputs), types, donated
 
 
-def _shardings(
-    run: Run, placement: DeviceMeshes
-) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+def _placed(run: Run, placement: DeviceMeshes) -> _Placed:
     """Return the shardings of a program's arguments and of its results."""
     return tuple(map(placement.sharding, run.inputs)), tuple(map(placement.sharding, run.outputs))
 
@@ -112,72 +269,10 @@ def _kinds(sharding: NamedSharding) -> tuple[str, ...]:
     return tuple(device.device_kind for device in sharding.mesh.devices.flat)
 
 
-@dataclass(frozen=True)
-class _Program:
-    """A program that is to be compiled.
-
-    Attributes:
-        name: its name.
-        lowered: the lowered program.
-        arguments: the shardings of its arguments.
-        results: the shardings of its results.
-        options: the compiler's.
-        lower: returns the program as it is lowered for its own devices; `lowered` may be for those
-            of a program that is alike.
-    """
-
-    name: str
-    lowered: Any
-    arguments: tuple[NamedSharding, ...]
-    results: tuple[NamedSharding, ...]
-    options: Mapping[str, Any]
-    lower: Callable[[], _Program] | None = None
-
-    @property
-    def placed(self) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
-        """The shardings of its arguments and of its results."""
-        return self.arguments, self.results
-
-    def kind(self) -> Any:
-        """Return a key that is equal for programs of which only one has to be compiled.
-
-        These are programs of equal stages, which differ in their devices alone: the lowered text
-        names positions in a mesh, not devices. A program that runs in several processes is compiled
-        by each of them, and shares its key with no other program.
-        """
-        sharding = [*self.arguments, *self.results][0]
-        if not sharding.is_fully_addressable:
-            return self.name
-        kinds = _kinds(sharding)
-        types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(self.lowered.in_avals))
-        options = tuple(sorted(self.options.items()))
-        text = self.lowered.as_text().replace(f"@jit_{self.name}", "@jit", 1)
-        return kinds, types, options, hashlib.sha256(text.encode()).digest()
-
-
-def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> Any:
-    """Return the executable of a program of the same kind as `first`, which is compiled already.
-
-    It is loaded from that of `first` for its own devices, or compiled if this JAX cannot do so.
-
-    Args:
-        program: the program.
-        first: the program of its kind that was compiled.
-        made: the executable of `first`.
-        kept: the bytes that `jax_compat.compiled` returned with `made`.
-    """
-    if program.placed == first.placed:
-        return made
-    if found := loaded_for(made, *program.placed, kept):
-        return found
-    own = program.lower() if program.lower else program
-    return compiled(own.lowered, own.options)[0]
-
-
 def _lower(
     name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]
-) -> _Program:
-    arguments, results = _shardings(run, placement)
+) -> _Lowered:
+    arguments, results = _placed(run, placement)
     made = emitted.programs[name]
 
     def program(*flat: Any) -> tuple[Any, ...]:
@@ -191,16 +286,24 @@ def _lower(
         keep_unused=True,
     )
     avals = [placement.slots[slot].aval for slot in run.inputs]
-    abstract = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(avals, arguments, strict=True)
-    ]
-    lowered = jitted.lower(*abstract)
-    platform = (*arguments, *results)[0].mesh.devices.flat[0].platform
+    lowered = jitted.lower(
+        *(
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+            for aval, sharding in zip(avals, arguments, strict=True)
+        )
+    )
+    first, text = (*arguments, *results)[0], lowered.as_text()
+    platform = first.mesh.devices.flat[0].platform
     options = {}
     if made.buckets:
         largest = max(bucket.nbytes for bucket in made.buckets)
         options = overlap_options(platform, largest, are_packed(made.buckets))
-    if "optimization_barrier" in lowered.as_text():
+    if "optimization_barrier" in text:
         options = with_barriers_kept(platform, options)
-    return _Program(name, lowered, arguments, results, options)
+    kind: Any = name
+    if first.is_fully_addressable:
+        types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(lowered.in_avals))
+        unnamed = text.replace(f"@jit_{name}", "@jit", 1)
+        digest = hashlib.sha256(unnamed.encode()).digest()
+        kind = _kinds(first), types, tuple(sorted(options.items())), digest
+    return _Lowered(lowered, options, kind)

@@ -97,16 +97,20 @@ def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, St
     """
     of, inside = cut.programs(stage)
     maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), cut.leaving)
-    together = Kind.FORWARD not in of.programs
-    found: dict[Kind, StageProgram] = {}
+    together, several = Kind.FORWARD not in of.programs, cut.slicing.micro_batches > 1
+    programs: dict[Kind, StageProgram] = {}
     for kind, one_slice in of.programs.items():
-        word = kind.value if found or not together else f"forward_{kind.value}"
+        word = kind.value if programs or not together else f"forward_{kind.value}"
         closed = emitted_locally(one_slice.closed, inside, cut.slicing.own_replicas)
         sync = cut.gradient_sync(stage, [gradient_order(one_slice)])
         one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
-        found[kind] = maker.programs(f"{name}.{word}", one_slice, left, sync)
-    return found
+        made = maker.program(f"{name}.{word}", one_slice, left, sync, last=not several)
+        if several and sync.in_pass(last=True) != made.buckets:
+            last = maker.program(f"{made.name}.last", one_slice, left, sync, last=True)
+            made = dataclasses.replace(made, last=last)
+        programs[kind] = made
+    return programs
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,24 +126,6 @@ class _Maker:
     layout: Layout
     leaving: Set[int]
 
-    def programs(
-        self, name: str, one_slice: TaskProgram, residuals: Mapping[Var, Spec], sync: GradientSync
-    ) -> StageProgram:
-        """Return the program over all replicas' slices of a microbatch.
-
-        Args:
-            name: its name.
-            one_slice: what each replica computes.
-            residuals: see `StageProgram`.
-            sync: see `StageProgram`.
-        """
-        several = self.slicing.micro_batches > 1
-        made = self.program(name, one_slice, residuals, sync, last=not several)
-        if not several or sync.in_pass(last=True) == made.buckets:
-            return made
-        last = self.program(f"{name}.last", one_slice, residuals, sync, last=True)
-        return dataclasses.replace(made, last=last)
-
     def program(
         self,
         name: str,
@@ -148,13 +134,19 @@ class _Maker:
         sync: GradientSync,
         last: bool,
     ) -> StageProgram:
-        """Return the program of a microbatch, of the last one or any other.
+        """Return the program over all replicas' slices of a microbatch.
 
         Accumulators hold the gradient of each replica until it is summed, and then the sum in its
         place; those of gradients that every microbatch sums hold sums.
+
+        Args:
+            name: its name.
+            one_slice: what each replica computes.
+            residuals: see `StageProgram`.
+            sync: see `StageProgram`.
+            last: whether it is that of the last microbatch.
         """
-        now = sync.in_pass(last)
-        made = one_slice.outputs
+        now, made = sync.in_pass(last), one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         held = [self.accumulator(n) for n in kept]
         summed = {i for b in now for i in b.operands}
@@ -321,27 +313,19 @@ def _as_of(
 def _renamed(a: StageGraph, b: StageGraph) -> Callable[[Name], Name]:
     """Return what renames the values of a stage to those of an equal one."""
     operands = dict(zip(a.operands, b.operands, strict=True))
-    results = dict(zip(a.results, b.results, strict=True))
-    crossing = dict(
-        zip(
-            (*a.activations_in, *a.activations_out),
-            (*b.activations_in, *b.activations_out),
-            strict=True,
-        )
-    )
+    crossing = dict(zip(a.activations_in, b.activations_in, strict=True))
+    crossing |= zip(a.activations_out, b.activations_out, strict=True)
     back = {(v, a.index): (crossing[v], b.index) for v in a.activations_in}
     for v, mine, others in zip(a.activations_out, a.consumers, b.consumers, strict=True):
         back |= {(v, s): (crossing[v], t) for s, t in zip(mine, others, strict=True)}
+    values: dict[str, dict[Any, Any]] = {
+        **dict.fromkeys(("operand", "grad", "per_replica"), operands),
+        "result": dict(zip(a.results, b.results, strict=True)),
+        "activation": crossing,
+        "cotangent": back,
+    }
 
     def rename(name: Name) -> Name:
-        if name.kind in ("operand", "grad", "per_replica"):
-            return Name(name.kind, operands[name.of])
-        if name.kind == "result":
-            return Name(name.kind, results[name.of])
-        if name.kind == "activation":
-            return Name(name.kind, crossing[name.of])
-        if name.kind == "cotangent":
-            return Name(name.kind, back[name.of])
-        return name
+        return Name(name.kind, values[name.kind][name.of]) if name.kind in values else name
 
     return rename

@@ -2,9 +2,9 @@
 
 An exchange is one compiled program, a `jax.lax.ppermute` for each of its rounds, over the devices
 of both sides. Only their processes take part: by NCCL on GPUs, by Gloo on CPUs. An array that
-arrives is identified by its turn alone, so all processes follow the one order of `runtime.order`.
-If one device has begun a program and another has not, the former waits. So everything is compiled,
-and every group of devices has opened its communicator, before the first step.
+arrives is identified by its turn alone, so all processes follow one order (`emit.instructions`). If
+one device has begun a program and another has not, the former waits. So everything is compiled, and
+every group of devices has opened its communicator, before the first step.
 
 Every device of an exchange sends and receives an array in every round. For a round in which a
 device has nothing to send, it keeps zeros as long as an exchange needs them, one array of each
@@ -25,14 +25,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.runtime.execute.throttle import Throttle
-from launcher.runtime.transport.transport import (
-    NOTHING,
-    Parcel,
-    Parts,
-    Shipment,
-    Transport,
-)
+from launcher.runtime.throttle import Throttle
+from launcher.runtime.transport.transport import Parcel, Parts, Shipment, Transport
 
 _AXIS = "device"
 
@@ -101,7 +95,7 @@ class PermuteTransport(Transport):
         self,
         exchanges: Sequence[Shipment],
         order: str,
-        together: Mapping[str, int] = NOTHING,
+        together: Mapping[str, int] | None = None,
         by_all: bool = False,
     ) -> None:
         """Compile the exchanges, then open the communicator of each group of devices.

@@ -23,7 +23,7 @@ from launcher.runtime.emit.instructions import Exchange, ExchangeSpec
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.transport.transfer import plain_aval
 
-_THREADS = 8  # what is under way at once; every worker begins with the same
+THREADS = 8  # exchanges that are under way at once; every worker begins with the same
 
 
 class Servers(Protocol):
@@ -65,11 +65,6 @@ class Servers(Protocol):
             Exception: a server or a worker is gone, or the wait is over the step's timeout; the
                 message names who.
         """
-
-
-def exchange_pool() -> ThreadPoolExecutor:
-    """Return the threads of one executable, which end with it."""
-    return ThreadPoolExecutor(_THREADS, "launcher-exchange")
 
 
 class Exchanging:
@@ -163,7 +158,7 @@ class _Crossing:
         if spec.kind == "gather":
             rows, lead = spec.shape[0], (self._micro_batches, spec.shape[0], -1)
             values = [x.reshape(lead).swapaxes(0, 1).reshape(rows, -1) for x in values]
-            return np.concatenate([_bytes_of(x) for x in values], axis=1)
+            return np.concatenate([np.ascontiguousarray(x).view(np.uint8) for x in values], axis=1)
         if len(values) == 1:  # needs no copy
             return values[0].reshape(-1).astype(spec.dtype, copy=False)
         part, at = np.empty(spec.shape, spec.dtype), 0
@@ -182,25 +177,16 @@ class _Crossing:
         ]
 
     def _summed(self, whole: np.ndarray) -> list[np.ndarray]:
-        pieces = np.split(whole, _ends([aval.size for aval in self._avals]))
+        pieces = np.split(whole, np.cumsum([aval.size for aval in self._avals])[:-1])
         pairs = zip(pieces, self._avals, strict=True)
         return [x.reshape(aval.shape).astype(aval.dtype, copy=False) for x, aval in pairs]
 
     def _gathered(self, whole: np.ndarray) -> list[np.ndarray]:
-        rows = len(whole)
+        rows, values = len(whole), []
         sizes = [aval.size * aval.dtype.itemsize // rows for aval in self._avals]
-        values = []
-        for piece, aval in zip(np.split(whole, _ends(sizes), axis=1), self._avals, strict=True):
+        pieces = np.split(whole, np.cumsum(sizes)[:-1], axis=1)
+        for piece, aval in zip(pieces, self._avals, strict=True):
             value = np.ascontiguousarray(piece).view(aval.dtype)
             value = value.reshape(rows, self._micro_batches, -1).swapaxes(0, 1)
             values.append(value.reshape(aval.shape))
         return values
-
-
-def _bytes_of(rows: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(rows).view(np.uint8)
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    """Return where each piece but the last ends."""
-    return list(itertools.accumulate(sizes[:-1]))

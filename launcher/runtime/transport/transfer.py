@@ -127,7 +127,7 @@ class RemoteTransfer:
         dst: the sharding of each array at the destination.
         transport: what moves arrays between processes.
         turn: the position of this transfer's key among the keys of one call.
-        outlives: for each array, whether it is there after the step; by default all are.
+        outlives: for each array, whether it is there after the step.
 
     Attributes:
         exchange: what goes between processes; it must be opened before the first call.
@@ -140,9 +140,8 @@ class RemoteTransfer:
         dst: Sequence[NamedSharding],
         transport: Transport,
         turn: int,
-        outlives: Sequence[bool] | None = None,
+        outlives: Sequence[bool],
     ) -> None:
-        outlives = [True] * len(avals) if outlives is None else outlives
         self._legs = [_Leg(*parts) for parts in zip(avals, src, dst, outlives, strict=True)]
         parcels = [(k, n, x) for k, leg in enumerate(self._legs) for n, x in leg.parcels()]
         self.exchange = transport.bind([parcel for _, _, parcel in parcels])
@@ -269,7 +268,7 @@ def move(
     Raises:
         ProcessMismatchError: another process could not prepare the transfer.
     """
-    transfer = RemoteTransfer(avals, src, dst, transport, 0)
+    transfer = RemoteTransfer(avals, src, dst, transport, 0, [True] * len(avals))
     if not transfer.exchange.is_open:
         with fail_together(transport):
             exchange = transfer.exchange

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -44,7 +43,6 @@ class Parcel:
 
 
 Parts = dict[int, jax.Array]  # by the number of their parcel
-NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Shipment(Protocol):
@@ -117,7 +115,7 @@ class Transport:
         self,
         exchanges: Sequence[Shipment],
         order: str,
-        together: Mapping[str, int] = NOTHING,
+        together: Mapping[str, int] | None = None,
         by_all: bool = False,
     ) -> None:
         """Make exchanges ready to be called, then pass the `barrier`.
@@ -130,18 +128,18 @@ class Transport:
         """
         self.barrier(order, together)
 
-    def barrier(self, order: str, together: Mapping[str, int] = NOTHING) -> None:
+    def barrier(self, order: str, together: Mapping[str, int] | None = None) -> None:
         """Wait until every process has reached this barrier.
 
         Args:
             order: a digest that must be the same in all processes; "" if this process failed.
-            together: `runtime.order.digests`: by digest, the number of processes that must give it.
+            together: see `digests`: by digest, the number of processes that must give it.
 
         Raises:
             ProcessMismatchError: they do not.
         """
         self._passed += 1
-        own = json.dumps({**together, order: jax.process_count()})
+        own = json.dumps({**(together or {}), order: jax.process_count()})
         every = all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
         given = Counter(each for text in every for each in json.loads(text).items())
         if any(count != wanted for (_, wanted), count in given.items()):

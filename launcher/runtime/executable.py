@@ -1,4 +1,4 @@
-"""Run a compiled step: the loop that follows the dispatch table.
+"""Run a compiled step: the loop that follows the dispatch table, between a caller and its arrays.
 
 Everything is compiled before the first call. A call flattens its arguments, runs a table of
 pre-bound instructions without waiting for any of them, and returns the arrays of the results, each
@@ -7,42 +7,43 @@ on its stage's devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.arrays.stacked_array import StackedArray, StackedSharding
-from launcher.base import Span, SpanRecorder
-from launcher.base.jax_compat import is_nan_error, moves_are_guarded
+from launcher.arrays.stacked_array import StackedArray, StackedSharding, rows_in, stacked_in
+from launcher.base import Span
+from launcher.base.jax_compat import accept_as_array, is_nan_error, moves_are_guarded
 from launcher.plan import Plan
-from launcher.runtime.emit.instructions import Instruction, Run
-from launcher.runtime.emit.listing import Emitted
-from launcher.runtime.execute.caller import Caller, with_copies
-from launcher.runtime.execute.dispatch_table import Entry, build_table, peak_bytes, rows_here
-from launcher.runtime.observe.recording import StageTimes, StepRecording, time_stages
+from launcher.runtime.dispatch_table import (
+    Entry,
+    StepServices,
+    build_table,
+    peak_bytes,
+    rows_here,
+)
+from launcher.runtime.emit.instructions import Emitted, Instruction, Run
 from launcher.runtime.programs.device_meshes import DeviceMeshes
-from launcher.runtime.programs.state import create_state
-from launcher.runtime.transport.servers import Servers
-from launcher.runtime.transport.transfer import is_here, place_array
-from launcher.runtime.transport.transport import Transport
-from launcher.trace import Interface, TracedStep
+from launcher.runtime.recording import StageTimes, StepRecording, time_stages
+from launcher.runtime.transport.transfer import absent, is_here, place_array
+from launcher.trace import (
+    Interface,
+    Jaxpr,
+    Stacks,
+    TracedStep,
+    jaxpr_as_fun,
+    make_jaxpr_and_shape,
+    with_rows_apart,
+)
 
-
-class StepServices(NamedTuple):
-    """What a step's instructions use beside its programs.
-
-    Attributes:
-        transport: moves arrays between processes.
-        servers: the parameter servers.
-        spans: records what runs beside the devices.
-    """
-
-    transport: Transport | None
-    servers: Servers | None
-    spans: SpanRecorder
+accept_as_array(StackedArray, lambda array: array.value)
 
 
 class Executable:
@@ -80,11 +81,12 @@ class Executable:
         self._interface = whole = step.whole
         self._caller = Caller(whole, step.stacks)
         self._transport, self._servers, self.spans = services
-        self._slicing, self._rank = emitted.slicing, emitted.rank
+        self._slicing = plan.parts[0].assignment.slicing
+        self._rank = self._servers.rank if self._servers else 0
         self._placement, self._compiled = placement, programs
         peaks = peak_bytes(emitted, placement, programs)
         self.peak_bytes = None if peaks is None else max(peaks)
-        self._table = build_table(emitted, placement, programs, whole.donated, *services)
+        self._table = build_table(emitted, placement, programs, whole.donated, services)
         where = {i: placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
         stacked = self._caller.by_leaf(flat, StackedSharding)
@@ -170,7 +172,7 @@ class Executable:
         own, number = self.spans.take(), {device: n for n, device in enumerate(jax.devices())}
         devices = [[number[d] for d in mesh.local_devices] for mesh in self._placement.meshes]
         # Each worker of parameter servers is a JAX of its own, whose devices begin with 0.
-        first = self._servers.rank * len(number) if self._servers else 0
+        first = self._rank * len(number)
         return results, lambda: own + recording.finish(self.hlo_text, devices, first)
 
     def warm_up(self, *args: Any) -> None:
@@ -207,20 +209,6 @@ class Executable:
     def hlo_text(self) -> dict[str, str]:
         """Return the compiled programs as text, by name."""
         return {name: compiled.as_text() for name, compiled in self._compiled.items()}
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that each program needs on every device of its mesh, by program name.
-
-        They are those of its arguments, results and temporaries; a donated buffer is counted once.
-        """
-        return {
-            name: found.argument_size_in_bytes
-            + found.output_size_in_bytes
-            + found.temp_size_in_bytes
-            - found.alias_size_in_bytes
-            for name, compiled in self._compiled.items()
-            if (found := compiled.memory_analysis()) is not None
-        }
 
     def _first_key(self) -> int:
         """Reserve the keys of a call's transfers and return the first, or number the call."""
@@ -295,3 +283,124 @@ def transformed_error() -> TypeError:
         "a parallelized step is compiled already, and cannot be called under jax.jit, jax.vmap or "
         "another transformation; call it from plain Python"
     )
+
+
+class Caller:
+    """The caller's side of a step.
+
+    Args:
+        whole: the arguments and results of the programs.
+        stacks: those of the caller, if they differ.
+    """
+
+    def __init__(self, whole: Interface, stacks: Stacks | None) -> None:
+        self._differs = stacks is not None
+        serialization = sys.modules.get("flax.serialization")  # a script's that has it writes these
+        if self._differs and serialization is not None:
+            serialization.register_serialization_state(
+                StackedArray, lambda array: array.value, lambda _, value: value, override=True
+            )
+        counts = ((0,) * len(flat) for flat in (whole.in_avals, whole.outvars))
+        self._stacks = stacks or Stacks(whole.in_tree, whole.out_tree, *counts)
+
+    def leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """Return the leaves of a call's arguments, as the programs take them.
+
+        Raises:
+            TypeError: the arguments have another structure.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        if tree != (in_tree := self._stacks.in_tree):
+            raise TypeError(f"the step was compiled for arguments {in_tree}, not {tree}")
+        return rows_in(leaves, self._stacks.in_rows) if self._differs else leaves
+
+    def by_leaf(self, flat: Sequence[Any], join: Callable[[tuple[Any, ...]], Any]) -> list[Any]:
+        """Return something of each argument of the programs for each leaf of the caller's.
+
+        Args:
+            flat: what it is of each.
+            join: makes one of those of the rows of an array.
+        """
+        return stacked_in(flat, self._stacks.in_rows, join)
+
+    def arguments(self, leaves: Sequence[Any]) -> Any:
+        """Return something of each leaf of the caller's arguments, in their structure."""
+        return jax.tree.unflatten(self._stacks.in_tree, leaves)
+
+    def results(self, flat: Sequence[Any]) -> Any:
+        """Unflatten the programs' outputs into the caller's result tree."""
+        out = stacked_in(flat, self._stacks.out_rows) if self._differs else flat
+        return jax.tree.unflatten(self._stacks.out_tree, out)
+
+
+def with_copies(leaf: Any) -> Any:
+    """Return an array whose parts in this process are copies."""
+    if isinstance(leaf, StackedArray):
+        return StackedArray([with_copies(row) for row in leaf.rows])
+    if not isinstance(leaf, jax.Array) or not leaf.addressable_shards:
+        return leaf
+    if leaf.is_fully_addressable:
+        return leaf.copy()
+    shards = [shard.data.copy() for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def create_state(
+    init: Callable[..., Any], args: tuple[Any, ...], shardings: Any, meshes: Sequence[Mesh]
+) -> Any:
+    """Compute `init(*args)` with these shardings, as a pytree like its result.
+
+    Each mesh computes its own leaves, so that no process needs memory for those of others.
+
+    Args:
+        init: the function that makes the state.
+        args: its arguments, which every process has.
+        shardings: the sharding of each leaf, a pytree like the state; a `StackedSharding` for one
+            whose rows are apart.
+        meshes: the meshes that the leaves live on.
+
+    Raises:
+        TypeError: `init` does not return what the step takes.
+    """
+    program, shapes = make_jaxpr_and_shape(init, *args)  # once for all meshes
+    expected: Any = jax.tree.structure(shardings)
+    if expected != jax.tree.structure(shapes):
+        raise TypeError("init does not return the structure that the step takes")
+    program, counts = _with_rows(program, jax.tree.leaves(shardings))
+    avals = [v.aval for v in program.outvars]
+    wanted = jax.tree.leaves(jax.tree.map(_rows_of, shardings))
+    made = [None if is_here(s) else absent(a, s) for a, s in zip(avals, wanted, strict=True)]
+
+    def on_mesh(mesh: Mesh) -> None:
+        mine = [i for i, s in enumerate(wanted) if s.mesh == mesh and is_here(s)]
+        if not mine:
+            return
+
+        def some(*inputs: Any) -> list[Any]:
+            leaves = jaxpr_as_fun(program)(*jax.tree.leaves(inputs))
+            return [leaves[i] for i in mine]
+
+        whole = NamedSharding(mesh, PartitionSpec())
+        here = jax.tree.map(lambda x: place_array(x, whole), args)
+        values = jax.jit(some, out_shardings=[wanted[i] for i in mine])(*here)
+        for i, value in zip(mine, values, strict=True):
+            made[i] = value
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(on_mesh, meshes))
+    return jax.tree.unflatten(expected, stacked_in(made, counts))
+
+
+def _rows_of(sharding: Any) -> Any:
+    return sharding.rows if isinstance(sharding, StackedSharding) else sharding
+
+
+def _with_rows(program: Jaxpr, shardings: Sequence[Any]) -> tuple[Jaxpr, tuple[int, ...]]:
+    """Return a program that returns the rows of results that are to lie apart, and their numbers.
+
+    A scan that makes such results is its iterations, so that a mesh only runs those of its rows.
+    """
+    counts = tuple(len(s.rows) if isinstance(s, StackedSharding) else 0 for s in shardings)
+    if not any(counts):
+        return program, counts
+    return with_rows_apart(program, counts), counts

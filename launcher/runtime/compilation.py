@@ -7,14 +7,24 @@ functions one by one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from launcher.partition import Name, PartitionedStep, Spec
-    from launcher.plan import Plan
-    from launcher.runtime.emit.instructions import Instruction
-    from launcher.runtime.emit.listing import Emitted
-    from launcher.trace import Loss, TracedStep
+import jax
+
+from launcher.partition import Name, PartitionedStep, Spec, cut_stages, partition
+from launcher.plan import Plan
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import (
+    Emitted,
+    Exchange,
+    Free,
+    Instruction,
+    Run,
+    Send,
+    meshes_of,
+)
+from launcher.runtime.programs.compile import compile_step
+from launcher.trace import Jaxpr, Loss, TracedStep, leaf_names
 
 
 def stages_of_compilation(
@@ -31,15 +41,10 @@ def stages_of_compilation(
     Raises:
         PlanError: the plan is for another program, or there are too few devices.
     """
-    from launcher.partition import partition
-    from launcher.runtime.emit.emit import emit
-
     step = step.planned_as(plan.fingerprint)
     for number, (part, of_part) in enumerate(zip(step.parts, plan.parts, strict=True)):
-        part, prefix = (
-            part.cut_at(of_part.layer_ends),
-            f"loss_{number}_" if step.other_losses else "",
-        )
+        part = part.cut_at(of_part.layer_ends)
+        prefix = f"loss_{number}_" if step.other_losses else ""
         cut = partition(part, of_part.assignment)
         yield f"{prefix}loss", loss_program_text(cut.loss)
         yield f"{prefix}layers", layers_text(part, cut.loss)
@@ -52,26 +57,17 @@ def stages_of_compilation(
     for worker in sorted({host for stage in plan.all_stages for host in stage.hosts}):
         yield f"instructions_of_worker_{worker}", instructions_text(emitted, plan, worker)
     if hlo:
-        import jax
-
-        from launcher.runtime import compile_step
-
         programs = compile_step(step, plan, jax.devices()).hlo_text()
         yield from ((f"hlo_of_{name}", text) for name, text in programs.items())
 
 
 def loss_program_text(loss: Loss) -> str:
     """Return the loss on one slice of the batch as a jaxpr, without its marks."""
-    from launcher.trace import Jaxpr
-
     return str(Jaxpr(loss.invars, loss.equations, loss.outvars))
 
 
 def layers_text(step: TracedStep, loss: Loss) -> str:
     """Return a jaxpr for each layer, with the operands that it reads."""
-    from launcher.partition import cut_stages
-    from launcher.trace import Jaxpr
-
     names = step.operand_names
     graphs = cut_stages(loss, [(layer,) for layer in range(loss.num_layers)])
     texts = []
@@ -132,8 +128,6 @@ def tasks_text(cut: PartitionedStep, stage: int) -> str:
 
 def update_text(cut: PartitionedStep) -> str:
     """Return a jaxpr for each program that runs before the pipeline and after it."""
-    from launcher.trace import Jaxpr
-
     texts = []
     for word, segments in (("before", cut.update.before), ("update", cut.update.after)):
         for number, segment in enumerate(segments):
@@ -144,8 +138,6 @@ def update_text(cut: PartitionedStep) -> str:
 
 def slots_text(step: TracedStep, emitted: Emitted) -> str:
     """Return what each slot holds, and which leaf of the step's arguments is put there."""
-    from launcher.trace import leaf_names
-
     names = leaf_names(step.whole)
     given = {slot: names[i] for i, slot in emitted.arguments}
     given |= {slot: f"{names[i]}, stacked" for i, slot, axis in emitted.batches if axis is not None}
@@ -162,28 +154,24 @@ def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
     """Return the instruction list of one worker, the process of host number `worker`.
 
     Args:
-        emitted: the instructions of all workers, in whose slots it is told.
+        emitted: the instructions of all workers, by whose slots it is described.
         plan: the plan.
         worker: the number of the worker.
     """
-    from launcher.runtime.emit.instructions import Free, Send
-
     each = int(plan.cluster["devices_per_host"])
     mine = {i for i, mesh in enumerate(plan.all_meshes) if worker in {d // each for d in mesh}}
     lines = []
     for x in emitted.instructions:
         if isinstance(x, Free):
             here = tuple(slot for slot in x.slots if emitted.slots[slot].mesh in mine)
-            meshes, x = mine if here else set(), Free(here)
-        else:
-            meshes = {x.src, x.dst} if isinstance(x, Send) else {x.mesh}
-        if meshes & mine:
+            if here:
+                lines.append(_instruction(Free(here)))
+        elif not mine.isdisjoint(meshes_of(x)):
             lines.append(_instruction(x))
     return "\n".join(lines)
 
 
 def _instruction(x: Instruction) -> str:
-    from launcher.runtime.emit.instructions import Exchange, Run, Send
 
     def slots(numbers: Iterable[int]) -> str:
         return " ".join(map(str, numbers)) or "-"

@@ -31,10 +31,9 @@ import jax
 
 from launcher.base import Span, SpanRecorder
 from launcher.plan import Plan
+from launcher.runtime.device_profile import DeviceProfile, ProgramRun, ProgramText, read_program
+from launcher.runtime.dispatch_table import Entry
 from launcher.runtime.emit.instructions import Instruction, Run, Send
-from launcher.runtime.execute.dispatch_table import Entry
-from launcher.runtime.observe.device_profile import DeviceProfile, ProgramRun
-from launcher.runtime.programs.program_text import ProgramText, read_program
 from launcher.schedule import Task
 
 _MOST_WATCHERS = 32  # transfers that are waited for at once
@@ -93,21 +92,18 @@ class StepRecording:
         """Follow the entries of a dispatch table, as a call does."""
         for place, entry in enumerate(entries):
             if entry.call is None:
-                for i in entry.inputs:
-                    slots[i] = None
+                entry.run(slots, key)
                 continue
             arrays = [slots[i] for i in entry.inputs]
             self.newest = entry.instruction
             start, name = time.time_ns(), _name(entry)
             with jax.profiler.TraceAnnotation(name):  # in the profiler's own trace
-                results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
-            for i, value in zip(entry.outputs, results, strict=True):
-                slots[i] = value
+                results = entry.run(slots, key)
             self._recorder.add("dispatch", name, start, time.time_ns())
             if isinstance(entry.instruction, Run):
                 self._runs[place] = entry.instruction
                 if self._profile is None:
-                    self._ends[place] = start, self._watchers.submit(_arrival, list(results))
+                    self._ends[place] = start, self._watchers.submit(_arrival, results)
                 for i in entry.inputs:
                     self._reader.setdefault(self._made_by.get(i, -1), place)
             elif isinstance(entry.instruction, Send):
@@ -343,7 +339,9 @@ def time_stages(entries: Sequence[Entry], slots: list[Any], key: int, plan: Plan
     first_stage = [stages.index(devices) for devices in plan.all_meshes]
     busy = [0.0] * len(stages)
     for entry in entries:
-        taken = _timed(entry, slots, key)
+        start = time.perf_counter()
+        jax.block_until_ready([x for x in entry.run(slots, key) if x.addressable_shards])
+        taken = time.perf_counter() - start
         if isinstance(entry.instruction, Run):
             task = entry.instruction.task
             stage = task.stage if task else first_stage[entry.instruction.mesh]
@@ -351,19 +349,3 @@ def time_stages(entries: Sequence[Entry], slots: list[Any], key: int, plan: Plan
             if task is not None:
                 seconds[task] = seconds.get(task, 0.0) + taken
     return StageTimes(tuple(busy), seconds)
-
-
-def _timed(entry: Entry, slots: list[Any], key: int) -> float:
-    """Run one entry and wait for it; return the seconds that it took."""
-    if entry.call is None:
-        for i in entry.inputs:
-            slots[i] = None
-        return 0.0
-    arrays = [slots[i] for i in entry.inputs]
-    start = time.perf_counter()
-    results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
-    jax.block_until_ready([x for x in results if x.addressable_shards])
-    taken = time.perf_counter() - start
-    for i, value in zip(entry.outputs, results, strict=True):
-        slots[i] = value
-    return taken

@@ -1,4 +1,4 @@
-"""Device operations recorded by JAX's profiler.
+"""Device operations recorded by JAX's profiler, and the collectives in a program's text.
 
 Nothing has to be waited for, and what overlaps is seen to overlap. On CPU devices every operation
 is an event that names its program, its run and its device; of other devices none is read yet.
@@ -7,6 +7,7 @@ is an event that names its program, its run and its device; of other devices non
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import warnings
@@ -18,10 +19,19 @@ from typing import Any, NamedTuple
 
 import jax
 
+from launcher.runtime.programs.collectives import GRADIENT_SUM
+
 _BEGIN = "launcher.begin"  # an event that tells the profiler's clock
 _OTHERS = "end: ", "ThreadpoolListener"  # most of the events, which are slow to look into
 STOP_SECONDS = 60.0  # for the profiler to stop
 STOPPING = "launcher: the profiler stops"  # the thread's name
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_COLLECTIVE = re.compile(
+    r"\b(all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(-start|-done)?\("
+)
+_NAME = re.compile(r"%([\w.\-]+)")
+_BUCKET = re.compile(rf'op_name="[^"]*\b{GRADIENT_SUM}_(\d+)/')
 _log = logging.getLogger(__name__)
 
 
@@ -156,3 +166,52 @@ class DeviceProfile:
             end = start + int(event.duration_ns)
             run.operations.append(Operation(str(stats["hlo_op"]), start, end))
         return list(found.values())
+
+
+@dataclass(frozen=True)
+class CollectiveOperation:
+    """A collective of a compiled program.
+
+    Attributes:
+        kind: "all-reduce", "reduce-scatter" and so on.
+        bucket: the number of the bucket of gradients that it sums, or None.
+    """
+
+    kind: str
+    bucket: int | None
+
+
+@dataclass(frozen=True)
+class ProgramText:
+    """What the text of a compiled program says.
+
+    Attributes:
+        module: the program's name.
+        collectives: its collectives, by the name of the operation.
+        after_sums: the operations that wait for a sum of gradients, such as those that unpack it.
+    """
+
+    module: str
+    collectives: dict[str, CollectiveOperation]
+    after_sums: frozenset[str]
+
+
+def read_program(text: str) -> ProgramText:
+    """Read the text of a compiled program, whose operations stand after their operands."""
+    collectives: dict[str, CollectiveOperation] = {}
+    after: set[str] = set()
+    sums: set[str] = set()
+    for line in text.splitlines():
+        if (match := _OPERATION.match(line)) is None:
+            continue
+        name, rest = match.groups()
+        if not sums.union(after).isdisjoint(_NAME.findall(rest)):
+            after.add(name)
+        if found := _COLLECTIVE.search(rest):
+            bucket = _BUCKET.search(rest)
+            kind = found.group(1)
+            collectives[name] = CollectiveOperation(kind, int(bucket.group(1)) if bucket else None)
+            if bucket:
+                sums.add(name)
+    module = _MODULE.search(text)
+    return ProgramText(module.group(1) if module else "", collectives, frozenset(after - sums))

@@ -6,6 +6,7 @@ It is this process's instruction list with everything bound that is known before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +16,19 @@ from jax.sharding import NamedSharding
 
 from launcher.base import SpanRecorder
 from launcher.plan import PlanError
-from launcher.runtime.emit.instructions import Free, Instruction, Run, Send
-from launcher.runtime.emit.listing import Emitted
-from launcher.runtime.emit.order import digest, digests, prove
-from launcher.runtime.execute.throttle import Throttle
+from launcher.runtime.emit.instructions import (
+    Emitted,
+    Free,
+    Instruction,
+    Run,
+    Send,
+    digest,
+    digests,
+    prove,
+)
 from launcher.runtime.programs.device_meshes import DeviceMeshes
-from launcher.runtime.transport.servers import Exchanging, Servers, exchange_pool
+from launcher.runtime.throttle import Throttle
+from launcher.runtime.transport.servers import THREADS, Exchanging, Servers
 from launcher.runtime.transport.transfer import (
     RemoteTransfer,
     absent,
@@ -49,6 +57,32 @@ class Entry(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     keyed: bool
+
+    def run(self, slots: list[Any], key: int) -> list[Any]:
+        """Carry it out as a call of the step does; return what it has written to its outputs."""
+        if self.call is None:
+            for i in self.inputs:
+                slots[i] = None
+            return []
+        arrays = [slots[i] for i in self.inputs]
+        results = list(self.call(key, arrays) if self.keyed else self.call(*arrays))
+        for i, value in zip(self.outputs, results, strict=True):
+            slots[i] = value
+        return results
+
+
+class StepServices(NamedTuple):
+    """What a step's instructions use beside its programs.
+
+    Attributes:
+        transport: moves arrays between processes.
+        servers: the parameter servers.
+        spans: records what runs beside the devices.
+    """
+
+    transport: Transport | None
+    servers: Servers | None
+    spans: SpanRecorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +115,7 @@ def build_table(
     placement: DeviceMeshes,
     compiled: Mapping[str, Any],
     donated: tuple[bool, ...],
-    transport: Transport | None,
-    servers: Servers | None,
-    spans: SpanRecorder,
+    services: StepServices,
 ) -> Table:
     """Build the dispatch table of this process.
 
@@ -92,18 +124,16 @@ def build_table(
         placement: where its slots live.
         compiled: the compiled programs of this process, by name.
         donated: for each argument leaf, whether a call may consume it.
-        transport: what moves arrays between processes, if there are several.
-        servers: the parameter servers that sum over workers, if they do.
-        spans: takes what runs beside the devices, while it records.
+        services: what its instructions use.
 
     Raises:
         PlanError: the stages belong to several processes and there is no transport between them.
     """
     outlives = {slot for slot, _, _ in emitted.results}
     outlives |= {slot for i, slot in emitted.arguments if not donated[i]}
-    entries, shipments = _entries(emitted, placement, compiled, outlives, transport, servers, spans)
+    entries, shipments = _entries(emitted, placement, compiled, outlives, services)
     _prove(entries, emitted, placement)
-    if transport is not None:
+    if (transport := services.transport) is not None:
         owners = placement.owners
         described = {n: x.description for n, x in shipments.items()}
         together = digests(emitted.instructions, owners, emitted.slots, described)
@@ -136,19 +166,17 @@ def _entries(
     placement: DeviceMeshes,
     compiled: Mapping[str, Any],
     outlives: Set[int | None],
-    transport: Transport | None,
-    servers: Servers | None,
-    spans: SpanRecorder,
+    services: StepServices,
 ) -> tuple[tuple[Entry, ...], dict[int, Shipment]]:
     """Return the entries, and what goes to other processes and comes from them, by turn."""
-    throttle = Throttle()
+    throttle, (transport, servers, spans) = Throttle(), services
     programs = {
         x.program: throttle.wrap(compiled[x.program], placement.meshes[x.mesh].local_devices)
         for x in emitted.instructions
         if isinstance(x, Run)
     }
     entries, shipments = [], {}
-    pool = exchange_pool()  # without threads until there is an exchange
+    pool = ThreadPoolExecutor(THREADS, "launcher-exchange")  # no threads before an exchange
     for x in emitted.instructions:
         call: Any
         if isinstance(x, Run):
@@ -179,9 +207,7 @@ def _prove(entries: Sequence[Entry], emitted: Emitted, placement: DeviceMeshes) 
     """Prove, from the entries as they were built, that this process does not deadlock."""
     done = [x for x, *_ in entries if not isinstance(x, Free)]
     here = {mesh for mesh in range(len(placement.meshes)) if placement.runs_here(mesh)}
-    given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
-    given += [slot for _, slot, _ in emitted.batches]
-    prove(emitted.instructions, done, here, emitted.slots, given)
+    prove(emitted.instructions, done, here, emitted.slots, emitted.given)
 
 
 def _fixed(emitted: Emitted, placement: DeviceMeshes) -> dict[int, jax.Array]:
@@ -279,9 +305,7 @@ def peak_bytes(
     def drop(slot: int) -> None:
         held[emitted.slots[slot].mesh] -= live.pop(slot, 0)
 
-    for _, slot in (*emitted.arguments, *emitted.constants):
-        keep(slot)
-    for _, slot, _ in emitted.batches:
+    for slot in emitted.given:
         keep(slot)
     for x in emitted.instructions:
         if isinstance(x, Free):

@@ -1,1 +1,0 @@
-"""Execution of instruction lists."""

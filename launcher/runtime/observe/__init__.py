@@ -1,1 +1,0 @@
-"""Observation of a step: recordings, device profiles, digests, compilation as text."""

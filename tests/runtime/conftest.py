@@ -1,0 +1,6 @@
+"""Modules that these tests share are found by their names, by workers too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
