@@ -150,7 +150,7 @@ def value_of(read: Arrays, source: Source) -> np.ndarray:
 
 def _placed(read: Arrays, source: Source | None, leaf: Any) -> Any:
     if source is None:
-        return absent(leaf)
+        return absent_like(leaf)
     if not isinstance(leaf, StackedArray):
         return _at(value_of(read, source), leaf)
     if isinstance(source, tuple) and not isinstance(source[1], int):  # a layer at a time
@@ -166,10 +166,10 @@ def _at(value: np.ndarray, leaf: Any) -> jax.Array:
     )
 
 
-def absent(leaf: Any) -> Any:
+def absent_like(leaf: Any) -> Any:
     """Return an array with the shape and sharding of `leaf`, without a part in this process."""
     if isinstance(leaf, StackedArray):
-        return StackedArray([absent(row) for row in leaf.rows])
+        return StackedArray([absent_like(row) for row in leaf.rows])
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 

@@ -19,7 +19,7 @@ from launcher.base import DamagedError
 from launcher.checkpoint.flat import (
     Mismatch,
     Source,
-    absent,
+    absent_like,
     can_take,
     find_weights,
     names_of,
@@ -168,7 +168,7 @@ def _assembled(leaf: Any, source: Source, values: Mapping[str, Any]) -> Any:
     if isinstance(leaf, StackedArray):
         return StackedArray(rows)
     if not _is_here(leaf):
-        return absent(leaf)
+        return absent_like(leaf)
     value = np.stack([np.asarray(row) for row in rows])
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
@@ -210,7 +210,7 @@ def restore_parts(path: Path, tree: Any) -> Any:
     def placed(leaf: Any, value: Any) -> Any:
         if leaf is PLACEHOLDER:
             return None
-        return value if _is_here(leaf) else absent(leaf)
+        return value if _is_here(leaf) else absent_like(leaf)
 
     return jax.tree.map(placed, tree, read_tree(arrays, wanted))
 

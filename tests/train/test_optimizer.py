@@ -49,22 +49,28 @@ def test_schedule_rises_linearly_then_decays_to_the_final_rate(decay, halfway):
     assert float(schedule(1000)) == pytest.approx(float(schedule(24)))
 
 
-def test_cosine_follows_the_cosine():
-    opts = AdamW(learning_rate=2.0, warmup_steps=0, final_learning_rate=0.5)
-    schedule = build_schedule(opts, 10)
-    for k in range(11):
-        want = 0.5 + 1.5 * (1 + math.cos(math.pi * k / 10)) / 2
-        assert float(schedule(k)) == pytest.approx(want)
+COSINE = {k: 0.5 + 1.5 * (1 + math.cos(math.pi * k / 10)) / 2 for k in range(11)}
+FROM_1 = {"learning_rate": 1.0, "warmup_steps": 0}
+RESTARTED = {0: 1.0, 10: 0.5, 19: 0.0062, 20: 1.0, 30: 0.5, 40: 0.0}
 
 
-def test_schedule_without_a_learning_rate_is_zero():
-    schedule = build_schedule(AdamW(learning_rate=0.0), 10)
-    assert [float(schedule(k)) for k in (0, 5, 10)] == [0.0, 0.0, 0.0]
-
-
-def test_warm_up_may_outlast_the_run():
-    schedule = build_schedule(AdamW(learning_rate=1.0, warmup_steps=9), total_steps=5)
-    assert float(schedule(4)) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("fields", "steps", "rates"),
+    [
+        ({"learning_rate": 2.0, "warmup_steps": 0, "final_learning_rate": 0.5}, 10, COSINE),
+        ({"learning_rate": 0.0}, 10, {0: 0.0, 5: 0.0, 10: 0.0}),
+        ({"learning_rate": 1.0, "warmup_steps": 9}, 5, {4: 0.5}),  # which outlasts the run
+        (
+            FROM_1 | {"warmup_steps": 4, "decay": "wsd", "decay_fraction": 0.25},
+            40,
+            {4: 1.0, 20: 1.0, 30: 1.0, 35: 0.5, 40: 0.0},
+        ),
+        (FROM_1 | {"decay": "cosine_restarts", "restarts": 1}, 40, RESTARTED),
+    ],
+)
+def test_a_schedule_has_its_closed_form(fields, steps, rates):
+    schedule = build_schedule(AdamW(**fields), steps)
+    assert {k: float(schedule(k)) for k in rates} == pytest.approx(rates, abs=1e-4)
 
 
 def test_adamw_first_step_is_the_sign_of_the_gradient_and_decay_of_matrices_only():
@@ -76,20 +82,21 @@ def test_adamw_first_step_is_the_sign_of_the_gradient_and_decay_of_matrices_only
     assert_close(got, want)
 
 
-def test_adam_moments_are_bias_corrected():
-    opts = options("adam", learning_rate=0.01, b1=0.9, b2=0.95, eps=1e-3)
-    want = jax.tree.map(lambda g: -0.01 * g / (jnp.abs(g) + 1e-3), GRADS)
-    assert_close(updates(opts, steps=3), want)  # the same gradient thrice: the moments equal it
-
-
-def test_sgd_momentum_sums_past_gradients():
-    got = updates(options("sgd", learning_rate=0.5, momentum=0.9), steps=3)
-    assert_close(got, jax.tree.map(lambda g: -0.5 * (1 + 0.9 + 0.81) * g, GRADS))
-
-
-def test_lion_takes_signs():
-    got = updates(options("lion", learning_rate=0.01))
-    assert_close(got, jax.tree.map(lambda g: -0.01 * jnp.sign(g), GRADS))
+@pytest.mark.parametrize(
+    ("name", "fields", "update"),
+    [
+        # The same gradient thrice: Adam's moments equal it, and momentum sums it.
+        (
+            "adam",
+            {"learning_rate": 0.01, "b1": 0.9, "b2": 0.95, "eps": 1e-3},
+            lambda g: -0.01 * g / (jnp.abs(g) + 1e-3),
+        ),
+        ("sgd", {"learning_rate": 0.5, "momentum": 0.9}, lambda g: -0.5 * (1 + 0.9 + 0.81) * g),
+        ("lion", {"learning_rate": 0.01}, lambda g: -0.01 * jnp.sign(g)),
+    ],
+)
+def test_an_update_has_its_closed_form(name, fields, update):
+    assert_close(updates(options(name, **fields), steps=3), jax.tree.map(update, GRADS))
 
 
 def test_adafactor_steps_are_bounded_by_the_parameter_size():
@@ -149,19 +156,3 @@ def test_an_optimizer_is_a_line_and_a_file(tmp_path):
             load([*words, "optimizer.momentum=0.5"], [str(tmp_path)])
     finally:
         del OPTIMIZERS["rmsprop"]
-
-
-def test_warm_up_stable_decay():
-    opts = AdamW(learning_rate=1.0, warmup_steps=4, decay="wsd", decay_fraction=0.25)
-    schedule = build_schedule(opts, total_steps=40)
-    assert [float(schedule(k)) for k in (4, 20, 30)] == [1.0, 1.0, 1.0]
-    assert float(schedule(35)) == pytest.approx(0.5)
-    assert float(schedule(40)) == pytest.approx(0.0)
-
-
-def test_cosine_restarts_jump_back_to_the_peak():
-    opts = AdamW(learning_rate=1.0, warmup_steps=0, decay="cosine_restarts", restarts=1)
-    schedule = build_schedule(opts, total_steps=40)
-    assert [float(schedule(k)) for k in (0, 10, 20, 30)] == pytest.approx([1.0, 0.5, 1.0, 0.5])
-    assert float(schedule(40)) == pytest.approx(0.0)
-    assert float(schedule(19)) < 0.01
