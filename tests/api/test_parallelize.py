@@ -19,7 +19,7 @@ import launcher
 from launcher.api import session
 from launcher.api.planned_shape import planned_shape
 from launcher.api.session import SessionError
-from launcher.base import log, measurements
+from launcher.base import measurements, output
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.kinds import pool_shape
@@ -305,7 +305,7 @@ def test_a_plan_fills_what_this_process_may_have(tmp_path, monkeypatch, stats, p
 
 
 def test_what_is_not_known_of_devices_is_told(caplog):
-    log.warn_once.cache_clear()
+    output.warn_once.cache_clear()
     pool = DevicePool("gpu", 1, 2, "Tesla T4", "")
     planned_shape(pool_shape(pool), None, is_here=True)
     [line] = caplog.messages
