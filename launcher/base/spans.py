@@ -65,16 +65,16 @@ class SpanRecorder:
             spans.append(Span(lane, name, start, max(start, end), kind or lane, about))
 
     @contextmanager
-    def span(self, lane: str, name: str, kind: str = "", **about: Any) -> Iterator[None]:
+    def span(self, lane: str, name: str, **about: Any) -> Iterator[None]:
         """Record the time that a block takes, also if it raises, or began before the recording."""
         began = time.time_ns()
-        block = Span(lane, name, began, began, kind or lane, about)
+        block = Span(lane, name, began, began, lane, about)
         self._open[id(block)] = block
         try:
             yield
         finally:
             del self._open[id(block)]
-            self.add(lane, name, began, time.time_ns(), kind, **about)
+            self.add(lane, name, began, time.time_ns(), **about)
 
 
 def _ended(block: Span, now: int) -> Span:

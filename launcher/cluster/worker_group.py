@@ -52,6 +52,7 @@ _OURS = tuple(f'"{_ROOT / package}{os.sep}' for package in ("launcher", "recipes
 _ASKED = 16  # machines at once
 _KEY_BITS = 62  # of a transfer key's 64, so that there is room to count
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
+_ROUNDS = 5  # to read a clock
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
 _RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
 
@@ -160,15 +161,18 @@ class Progress:
                 self._asking = BackgroundCall(functools.partial(self._ask, elsewhere))
 
     def _ask(self, elsewhere: Sequence[WorkerHandle]) -> None:
+        """Ask the machines of these workers; one that cannot be asked shows no progress."""
+
+        def used(handle: WorkerHandle) -> Any:
+            with suppress(TimeoutError, RayEndedError):
+                return None if self._ended else handle.run_on_node(used_by, _NODE_SECONDS)
+
         with ThreadPoolExecutor(_ASKED) as pool:
-            found = list(pool.map(self._used_elsewhere, elsewhere))
-        self._answers = {h.name: used for h, used in zip(elsewhere, found, strict=True)}
+            names = [handle.name for handle in elsewhere]
+            self._answers = dict(zip(names, pool.map(used, elsewhere), strict=True))
 
     def _note(self, used: Mapping[str, tuple[float, int] | None], now: float) -> None:
-        for name, found in used.items():
-            if found is None:
-                continue
-            seconds, read = found
+        for name, (seconds, read) in ((k, amounts) for k, amounts in used.items() if amounts):
             then, seconds_then, read_then = self._used.get(name, (now, seconds, read))
             self._used[name] = now, seconds, read
             self.bytes_read += max(0, read - read_then)  # what a child has read ends with it
@@ -176,14 +180,6 @@ class Progress:
                 seconds - seconds_then >= _SHARE * (now - then) or read - read_then >= _BYTES
             ):
                 self._moved[name] = now
-
-    def _used_elsewhere(self, handle: WorkerHandle) -> tuple[float, int] | None:
-        """Return the use by a process on another machine so far; None if it cannot be asked."""
-        with suppress(TimeoutError, RayEndedError):
-            if not self._ended:
-                found: tuple[float, int] | None = handle.run_on_node(used_by, _NODE_SECONDS)
-                return found
-        return None
 
 
 def used_by(pid: int, log: str) -> tuple[float, int] | None:
@@ -299,8 +295,8 @@ class WorkerGroup:
             for i, (handle, process) in enumerate(zip(self.handles, processes, strict=True))
         ]
 
-    def clocks(self, rounds: int = 5) -> list[Clock]:
-        """Return each worker's clock against this process's, by `rounds` round trips each.
+    def clocks(self) -> list[Clock]:
+        """Return each worker's clock against this process's, by a few round trips each.
 
         The workers have to be idle.
         """
@@ -310,7 +306,7 @@ class WorkerGroup:
             (there,) = self.gather([handle.submit("clock")])
             return sent, there, time.time_ns()
 
-        return [clock_of([asked(handle) for _ in range(rounds)]) for handle in self.handles]
+        return [clock_of([asked(handle) for _ in range(_ROUNDS)]) for handle in self.handles]
 
     def call(self, method: str, *arguments: Any) -> tuple[Future, ...]:
         """Queue a call in every worker and return without waiting."""

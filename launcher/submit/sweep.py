@@ -87,7 +87,7 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
         KeyboardInterrupt: a signal ended a submission; `stop` has the exit code.
     """
     with ExitStack() as stack:
-        one = Sweep(config_dirs, stop, stack)
+        one = RunningSweep(config_dirs, stop, stack)
         try:
             run_sweeper(arguments, config_dirs, one.run, lambda: one.home)
         except _EndedError as ended:
@@ -104,7 +104,7 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
         return one.close()
 
 
-class Sweep:
+class RunningSweep:
     """Takes the batches of points that a sweeper asks for, and runs them in their folder.
 
     A run that fails does not stop the others. A signal stops the runs in progress, which save their

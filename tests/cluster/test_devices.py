@@ -38,14 +38,10 @@ def local(found, visible=None, **settings):
     return local_pool(Local(**settings), found, visible)
 
 
-def test_emulated_devices_are_four_unless_said_otherwise():
-    assert emulated() == DevicePool(
-        "cpu", 1, 4, "emulated CPU device", "4 emulated CPU devices, as asked"
-    )
+def test_emulated_devices_are_four_unless_said_otherwise_and_spread_evenly_over_hosts():
+    note = "4 emulated CPU devices, as asked"
+    assert emulated() == DevicePool("cpu", 1, 4, "emulated CPU device", note)
     assert emulated(gpus=1).note == "1 emulated CPU device, as asked"
-
-
-def test_emulated_devices_spread_evenly_over_hosts():
     pool = emulated(gpus=6, hosts=3)
     assert (pool.hosts, pool.devices_per_host, pool.num_devices) == (3, 2, 6)
     assert pool.note == "6 emulated CPU devices on 3 emulated hosts, as asked"
@@ -65,11 +61,12 @@ def test_devices_that_do_not_divide_over_hosts_are_refused(settings, problem):
     assert f"a multiple of {settings['hosts']}" in error.value.remedy
 
 
-def test_local_takes_all_gpus_or_the_first_few():
+def test_local_takes_all_gpus_or_the_first_few_and_names_every_kind():
     assert local(TWO).gpu_ids == ("0", "1")
     assert local(TWO).note == "2 GPUs: NVIDIA H200"
     pool = local(TWO, gpus=1)
     assert (pool.kind, pool.devices_per_host, pool.gpu_ids) == ("gpu", 1, ("0",))
+    assert local(Gpus(("A100", "T4", "A100"))).device_name == "A100, T4"
 
 
 @pytest.mark.parametrize("visible", ["3,1", "GPU-8932f937,GPU-aa", "3, 1,-1,0"])
@@ -77,10 +74,6 @@ def test_gpus_keep_the_names_that_cuda_visible_devices_gives_them(visible):
     entries = [entry.strip() for entry in visible.split(",")]
     assert local(TWO, visible).gpu_ids == tuple(entries[:2])
     assert local(TWO, visible, gpus=1).gpu_ids == tuple(entries[:1])
-
-
-def test_local_names_every_kind_of_gpu():
-    assert local(Gpus(("A100", "T4", "A100"))).device_name == "A100, T4"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +153,7 @@ def test_a_job_has_as_many_gpus_on_each_node_and_the_node_says_which(on_slurm):
     pool = on_slurm(TWO, gpus=4, hosts=2)
     assert pool == DevicePool("gpu", 2, 2, "NVIDIA H200", "4 GPUs on 2 Slurm nodes: NVIDIA H200")
     assert on_slurm(None, gpus=4, hosts=2).note == "4 GPUs on 2 Slurm nodes"  # to be submitted
+    assert on_slurm(None, Slurm(emulated=True), gpus=4, hosts=2).kind == "cpu"  # as asked for
 
 
 def test_a_node_with_fewer_gpus_than_the_run_wants_is_refused(on_slurm, monkeypatch):
@@ -170,10 +164,6 @@ def test_a_node_with_fewer_gpus_than_the_run_wants_is_refused(on_slurm, monkeypa
         "node7 gives this job 2 GPUs, but 3 are needed on each node. Set cluster.gpus to what "
         "the nodes have in total, or cluster.slurm.emulated=true for CPU devices."
     )
-
-
-def test_cpu_devices_stand_in_on_slurm_where_they_are_asked_for(on_slurm):
-    assert on_slurm(None, Slurm(emulated=True), gpus=4, hosts=2).kind == "cpu"
 
 
 def test_a_kind_of_cluster_is_one_class_and_one_file(tmp_path, monkeypatch):

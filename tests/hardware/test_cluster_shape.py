@@ -3,6 +3,7 @@
 import pytest
 
 from launcher.base import output
+from launcher.base import warn_once
 from launcher.hardware.cluster_shape import is_nominal
 from launcher.hardware.datasheets import find_datasheet
 from launcher.plan import local_shape
@@ -68,7 +69,7 @@ def test_an_unknown_gpu_is_no_cpu(kind, caplog):
     assert (shape.effective_parallelism, shape.memory_bytes, shape.peak_flops) == (None, None, None)
     assert shape.flops > 10 * cpu.flops
     assert shape.dispatch_overhead < cpu.dispatch_overhead
-    output.warn_once.cache_clear()
+    warn_once.cache_clear()
     assert calibrated(shape) == calibrated(shape) == shape
     [line] = caplog.messages  # in a process once
     assert f"the rates and the memory of {kind} are not known" in line

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,20 @@ _ENDS = {
 }
 
 
+@dataclass(eq=False, frozen=True)
 class Future:
     """The result of one call of a worker.
 
     Attributes:
-        worker: the worker.
-        method: the method called.
         reference: Ray's reference to `worker_actor.Outcome`; a further call may take it, and then
             gets the value.
+        worker: the worker.
+        method: the method called.
     """
 
-    def __init__(self, reference: Any, worker: WorkerHandle, method: str) -> None:
-        self.reference = reference
-        self.worker = worker
-        self.method = method
+    reference: Any
+    worker: WorkerHandle
+    method: str
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the call and return its result; it may be called more than once.
@@ -165,7 +166,7 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
-def kill(workers: Sequence[WorkerHandle], patience: float = 0.0) -> None:
+def kill(workers: Sequence[WorkerHandle], patience: float) -> None:
     """Kill the workers of this machine that are known and still run.
 
     Usually Ray does that. If Ray itself was killed, a worker might run, and write, for a while.

@@ -14,7 +14,9 @@ GPUS = DevicePool("gpu", 2, 2, "H200", "", ("4", "5", "GPU-a", "GPU-b"))
 def test_cpu_workers_get_their_number_of_devices_and_keep_other_flags():
     flags = "--xla_dump_to=/x --xla_force_host_platform_device_count=8"
     environ = {"XLA_FLAGS": flags, "JAX_NUM_CPU_DEVICES": "8", "HOME": "/home/me"}
+    before = dict(environ)
     variables = worker_environment(environ, CPUS, 1)
+    assert environ == before
     expected = "--xla_dump_to=/x --xla_force_host_platform_device_count=3"
     assert variables["XLA_FLAGS"] == expected
     assert variables["JAX_PLATFORMS"] == "cpu"
@@ -23,30 +25,23 @@ def test_cpu_workers_get_their_number_of_devices_and_keep_other_flags():
     assert "JAX_NUM_CPU_DEVICES" not in variables
 
 
-def test_cpu_workers_have_a_thread_more_than_devices():
+def test_cpu_workers_have_a_thread_more_than_devices_and_large_pages_unless_told_otherwise():
     many = DevicePool("cpu", 2, 1000, "emulated CPU device", "")
     assert worker_environment({}, many, 0)["NPROC"] == "1001"
     assert int(worker_environment({}, CPUS, 0)["NPROC"]) >= 4
     assert worker_environment({"NPROC": "2"}, CPUS, 0)["NPROC"] == "2"
-
-
-def test_cpu_workers_allocate_large_pages_unless_told_otherwise():
     assert worker_environment({}, CPUS, 0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert worker_environment({"GLIBC_TUNABLES": "x"}, CPUS, 0)["GLIBC_TUNABLES"] == "x"
     assert "GLIBC_TUNABLES" not in worker_environment({}, GPUS, 0)
 
 
-def test_gpu_workers_see_their_own_gpus_and_no_others():
-    seen = [worker_environment({}, GPUS, host)["CUDA_VISIBLE_DEVICES"] for host in (0, 1)]
-    assert seen == ["4,5", "GPU-a,GPU-b"]
-    assert worker_environment({}, GPUS, 0)["JAX_PLATFORMS"] == "cuda,cpu"
-
-
-def test_gpu_workers_of_a_job_see_what_their_own_node_gives_them():
-    pool = DevicePool("gpu", 2, 2, "H200", "")
-    variables = worker_environment({"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_JOB_ID": "1"}, pool, 1)
-    assert "CUDA_VISIBLE_DEVICES" not in variables
-    assert variables["JAX_PLATFORMS"] == "cuda,cpu"
+def test_gpu_workers_see_their_own_gpus_or_in_a_job_what_their_node_gives_them():
+    environ, of_job = {"CUDA_VISIBLE_DEVICES": "4,5"}, DevicePool("gpu", 2, 2, "H200", "")
+    pools = ((GPUS, 0, "4,5"), (GPUS, 1, "GPU-a,GPU-b"), (of_job, 1, None))
+    for pool, host, seen in pools:
+        variables = worker_environment(environ, pool, host)
+        assert variables.get("CUDA_VISIBLE_DEVICES") == seen
+        assert variables["JAX_PLATFORMS"] == "cuda,cpu"
 
 
 def test_gpu_workers_have_the_memory_that_a_plan_may_fill():
@@ -65,7 +60,8 @@ def test_gpu_workers_have_the_memory_that_a_plan_may_fill():
 def test_workers_do_not_know_that_they_are_in_a_slurm_step():
     """JAX would give each of them a single device."""
     environ = {"SLURM_JOB_ID": "1", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}
-    assert not any(name.startswith("SLURM_") for name in worker_environment(environ, CPUS, 0))
+    for pool in (CPUS, GPUS):
+        assert not any(name.startswith("SLURM_") for name in worker_environment(environ, pool, 0))
 
 
 def test_only_a_ray_of_several_nodes_is_open_to_other_machines():
@@ -97,10 +93,3 @@ def test_this_machine_is_exempt_from_proxies():
 def test_the_other_hosts_are_exempt_from_proxies():
     variables = worker_environment({}, CPUS, 0, ["10.0.0.1", "10.0.0.2"])
     assert variables["no_proxy"] == "localhost,127.0.0.1,10.0.0.1,10.0.0.2"
-
-
-def test_the_given_environment_is_left_alone():
-    environ = {"XLA_FLAGS": "--a", "JAX_NUM_CPU_DEVICES": "8"}
-    worker_environment(environ, CPUS, 0)
-    ray_environment(environ, Path("/s/token"))
-    assert environ == {"XLA_FLAGS": "--a", "JAX_NUM_CPU_DEVICES": "8"}

@@ -212,9 +212,7 @@ GPUS = tuple(Node(n, f"10.0.0.{i}", {"CPU": 8.0, "GPU": 8.0}) for i, n in enumer
         ),
     ],
 )
-def test_an_infeasible_request_is_refused_with_what_is_missing(
-    request_, hosts, nodes, kind, message
-):
+def test_an_infeasible_request_names_what_is_missing(request_, hosts, nodes, kind, message):
     bundle, error = request_.bundle(2 if kind == "gpu" else 0), ""
     try:
         check_feasible(bundle, DevicePool(kind, hosts, 2, "", ""), nodes)

@@ -54,11 +54,8 @@ def test_the_address_is_that_of_the_interface_or_of_the_way_to_a_peer() -> None:
     assert own_address(alone, None) == "127.0.0.1"
 
 
-def test_a_missing_interface_is_an_error_that_names_those_that_are_there() -> None:
+def test_a_missing_interface_or_way_is_an_error_that_names_the_setting() -> None:
     with pytest.raises(ClusterError, match=r"network_interface=ib7 has no IPv4.*which has: .*lo"):
         own_address(HERE, "ib7")
-
-
-def test_no_way_to_another_node_is_an_error_that_names_the_setting() -> None:
     with pytest.raises(ClusterError, match=r"finds no way to node1.*network_interface"):
         own_address(HERE, None, peer="no.such.host.invalid")

@@ -69,14 +69,9 @@ def test_a_run_that_is_preempted_twice_before_its_first_step_is_given_up(tmp_pat
     finish(tmp_path, begin(tmp_path, starts[4], 5, 5), 75, "preempted", 5)
     assert preempted_for_nothing(tmp_path, starts[4])
     assert [attempt.number for attempt in read_attempts(tmp_path)] == list(range(5))
+    finish(tmp_path, begin(tmp_path, starts[5], 5, 5), 1, "worker_0 died", 5)  # a crash between
+    assert not preempted_for_nothing(tmp_path, replace(JOB, restarts=6))
     assert not preempted_for_nothing(tmp_path, replace(JOB, job_id="8", restarts=0))
-
-
-def test_a_crash_between_is_no_preemption(tmp_path: Path) -> None:
-    starts = [replace(JOB, restarts=restarts) for restarts in range(3)]
-    assert not preempted_for_nothing(tmp_path, starts[0])
-    finish(tmp_path, begin(tmp_path, starts[1], 0, 0), 1, "worker_0 died", 0)
-    assert not preempted_for_nothing(tmp_path, starts[2])
 
 
 @pytest.mark.parametrize(
