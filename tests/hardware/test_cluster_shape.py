@@ -2,7 +2,6 @@
 
 import pytest
 
-from launcher.base import output
 from launcher.base import warn_once
 from launcher.hardware.cluster_shape import is_nominal
 from launcher.hardware.datasheets import find_datasheet
