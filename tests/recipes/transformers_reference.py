@@ -40,6 +40,12 @@ def attention(query, key, value, window=None):
     return softmax(np.where(hidden, -np.inf, scores)) @ value
 
 
+def layer_norm(x, arrays, name, epsilon):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+    return x * arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
+
+
 def gelu(x):
     return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
@@ -133,9 +139,7 @@ def bert(config, arrays, tokens):
         return 0.5 * x * (1 + erf(x / 2**0.5))
 
     def norm(x, name):
-        x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config["layer_norm_eps"])
-        return x * arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
+        return layer_norm(x, arrays, name, config["layer_norm_eps"])
 
     def dense(x, name):
         return x @ arrays[f"{name}.weight"].T + arrays[f"{name}.bias"]
@@ -169,9 +173,7 @@ def gpt2(config, arrays, tokens):
     hidden, heads = config["n_embd"], config["n_head"]
 
     def norm(x, name):
-        x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
-        return x * arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
+        return layer_norm(x, arrays, name, 1e-5)
 
     def dense(x, name):
         return x @ arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
