@@ -118,24 +118,18 @@ def in_buckets(
         layout: the specs on the submesh.
         by: how the gradients are summed.
     """
-    done: list[tuple[int, Bucket]] = []
-    filling: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
-
-    def close(kind: tuple[str, str]) -> None:
-        members = filling.pop(kind)
-        bucket = Bucket(*kind, tuple(i for _, i, _ in members), sum(size for *_, size in members))
-        done.append((members[-1][0], bucket))
-
+    done: list[tuple[int, Bucket]] = []  # with the place of its last gradient
+    filling: dict[tuple[str, str], tuple[int, Bucket]] = {}
     sized = [(i, *_crossing(loss, layout, i, by)) for i in operands]
     limit = by.bucket_limit(sum(size for *_, size in sized))
     for place, (i, dtype, size) in enumerate(sized):
         kind = "all-reduce" if scatter_dim(layout, i) is None else "reduce-scatter", dtype
-        held = sum(each for *_, each in filling.get(kind, ()))
-        if held and held + size > limit:
-            close(kind)
-        filling.setdefault(kind, []).append((place, i, size))
-    for kind in list(filling):
-        close(kind)
+        last, bucket = filling.get(kind, (-1, Bucket(*kind, (), 0)))
+        if bucket.nbytes and bucket.nbytes + size > limit:
+            done.append((last, bucket))
+            bucket = Bucket(*kind, (), 0)
+        filling[kind] = place, Bucket(*kind, (*bucket.operands, i), bucket.nbytes + size)
+    done += filling.values()
     return tuple(bucket for _, bucket in sorted(done, key=lambda one: one[0]))
 
 

@@ -80,10 +80,6 @@ class NamedDims:
         """Return the scopes of an equation's bodies."""
         return self._inner.get((scope, eqn.outvars[0]), ()) if eqn.outvars else ()
 
-    def link(self, a: Var, b: Var) -> None:
-        """Make two values of one shape, outside of bodies, run together."""
-        self._link(a, 0, b, 0)
-
     def _node(self, var: Var, scope: int) -> int:
         key = scope, var
         if key not in self._first:
@@ -105,8 +101,16 @@ class NamedDims:
             self._parent[b] = a
             self._size[a] = math.gcd(self._size[a], self._size[b])
 
-    def _link(self, a: Atom, scope_a: int, b: Atom, scope_b: int, skip: int = 0) -> None:
-        """Two values of one shape; `skip` leading dimensions of the first are its alone."""
+    def link(self, a: Atom, b: Atom, scope_a: int = 0, scope_b: int = 0, skip: int = 0) -> None:
+        """Make two values of one shape run together.
+
+        Args:
+            a: a value.
+            b: the other one, whose shape `a` has behind its leading dimensions.
+            scope_a: the scope of `a`.
+            scope_b: the scope of `b`.
+            skip: how many leading dimensions `a` has for itself.
+        """
         if is_var(a) and is_var(b) and b.aval.shape:
             first, second = self._node(a, scope_a) + skip, self._node(b, scope_b)
             for d, length in enumerate(b.aval.shape):
@@ -127,20 +131,15 @@ class NamedDims:
             found = factors(eqn)
             self.uses.append(Use(eqn, scope, times, found))
             for factor in found or ():
-                known = -1
-                for members, side in (
-                    (factor.operands, eqn.invars),
-                    (factor.results, eqn.outvars),
-                ):
-                    for i, d in members:
-                        atom = side[i]
-                        if not is_var(atom) or atom.aval.shape[d] == 1:  # stretched, not cut
-                            continue
-                        node = self._node(atom, scope) + d
-                        if known < 0:
-                            known = node
-                        else:
-                            self._union(known, node)
+                atoms = [(eqn.invars[i], d) for i, d in factor.operands]
+                atoms += [(eqn.outvars[i], d) for i, d in factor.results]
+                nodes = [
+                    self._node(atom, scope) + d
+                    for atom, d in atoms
+                    if is_var(atom) and atom.aval.shape[d] != 1  # else it is stretched, not cut
+                ]
+                for node in nodes[1:]:
+                    self._union(nodes[0], node)
 
     def _enter(self, eqn: Equation, scope: int, times: int, body: Body) -> None:
         self._scopes += 1
@@ -149,10 +148,10 @@ class NamedDims:
             self._inner.setdefault((scope, eqn.outvars[0]), []).append(inner)
         for i, atom in body.inputs:
             skip = 1 if i in body.stacked_inputs else 0
-            self._link(atom, scope, body.jaxpr.invars[i], inner, skip)
+            self.link(atom, body.jaxpr.invars[i], scope, inner, skip)
         for i, atom in body.outputs:
             skip = 1 if i in body.stacked_outputs else 0
-            self._link(atom, scope, body.jaxpr.outvars[i], inner, skip)
+            self.link(atom, body.jaxpr.outvars[i], scope, inner, skip)
         self._visit(body.jaxpr.eqns, inner, times * body.times)
 
 

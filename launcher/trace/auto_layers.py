@@ -56,7 +56,7 @@ def cluster_layers(loss: Loss, num_layers: int | None, eps: float) -> LayerEnds:
             "equations; each layer is at least one"
         )
     if num_layers is not None:
-        return _named(equations, loss, _cut(equations, loss, num_layers, eps)[1])
+        return layer_ends_at(loss, _cut(equations, loss, num_layers, eps)[1])
     products = sum(matmul_flops([eqn]) > 0 for eqn in equations)
     most = min(MOST_LAYERS, max(1, products // _FEWEST_PRODUCTS), len(equations))
     if most == 1:
@@ -65,7 +65,7 @@ def cluster_layers(loss: Loss, num_layers: int | None, eps: float) -> LayerEnds:
     for count in range(most, 1, -1):
         crossing, cuts = _cut(equations, loss, count, eps)
         if count == 2 or crossing / (count - 1) <= (1 + eps) * least:
-            return _named(equations, loss, cuts)
+            return layer_ends_at(loss, cuts)
     raise AssertionError("two layers are no more than two")
 
 
@@ -95,7 +95,10 @@ def apply_layer_ends(loss: Loss, ends: LayerEnds) -> Loss:
 
 def layer_ends_at(loss: Loss, cuts: Sequence[int]) -> LayerEnds:
     """Return the ends of layers before these equations, counted among those of any layer."""
-    return _named(_own(loss), loss, cuts)
+    anchors = _anchors(_own(loss), loss)
+    counts = [bisect.bisect_left(anchors, cut) for cut in cuts]
+    lasts = [anchors[n - 1] + 1 if n else 0 for n in counts]
+    return tuple((n, cut - last) for n, cut, last in zip(counts, cuts, lasts, strict=True))
 
 
 def _own(loss: Loss) -> list[Equation]:
@@ -111,14 +114,6 @@ def _anchors(equations: Sequence[Equation], loss: Loss) -> list[int]:
         for i, eqn in enumerate(equations)
         if any(is_var(v) and v in floating for v in eqn.invars) or matmul_flops([eqn])
     ]
-
-
-def _named(equations: Sequence[Equation], loss: Loss, cuts: Sequence[int]) -> LayerEnds:
-    """Cuts, each before an equation, in terms of anchors."""
-    anchors = _anchors(equations, loss)
-    counts = [bisect.bisect_left(anchors, cut) for cut in cuts]
-    lasts = [anchors[n - 1] + 1 if n else 0 for n in counts]
-    return tuple((n, cut - last) for n, cut, last in zip(counts, cuts, lasts, strict=True))
 
 
 def _cut(

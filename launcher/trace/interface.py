@@ -136,30 +136,26 @@ def _positions(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]
 
 
 def _abstract(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    shape = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _shape_of(argument, path, leaf)
+    def where() -> str:
+        return f"leaf {jax.tree_util.keystr(path) or '(all of it)'} of argument {argument}"
+
+    shape: jax.ShapeDtypeStruct = leaf
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        try:
+            aval = jax.typeof(leaf)
+        except TypeError:
+            raise TraceError(
+                f"{where()} is a {type(leaf).__name__}, which is not an array of numbers; name "
+                "the argument in static_argnums, or close over the value (functools.partial)"
+            ) from None
+        weak = bool(getattr(aval, "weak_type", False))
+        shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
     if shape.dtype.name in _PACKED:
         raise TraceError(
-            f"leaf {_text(path)} of argument {argument} is {shape.dtype}, which JAX's compiled "
-            "programs do not take; keep it in int8, and convert it in the step"
+            f"{where()} is {shape.dtype}, which JAX's compiled programs do not take; keep it in "
+            "int8, and convert it in the step"
         )
     return shape
-
-
-def _shape_of(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    try:
-        aval = jax.typeof(leaf)
-    except TypeError:
-        raise TraceError(
-            f"leaf {_text(path)} of argument {argument} is a {type(leaf).__name__}, which is not "
-            "an array of numbers; name the argument in static_argnums, or close over the value "
-            "(functools.partial)"
-        ) from None
-    weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
-
-
-def _text(path: Any) -> str:
-    return jax.tree_util.keystr(path) or "(all of it)"
 
 
 def batch_size(arguments: Arguments) -> int:

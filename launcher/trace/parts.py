@@ -283,7 +283,12 @@ def _interface(
 
 
 def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
-    """Return the same program with every `cond` split by the arrays that its results depend on."""
+    """Return the same program with every `cond` split by the arrays that its results depend on.
+
+    "Apply the update only if all gradients are finite" is one `lax.cond` over every parameter,
+    which as one equation would have to run in one place. Its results fall into groups that share no
+    array operand, one group a parameter; each becomes a conditional of its own.
+    """
     return [part for eqn in equations for part in _split(eqn)]
 
 

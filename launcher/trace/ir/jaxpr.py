@@ -3,7 +3,10 @@
 JAX changes the form of its jaxprs between minor versions: what is closed over constants, where a
 loop keeps its counts, which operations hide their program. `make_jaxpr` reads them into `Jaxpr`,
 and `jaxpr_as_fun` runs one; no other module imports `jax.extend` or knows JAX's own form. The other
-functions flatten calls, keep what is needed, and answer who depends on whom.
+functions flatten calls, keep what is needed, and answer who depends on whom. `bodies` maps the
+inputs and outputs of the programs inside an equation to its operands and results; `sub_jaxprs`
+finds the programs of any equation, even of an unknown primitive; `structure_text` is a program as
+text, the same in every process, of which fingerprints and likenesses are made.
 """
 
 from __future__ import annotations
