@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base import DamagedError, installing
 from launcher.base.reading import read_yaml
-from launcher.config.cluster import SlurmCluster
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
     below,
@@ -207,8 +206,7 @@ def redacted(config: Config) -> dict[str, Any]:
     Values of `cluster.slurm.env`, such as keys and tokens, are masked.
     """
     tree = to_written(config)
-    if isinstance(config.cluster, SlurmCluster):
-        slurm = tree["cluster"]["slurm"]
+    if slurm := tree["cluster"].get("slurm"):
         slurm["env"] = dict.fromkeys(slurm["env"], "***")
     return tree
 
