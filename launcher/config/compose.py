@@ -315,8 +315,8 @@ def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> N
         if switch.is_on(config):
             continue
         turned = max(origin.rank(key) for key in switch.by)
-        for key in setting_keys():
-            rank = origin.rank(key) if below(key, switch.keys) else -1
+        for key in (key for key in setting_keys() if below(key, switch.keys)):
+            rank = origin.rank(key)
             is_set = rank == ON_COMMAND_LINE or (
                 origin.is_users(key) and _value(config, key) not in (None, _default(config, key))
             )
