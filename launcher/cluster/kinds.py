@@ -1,7 +1,7 @@
 """Kinds of clusters, one class each: devices, shape, start of Ray, submission of jobs.
 
 To add a kind, subclass `ClusterKind`, decorate it with `register`, and add `conf/cluster/NAME.yaml`
-with `kind: NAME`. The settings that the kind takes are a dataclass of `config.machines`.
+with `kind: NAME`. The settings that the kind takes are a dataclass of `config.cluster`.
 """
 
 from __future__ import annotations

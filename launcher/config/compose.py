@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base import DamagedError, installing
 from launcher.base.reading import read_yaml
-from launcher.config.cluster import SlurmCluster
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
     below,
@@ -207,8 +206,7 @@ def redacted(config: Config) -> dict[str, Any]:
     Values of `cluster.slurm.env`, such as keys and tokens, are masked.
     """
     tree = to_written(config)
-    if isinstance(config.cluster, SlurmCluster):
-        slurm = tree["cluster"]["slurm"]
+    if slurm := tree["cluster"].get("slurm"):
         slurm["env"] = dict.fromkeys(slurm["env"], "***")
     return tree
 
@@ -317,8 +315,8 @@ def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> N
         if switch.is_on(config):
             continue
         turned = max(origin.rank(key) for key in switch.by)
-        for key in setting_keys():
-            rank = origin.rank(key) if below(key, switch.keys) else -1
+        for key in (key for key in setting_keys() if below(key, switch.keys)):
+            rank = origin.rank(key)
             is_set = rank == ON_COMMAND_LINE or (
                 origin.is_users(key) and _value(config, key) not in (None, _default(config, key))
             )

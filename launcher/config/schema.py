@@ -17,7 +17,7 @@ from launcher.config.cluster import CLUSTERS, Cluster, Local, RayCluster, SlurmC
 from launcher.config.errors import ConfigError
 from launcher.config.families import DatasetOptions, ModelOptions, find_datasets, find_models
 from launcher.config.fields import FromEnvironment, variants
-from launcher.config.optimizer import OPTIMIZERS, AdamW, CustomOptimizer, Optimizer
+from launcher.config.optimizer import OPTIMIZERS, AdamW, Optimizer
 from launcher.config.parallel import METHODS, Auto, Parallel
 from launcher.config.sections import (
     TASKS,
@@ -31,6 +31,7 @@ from launcher.config.sections import (
     Tokenize,
     Train,
     Wandb,
+    check_code,
 )
 
 
@@ -135,11 +136,11 @@ def _check_modules(config: Config) -> Iterator[ConfigError]:
     """Check that the command line allows the modules that settings name."""
     named = [("hooks", module) for module in config.hooks]
     for key in ("model", "dataset", "optimizer"):
-        section = getattr(config, key)
-        if not isinstance(section, CustomModel | CustomDataset | CustomOptimizer):
+        section = vars(getattr(config, key))
+        if "module" not in section:
             continue
-        named.append((f"{key}.module", section.module))
-        if "name" in section.options:
+        named.append((f"{key}.module", section["module"]))
+        if "name" in section["options"]:
             yield ConfigError(
                 f"{key}.options.name is reserved for {key}.module",
                 "Give it another name.",
@@ -152,12 +153,7 @@ def _check_modules(config: Config) -> Iterator[ConfigError]:
                 "Write it as import does, such as my_pkg.models.",
                 [key],
             )
-        if not any(f"{module}.".startswith(f"{allowed}.") for allowed in config.allow_modules):
-            yield ConfigError(
-                f"{key}={module} is code that this run is not allowed to load",
-                f"If you trust it, add allow_modules=[{module}] on the command line.",
-                [key],
-            )
+        yield from check_code(key, f"{key}={module}", module, config.allow_modules)
 
 
 def _check_task(config: Config) -> Iterator[ConfigError]:

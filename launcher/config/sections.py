@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from launcher.config.cluster import Cluster, Machines
+from launcher.config.cluster import Cluster
 from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Switch, choice, number
 
@@ -111,8 +111,7 @@ class Train:
                 f"train.keep_best={self.keep_best} is not a metric of an evaluation",
                 "Name one as eval_loss, with eval_ before its name.",
             )
-        can_restart = not isinstance(cluster, Machines) or cluster.max_restarts > 0
-        if self.non_finite == "rollback" and not can_restart:
+        if self.non_finite == "rollback" and not getattr(cluster, "max_restarts", 1):
             yield ConfigError(
                 "train.non_finite=rollback is a restart, and cluster.max_restarts=0 allows none",
                 "Use train.non_finite=stop or skip, or allow restarts.",
@@ -160,12 +159,8 @@ class Report:
                     f"{advice(name, TRACKERS)} One of your own is written my_pkg.MyTracker.",
                     [key],
                 )
-            elif not any(f"{module}.".startswith(f"{allowed}.") for allowed in allow_modules):
-                yield ConfigError(
-                    f"{key}: {name} is code that this run is not allowed to load",
-                    f"If you trust it, add allow_modules=[{module}] on the command line.",
-                    [key],
-                )
+            else:
+                yield from check_code(key, f"{key}: {name}", module, allow_modules)
         if len(set(names)) < len(names):
             yield ConfigError(f"{key} names a tracker twice", "Name each once.", [key])
 
@@ -199,6 +194,18 @@ class Wandb:
             "add it there",
         ),
     )
+
+
+def check_code(
+    key: str, named: str, module: str, allow_modules: Sequence[str]
+) -> Iterator[ConfigError]:
+    """Yield an error unless the command line allows the module that the setting `key` names."""
+    if not any(f"{module}.".startswith(f"{allowed}.") for allowed in allow_modules):
+        yield ConfigError(
+            f"{named} is code that this run is not allowed to load",
+            f"If you trust it, add allow_modules=[{module}] on the command line.",
+            [key],
+        )
 
 
 def _of_task(task: str, *keys: str) -> Switch:

@@ -398,23 +398,22 @@ def breakdown_tables(breakdown: StepBreakdown) -> dict[str, Rows]:
 
     Without a recorded step there are none.
     """
-    pairs = [(p.name, p.predicted_seconds, p.measured_seconds) for p in breakdown.parts]
-    if not pairs:
+    if not breakdown.parts:
         return {}
-    whole = breakdown.predicted_step_seconds, breakdown.measured_step_seconds or 0.0
-    parts = [[*pair, pair[2] - pair[1]] for pair in (*pairs, ("step", *whole))]
+    sides = [(p.name, p.predicted_seconds, p.measured_seconds) for p in breakdown.parts]
+    step = "step", breakdown.predicted_step_seconds, breakdown.measured_step_seconds or 0.0
     names = ("forward", "backward", "update", "idle", "others", "step")
-    columns = ["stage", *(f"{side}_{name}_seconds" for name in names for side in _SIDES)]
+    fields = [(side, f"{name}_seconds") for name in names for side in _SIDES]
     stages = [
-        [
-            stage.measured.stage,
-            *(getattr(getattr(stage, side), f"{n}_seconds") for n in names for side in _SIDES),
-        ]
-        for stage in breakdown.stages
+        [s.measured.stage, *(getattr(getattr(s, side), field) for side, field in fields)]
+        for s in breakdown.stages
     ]
     return {
-        "accounting": Rows(["part", *(f"{side}_seconds" for side in _SIDES), "more"], parts),
-        "measured_stages": Rows(columns, stages),
+        "accounting": Rows(
+            ["part", *(f"{side}_seconds" for side in _SIDES), "more"],
+            [[name, before, after, after - before] for name, before, after in (*sides, step)],
+        ),
+        "measured_stages": Rows(["stage", *(f"{side}_{f}" for side, f in fields)], stages),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -74,27 +75,25 @@ def _compute(predicted: StepSeconds, measured: StepSeconds, sign: int) -> Iterat
         return
     worst = max(sorted(pairs), key=lambda s: sign * (pairs[s][1] - pairs[s][0]))
     before, after = pairs[worst]
-    ratios = {s: b / a for s, (a, b) in pairs.items() if a > 0}
-    rest = [ratio for s, ratio in ratios.items() if s != worst]
+    ratios = {s: b / a if a > 0 else math.inf for s, (a, b) in pairs.items()}
+    rest = [ratio for s, ratio in ratios.items() if s != worst and ratio < math.inf]
     others = statistics.median(rest) if rest else None
-    own = ratios.get(worst, float("inf"))
-    if others is not None and 1 / _ALIKE < own / others < _ALIKE:
+    if others is not None and 1 / _ALIKE < ratios[worst] / others < _ALIKE:
         ratio = statistics.median(ratios.values())
-        yield _Cause(
-            "compute",
-            after - before,
-            f"the compute of all stages, which takes {ratio:.1f} times what was predicted",
+        culprit = "compute"
+        because = f"the compute of all stages, which takes {ratio:.1f} times what was predicted"
+        remedy = (
             f"the devices' rates are not as assumed; {_CALIBRATE}, parallel.cost=profile this "
-            "model's layers",
+            "model's layers"
         )
-        return
-    than = f", the other stages {others:.1f} times their own" if others is not None else ""
-    yield _Cause(
-        f"stage {worst}",
-        after - before,
-        f"the compute of stage {worst}: its passes and update take {_not(after, before)}{than}",
-        "the seconds of its layers are not as assumed; parallel.cost=profile measures them",
-    )
+    else:
+        than = f", the other stages {others:.1f} times their own" if others is not None else ""
+        culprit = f"stage {worst}"
+        because = (
+            f"the compute of stage {worst}: its passes and update take {_not(after, before)}{than}"
+        )
+        remedy = "the seconds of its layers are not as assumed; parallel.cost=profile measures them"
+    yield _Cause(culprit, after - before, because, remedy)
 
 
 def _links(

@@ -307,7 +307,7 @@ def _factor(name: str, shape: tuple[int, ...]) -> float:
     return float(_RMS * max(rows, columns) ** 0.5)
 
 
-# What Optax has by another name or in several parts; by the names in `config.optimizers`.
+# What Optax has by another name or in several parts; by the names in `config.optimizer`.
 _SCALINGS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "scale_by_momentum": _scale_by_momentum,
     "scale_by_adafactor": _scale_by_adafactor,

@@ -30,7 +30,7 @@ def _environment() -> Environment:
     )
     for name in ("seconds", "result", "setting", "label"):
         environment.filters[name] = getattr(text, f"{name}_text")
-    environment.filters |= {"share": share, "short": without_zeros}
+    environment.filters |= {"percent_of": percent_of, "short": without_zeros}
     return environment
 
 
@@ -39,7 +39,7 @@ def page_from(template: str, content: Mapping[str, Any]) -> str:
     return _environment().get_template(template).render(**content)
 
 
-def share(part: float, whole: float) -> float:
+def percent_of(part: float, whole: float) -> float:
     """Return a part in percent of the whole; none is below 0."""
     return round(max(0.0, part / whole) * 100, 4)
 
@@ -90,12 +90,12 @@ class Chart:
     def across(self, x: float) -> float:
         """Return the place of an x, from the left."""
         left, right = self.x_range
-        return share(x - left, right - left)
+        return percent_of(x - left, right - left)
 
     def down(self, y: float) -> float:
         """Return the place of a y, from the top."""
         low, *_, high = self.y_ticks
-        return share(high - y, high - low)
+        return percent_of(high - y, high - low)
 
     def named(self, x: float) -> str:
         """Return the label of an x."""
