@@ -367,7 +367,8 @@ def test_a_process_proves_the_entries_that_it_built(traced, monkeypatch):
     placement = place_on_devices(plan, jax.devices(), emitted.slots)
     programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
     donated = (False,) * len(traced.donated)
-    given = emitted, placement, programs, donated, None, None, SpanRecorder()
+    services = runtime.StepServices(None, None, SpanRecorder())
+    given = emitted, placement, programs, donated, services
     assert dispatch_table.build_table(*given).entries
     build = dispatch_table._entries
 
