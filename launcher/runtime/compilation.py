@@ -21,7 +21,7 @@ from launcher.runtime.emit.instructions import (
     Instruction,
     Run,
     Send,
-    meshes_of,
+    participants,
 )
 from launcher.runtime.programs.compile import compile_step
 from launcher.trace import Jaxpr, Loss, TracedStep, leaf_names
@@ -166,7 +166,7 @@ def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
             here = tuple(slot for slot in x.slots if emitted.slots[slot].mesh in mine)
             if here:
                 lines.append(_instruction(Free(here)))
-        elif not mine.isdisjoint(meshes_of(x)):
+        elif not mine.isdisjoint(participants(x)):
             lines.append(_instruction(x))
     return "\n".join(lines)
 

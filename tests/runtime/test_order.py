@@ -25,7 +25,7 @@ from launcher.runtime.emit.instructions import (
     Slot,
     digest,
     digests,
-    meshes_of,
+    participants,
     prove,
 )
 from launcher.runtime.programs.device_meshes import place_on_devices
@@ -57,7 +57,7 @@ def work(emitted):
 
 
 def together(x, owners):
-    return set().union(*(owners[mesh] for mesh in meshes_of(x)))
+    return set().union(*(owners[mesh] for mesh in participants(x)))
 
 
 def here_of(process, owners):
@@ -150,7 +150,7 @@ def is_part(own, whole, here):
         if isinstance(x, Free):
             mine = tuple(slot for slot in x.slots if whole.slots[slot].mesh in here)
             listed += [Free(mine)] if mine else []
-        elif not here.isdisjoint(meshes_of(x)):
+        elif not here.isdisjoint(participants(x)):
             listed.append(x)
     same([slot for _, slot in own.arguments], [slot for _, slot in whole.arguments])
     for a, b in zip(own.instructions, listed, strict=True):
@@ -367,7 +367,8 @@ def test_a_process_proves_the_entries_that_it_built(traced, monkeypatch):
     placement = place_on_devices(plan, jax.devices(), emitted.slots)
     programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
     donated = (False,) * len(traced.donated)
-    given = emitted, placement, programs, donated, None, None, SpanRecorder()
+    services = runtime.StepServices(None, None, SpanRecorder())
+    given = emitted, placement, programs, donated, services
     assert dispatch_table.build_table(*given).entries
     build = dispatch_table._entries
 

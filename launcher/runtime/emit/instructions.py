@@ -135,7 +135,7 @@ Work = Run | Send | Exchange
 Instruction = Work | Free
 
 
-def meshes_of(x: Work) -> tuple[int, ...]:
+def participants(x: Work) -> tuple[int, ...]:
     """Return the meshes that take part in an instruction; of a transfer, the source first."""
     return (x.src, x.dst) if isinstance(x, Send) else (x.mesh,)
 
@@ -286,7 +286,7 @@ def prove(
         if isinstance(x, Free):
             filled.difference_update(x.slots)
             continue
-        meshes = meshes_of(x)
+        meshes = participants(x)
         src, dst = meshes[0], meshes[-1]
         is_here = src in here  # elsewhere another process proves that arrays are there
         absent = [s for s in x.inputs if slots[s].mesh != src or (is_here and s not in filled)]
@@ -330,7 +330,7 @@ def digests(
     for x in instructions:
         if isinstance(x, Free):
             continue
-        meshes = meshes_of(x)
+        meshes = participants(x)
         group = tuple(sorted(set().union(*(owners[mesh] for mesh in meshes))))
         if len(group) == 1:
             continue
