@@ -29,7 +29,7 @@ def compiled(size: str, blocks: int, stages: int) -> None:
     from launcher.config.compose import load
     from launcher.plan import local_shape
     from launcher.plan.methods import PipeshardParallel, UniformStageOption
-    from launcher.runtime.programs.compile import compile_step
+    from launcher.runtime import compile_step
     from launcher.train.program import build_program
 
     words = ["model.scan_layers=true", f"model.num_layers={blocks}", f"model.size={size}"]

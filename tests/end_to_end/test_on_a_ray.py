@@ -106,7 +106,8 @@ def somebodys() -> Iterator[Somebodys]:
                 time.sleep(0.1)
             yield Somebodys(address.read_text().strip(), psutil.Process(ray.pid))
         finally:
-            below = psutil.Process(ray.pid).children(recursive=True)
+            alive = ray.poll() is None
+            below = psutil.Process(ray.pid).children(recursive=True) if alive else []
             ray.terminate()
             ray.wait(SECONDS)
             for process in psutil.wait_procs(below, timeout=10)[1]:

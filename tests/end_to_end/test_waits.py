@@ -105,7 +105,7 @@ def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(DATA)
     (tmp_path / "held_up").write_text(held_up)
     err = ended(Launcher(tmp_path, *WORDS, *OWN_DATA))
-    assert f"for 6 s, while it reads {doing}" in err
+    assert f"for 6 s, while {doing}" in err
     assert "no answer from worker_0, worker_1" in err
 
 
