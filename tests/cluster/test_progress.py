@@ -16,7 +16,7 @@ from launcher.cluster.errors import HungError
 from launcher.cluster.worker_group import WAITS, Progresses, WorkerGroup, wait_of
 
 ROOT = Path(launcher.__file__).parent
-CALLED = re.compile(r'(?:submit|send|call)\(\s*"(\w+)"')
+CALLED = re.compile(r'(?:submit|send|call)\(\s*(?:"(?:training|evaluating|sampling)", )?"(\w+)"')
 STILL = 0.5
 DOING = {
     "stands": "import time; print('up', flush=True); time.sleep(1000)",
@@ -102,9 +102,10 @@ def test_one_that_is_done_may_wait_for_another_that_still_computes(worker):
     assert re.fullmatch(r"no answer from worker_\d, worker_\d for 0.5 s, while it compiles", told)
 
 
-def test_a_wait_for_other_processes_ends_however_busy_they_are(worker):
-    words = wait_of("connect").words
-    assert watched([worker("computes")], "connect", 30) == (
+@pytest.mark.parametrize("call", ["connect", "setup"])
+def test_a_wait_for_other_processes_ends_however_busy_they_are(worker, call):
+    words = wait_of(call).words
+    assert watched([worker("computes")], call, 30) == (
         f"no answer from worker_0 for 0.5 s, while {words}"
     )
 

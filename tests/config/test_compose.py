@@ -425,7 +425,7 @@ def test_a_copied_family_that_kept_its_name_is_refused(base, name):
 
     Copied.name = name
     known = (find_models if base is ModelOptions else find_datasets)()
-    with pytest.raises(TypeError, match=rf"\.{name}\.options both name their family '{name}'"):
+    with pytest.raises(TypeError, match=rf"\.{name} both name their family '{name}'"):
         register(Copied)
     assert known == (find_models if base is ModelOptions else find_datasets)()
 

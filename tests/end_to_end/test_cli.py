@@ -42,28 +42,32 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "unneeded"),
+    ("arguments", "code", "unneeded"),
     [
-        (["task=check"], HEAVY),
-        (["train.stepz=3"], HEAVY),
-        (["--help"], HEAVY),
+        (["task=check"], 0, HEAVY),
+        (["train.stepz=3"], 2, HEAVY),
+        (["--help"], 0, HEAVY),
         pytest.param(
             ["task=plan", "recipe=pipeshard_tutorial", "parallel=data"],
+            0,
             ("ray", "orbax", "tensorstore", "grain", "wandb"),
             marks=pytest.mark.devices,
         ),
     ],
 )
 def test_what_is_not_needed_is_not_imported(
-    arguments: list[str], unneeded: tuple[str, ...], tmp_path: Path
+    arguments: list[str], code: int, unneeded: tuple[str, ...], tmp_path: Path
 ) -> None:
     program = (
-        f"import sys; from launcher.__main__ import main; main({arguments!r}); "
+        f"import sys; from launcher.__main__ import main; assert main({arguments!r}) == {code}; "
         f"sys.exit(' '.join(name for name in {unneeded!r} if name in sys.modules) or None)"
     )
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+    for picture in tmp_path.glob("outputs/*/plots"):
+        assert (picture / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.glob("outputs/*/plots")) or arguments[0] != "task=plan"
 
 
 def test_help_shows_options_examples_and_exit_codes(

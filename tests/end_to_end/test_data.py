@@ -92,8 +92,14 @@ def stream(folder: Path, changed: bool) -> tuple[str, ...]:
     return typed("model=mlp dataset=custom dataset.module=my_pkg.stream allow_modules=[my_pkg]")
 
 
-@pytest.mark.stress  # in one process: tests/recipes/test_mixture.py, tests/driver/folder
-@pytest.mark.parametrize("data", [mixture, pictures, stream])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(mixture, marks=pytest.mark.slow),
+        pytest.param(pictures, marks=pytest.mark.stress),
+        pytest.param(stream, marks=pytest.mark.stress),
+    ],
+)
 def test_data_resume_on_other_hosts_and_no_others_are_taken(
     data: Callable[[Path, bool], tuple[str, ...]], tmp_path: Path
 ) -> None:

@@ -47,6 +47,11 @@ def test_the_fastest_plan_trains_as_its_replay_and_is_not_tried_again(
     replay = "parallel=replay", f"parallel.plan={one / 'plan.json'}"
     train(tmp_path, *own, *replay, "run.id=two", "train.steps=3")
     assert losses(tmp_path / "outputs" / "two") == losses(one)
+    # The next run knows the fastest without trying.
+    out = train(tmp_path, *own, "run.id=three", "train.steps=3")
+    assert "trying" not in out
+    assert f"{fastest['plan']} was the fastest" in out
+    assert losses(tmp_path / "outputs" / "three") == losses(one)
     # A run that is resumed knows, even if nothing is kept any more.
     (own_cache / "trials").rename(tmp_path / "elsewhere")
     out = train(tmp_path, *own, TRIES, "run.id=one", "train.steps=5")
@@ -56,7 +61,7 @@ def test_the_fastest_plan_trains_as_its_replay_and_is_not_tried_again(
     assert len(losses(one)) == 5
 
 
-@pytest.mark.stress  # as test_interrupts.py does in other phases
+@pytest.mark.slow
 def test_ctrl_c_while_plans_are_tried_ends_the_run(tmp_path: Path) -> None:
     with (tmp_path / "output").open("w") as output:
         launcher = Launcher(tmp_path, *WORDS, TRIES, "run.id=one", stdout=output.fileno())

@@ -72,24 +72,32 @@ def several_slices(match: str, error: type[Exception] = BatchError) -> dict[str,
     return {name: Refused(match, error) for name in METHODS if name != "auto"}
 
 
+# The only ones with leaves of other types, another library's modules, or arrays of keys.
+SLOW = {
+    *("bytes, booleans and a number", "Equinox", "Haiku with batch norm"),
+    *("keys of layers", "raw key in the loss"),
+}
+
+
 def cases(programs: Mapping[str, Program], every: int = 8) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
     Without being asked for one program in `every` runs, in two stages of two replicas each, which
     tell the most, or by data parallelism where they are refused. One in four is slow by one method,
-    in turn; all else is for `stress`.
+    in turn, and those of `SLOW`; all else is for `stress`.
     """
 
-    def marks(i: int, program: Program, method: str) -> Any:
+    def marks(i: int, name: str, program: Program, method: str) -> Any:
         told_most = "data" if "stages" in program.refused else "stages"
         if i % every == 0 and method == told_most:
             return []
         in_turn = i % 4 == 0 and i // 4 % len(METHODS) == place[method]
-        return [pytest.mark.slow if in_turn else pytest.mark.stress]
+        is_slow = in_turn or (name in SLOW and method == told_most)
+        return [pytest.mark.slow if is_slow else pytest.mark.stress]
 
     place = {method: i for i, method in enumerate(METHODS)}
     return [
-        pytest.param(name, method, marks=marks(i, program, method))
+        pytest.param(name, method, marks=marks(i, name, program, method))
         for (i, (name, program)), method in itertools.product(enumerate(programs.items()), METHODS)
     ]
 

@@ -5,15 +5,12 @@ of them `stress`.
 """
 
 import itertools
-import re
 import threading
 
 import jax
 import numpy as np
 import plans
 import pytest
-from programs.program import DEVICES, METHODS, TWO_STAGES, check
-from programs.table import PROGRAMS
 from trainings import RECIPES, assert_same, run, serial, training
 
 import launcher
@@ -114,66 +111,3 @@ def test_a_plan_at_random(chain, seed):
     assert not thread.is_alive(), "the plan hangs"
     assert found, "the plan fails, see the thread's traceback"
     assert_same(found[0], serial("chain"))
-
-
-# -- steps that do something unusual, by other plans than in `programs` ----------------------------
-
-TWO = {"num_micro_batches": 2}
-OTHER = {
-    "data, 2": launcher.DataParallel(**TWO),
-    "zero2, 2": launcher.Zero2Parallel(**TWO),
-    "zero3, 2": launcher.Zero3Parallel(**TWO),
-    "three_d": launcher.ThreeDParallel(data=2, pipeline=2, **TWO),
-    "remat": launcher.PipeshardParallel(stage_option=TWO_STAGES, remat="full", **TWO),
-    "zero_bubble": launcher.PipeshardParallel(4, stage_option=TWO_STAGES, schedule="zero_bubble"),
-}
-FAST_PROGRAMS = {
-    ("losses: slope penalty", "zero3, 2"),
-    ("losses: loop of the batch", "zero_bubble"),
-    ("models: follower", "data, 2"),
-    ("odd: checkpoint", "zero_bubble"),
-    ("odd: branch of the batch", "remat"),
-    ("odd: loss scaling", "zero_bubble"),
-    ("odd: prepared before the loss", "zero2, 2"),
-    ("odd: two arguments", "three_d"),
-    ("odd: own state", "zero_bubble"),
-    ("odd: norm of slices", "three_d"),
-}
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        pytest.param(name, method, marks=[] if (name, method) in FAST_PROGRAMS else [by_hand])
-        for k, name in enumerate(name for name, program in PROGRAMS.items() if not program.refused)
-        for m, method in enumerate(OTHER)
-        for by_hand in [pytest.mark.stress if (k + m) % 40 else pytest.mark.slow]
-    ],
-)
-def test_a_program_by_another_plan(monkeypatch, name, method):
-    monkeypatch.setitem(METHODS, method, OTHER[method])
-    check(PROGRAMS[name], method)
-
-
-def test_a_plan_tells_what_needs_the_whole_batch():
-    """By the line of the program."""
-
-    def plan(name, method):
-        program = PROGRAMS[f"losses: {name}"]
-        devices = jax.devices()[:DEVICES]
-        build = program.build(launcher.value_and_grad)
-        step = launcher.parallelize(build, method=METHODS[method], devices=devices)
-        return step.plan(program.init(), program.batch(0))
-
-    joined = plan("contrastive", "data")
-    assert [stage.logical_mesh for stage in joined.stages] == [(1, DEVICES)]
-    assert re.fullmatch(
-        r"devices share the whole batch instead of cutting it into replicas, since dot_general at "
-        r".*test_losses\.py:\d+.* joins examples",
-        joined.notes[0],
-    )
-    assert re.fullmatch(
-        r"sum over the examples; computed on the whole batch: reduce_sum at .*test_losses\.py.*",
-        plan("masked mean", "stages").loss,
-    )

@@ -142,6 +142,25 @@ def test_integers_that_no_generator_takes_are_no_keys():
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_inputs_made_of_the_batch_keep_their_rows(name):
+    """The loss sees, of each, the rows of its own slice: reordered ones would pair with others."""
+
+    def of(w, x, by_row, columns, noise):
+        launcher.mark_pipeline_boundary()
+        y = (x @ w).sum(1) * by_row * columns.sum(0) + noise
+        return (y**2).mean()
+
+    def step(w, x):
+        by_row = jnp.exp(x[:, 0] - x.mean())
+        noise = jax.random.normal(jax.random.key(1), by_row.shape)
+        loss, grads = launcher.value_and_grad(of)(w, x, by_row, x.T * 2, noise)
+        return w - grads, loss
+
+    got = parallel(step, name, donate_argnums=())(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.jit(step)(W, X))
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_every_result_is_an_array_of_its_own(name):
     captured = np.ones(4, np.float32)
 
