@@ -403,6 +403,15 @@ COMMAND_LINES = [
 # What my_conf/recipe/mine.yaml says below its package line, and the message.
 RECIPES = [
     (
+        "wandb: {name: 12:30:00}\n",
+        "wandb.name must be text, but the unquoted value is read as 45000 "
+        f"{MINE}2). Put it in quotes.",
+    ),
+    (
+        "run:\n  id: 1_000\n",
+        f"run.id must be text, but the unquoted value is read as 1000 {MINE}3). Put it in quotes.",
+    ),
+    (
         "train:\n  seed: 1\n  stepz: 3\n",
         f"train.seed is not a setting {MINE}3). Did you mean run.seed?",
     ),
