@@ -195,7 +195,7 @@ def leaves_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_parts(path: Path, tree: Any) -> Any:
-    """Read the leaves of the checkpoint `path` that have a part here; None where one has none.
+    """Read the leaves of the checkpoint `path` that have a part here; empty where one has none.
 
     Args:
         path: the checkpoint.

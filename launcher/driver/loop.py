@@ -105,7 +105,7 @@ class _Calls(deque[tuple[str, "Answers"]]):
 
     def __init__(self, workers: Workers, step_log: StepLog) -> None:
         super().__init__()
-        self._workers, self._recorder = workers, step_log
+        self._workers, self._step_log = workers, step_log
 
     def send(self, phase: str, method: str, *arguments: Any) -> None:
         """Call a method of all workers."""
@@ -118,7 +118,7 @@ class _Calls(deque[tuple[str, "Answers"]]):
 
     def record(self, most: int) -> None:
         """Wait for the oldest calls and record their results, until `most` are under way."""
-        step_log = self._recorder
+        step_log = self._step_log
         while len(self) > most:
             phase, answers = self.popleft()
             with step_log.timelines.spans.span("loop", "wait for the workers"):

@@ -1,7 +1,7 @@
 """A run inside a Slurm job: the first task, which is the driver, and those that lend their nodes.
 
 It adds to `run` the rendezvous with the job's other tasks, and the decision whether a run that
-failed or was preempted is requeued.
+failed or was preempted is requeued. Tasks that lend their nodes import neither JAX nor Ray.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import make_folder, private_files
-from launcher.driver.run import run
 from launcher.stop import Stop
 
 _FOR_NOTHING = (
@@ -74,6 +73,8 @@ def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> in
     interrupt: KeyboardInterrupt | None = None
     try:
         with open_rendezvous(home, allocation, slurm_of(config.cluster), secret()) as rendezvous:
+            from launcher.driver.run import run
+
             code = run(config, stop, rendezvous)
     except (ClusterError, OSError) as error:
         complain(str(error))

@@ -263,11 +263,14 @@ def _check_remat(assignment: Assignment) -> None:
     for name in dict.fromkeys(assignment.remat):
         pairs = zip(assignment.remat, assignment.layers, strict=True)
         most = max(len(layers) for remat, layers in pairs if remat == name)
-        wanted = parse_remat(name).layers
-        if wanted > max(most, 1):
+        wanted = parse_remat(name)
+        if wanted.layers > max(most, 1):
+            sign, rest = "/" if wanted.first is None else ":", wanted.rest != "none"
+            less = wanted.policy if most == 1 else f"{wanted.policy}{sign}{most - rest}"
+            less += f"+{wanted.rest}" if rest and most > 1 else ""
             raise PlanError(
-                f"parallel.remat={name} asks for {wanted} layers of a stage, and the largest has "
-                f"{most}; ask for at most {most}"
+                f"parallel.remat={name} asks for {wanted.layers} layers of a stage, and the "
+                f"largest has {most}; give at most {less}"
             )
 
 

@@ -69,15 +69,15 @@ class Layout:
         loss_dims: NamedDims,
     ) -> None:
         self.sizes, self.explicit, self.loss_dims = sizes, explicit, loss_dims
-        self._holders, self._inner, self._wrt = step.operands, loss, frozenset(loss.wrt)
+        self._holders, self._loss, self._wrt = step.operands, loss, frozenset(loss.wrt)
         self._gradients, self._batch_axes = gradients(step), batch_axes(step, loss)
-        self._outer, self._loss = Sharding(outer_dims, sizes), Sharding(loss_dims, sizes)
+        self._outer, self._inner = Sharding(outer_dims, sizes), Sharding(loss_dims, sizes)
         for var, spec in explicit.items():
             self._outer.seed(var, spec)
         for i, (var, axis) in enumerate(zip(loss.invars, self._batch_axes, strict=True)):
             spec = self._whole_of_data(i)
             cut = ((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
-            self._loss.seed(var, tuple(cut))
+            self._inner.seed(var, tuple(cut))
 
     def outer(self, var: Var) -> Spec:
         """A value outside of the loss."""
@@ -85,7 +85,7 @@ class Layout:
 
     def activation(self, var: Var) -> Spec:
         """A value of the loss, as one slice has it."""
-        return self._loss.spec(var)
+        return self._inner.spec(var)
 
     def operand(self, i: int) -> Spec:
         """Return the spec of an operand of the loss as a stage's program for one slice reads it.
@@ -93,12 +93,12 @@ class Layout:
         Parameters that are cut along data are gathered first.
         """
         if self._batch_axes[i] is not None:
-            return self._loss.spec(self._inner.invars[i])
+            return self._inner.spec(self._loss.invars[i])
         return self._whole_of_data(i)
 
     def is_gathered(self, i: int) -> bool:
         """Return whether an operand is cut along data where it is kept."""
-        return self._inner.slice_axes[i] is None and _cuts(self.outer(self._holders[i]), DATA)
+        return self._loss.slice_axes[i] is None and _cuts(self.outer(self._holders[i]), DATA)
 
     def is_scattered(self, i: int) -> bool:
         """Return whether an operand has a gradient, which ends up cut along the replicas."""

@@ -2,9 +2,9 @@
 
 The gradient of a weight is traced as `transpose(dot_general(cotangent, input))`. XLA multiplies
 `input` by `cotangent` instead, but not in products with batch dimensions, which those of a replica
-become (`runtime.stage_programs`): there the transposition is a pass over the whole gradient. A
-product's left operand is copied unless it is contracted along its last dimension, so that they are
-swapped only where less is copied. Pure.
+become (`runtime.programs.stage_programs`): there the transposition is a pass over the whole
+gradient. A product's left operand is copied unless it is contracted along its last dimension, so
+that they are swapped only where less is copied. Pure.
 """
 
 from __future__ import annotations

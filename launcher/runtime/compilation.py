@@ -1,6 +1,6 @@
 """Text of every stage of compilation: the loss, layers, stages, tasks, update, instructions. Pure.
 
-`launcher.debug` prints it; the walk through compilation in `launcher/README.md` calls these
+`launcher.debug` prints it; the walk through compilation in `launcher/runtime/README.md` calls these
 functions one by one.
 """
 

@@ -55,10 +55,12 @@ class Stop:
 
     Attributes:
         requested: the first signal that came, or None.
+        repeats: the number of Ctrl-C after it.
     """
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
+        self.repeats = 0
         self._interruptible = False
         self._heeded: _Heeded | None = None
         self._raised: Callable[[], object] = lambda: None
@@ -126,7 +128,8 @@ class Stop:
             say: called with a line of text, in a signal handler, which must not use `logging`.
             doing: what is done now, and what another Ctrl-C would do.
             until: "checked": work continues until it calls `check`. "done": `check` does nothing.
-                "now": the first signal leaves at once, too.
+                "now": the first signal leaves at once, too. "asked": nothing leaves; work asks for
+                `requested` and `repeats` itself.
         """
         before = self._heeded, self._interruptible
         self._heeded, self._interruptible = _Heeded(say, doing, until), False
@@ -181,7 +184,9 @@ class Stop:
         if self._heeded:
             if not again:
                 self._heeded.tell()
-            if self._heeded.until == "now" or (again and signum == signal.SIGINT):
+            repeated = again and signum == signal.SIGINT
+            self.repeats += repeated
+            if self._heeded.until == "now" or (repeated and self._heeded.until != "asked"):
                 raise Stopped
         elif not self._interruptible:
             self.leave()

@@ -41,8 +41,6 @@ from launcher.config.sections import Sweep
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, delete_on_error, write_plan
 from launcher.driver.folder.make_folder import new_id, private_files
-from launcher.driver.planning.prepare import prepare
-from launcher.driver.run import guarded
 from launcher.report.console import line_printer, make_console
 from launcher.report.sweep import print_comparison, report_sweep
 from launcher.stop import Stop
@@ -88,6 +86,8 @@ def submit(config: Config, stop: Stop) -> int:
     if slurm.dry_run:
         run_id = config.run.id or new_id(config.model.name)
         return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
+    from launcher.driver.run import guarded
+
     return guarded(lambda: _submit(config, stop))
 
 
@@ -118,6 +118,8 @@ def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
     configs = members(points, sweep_id, folder)
     check_jobs(configs)
     if not slurm_of(configs[0].cluster).dry_run:
+        from launcher.driver.run import guarded
+
         return guarded(lambda: _submit_sweep(points, configs, sweep_id, folder, stop))
     if is_array(configs):
         return answer(array_script(configs, sweep_id), end="")
@@ -248,6 +250,8 @@ def freeze(config: Config, console: Console) -> RunFolder:
     with lines_to(line_printer(console)):
         finished = folder.check(config)
         _check_idle(config)
+        from launcher.driver.planning.prepare import prepare
+
         ready = prepare(config, console, finished=finished)
         with folder.claim(config) as home:
             write_plan(home, _settled(config), ready.plan)
@@ -394,6 +398,8 @@ def wait(home: Path, job_id: str) -> int:
 
 def sweep_status(sweep: Sweep) -> int:
     """Print the state and the results of the runs of a sweep."""
+    from launcher.driver.run import guarded
+
     return guarded(lambda: _status(sweep))
 
 

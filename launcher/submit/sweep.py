@@ -211,7 +211,7 @@ class RunningSweep:
         _make(folder, config.run)
         self._stack.enter_context(private_files(config.run))
         self._points = self._stack.enter_context(open_points(folder))
-        self._stack.enter_context(self._stop.heeded(_say_nothing))
+        self._stack.enter_context(self._stop.heeded(_say_nothing, until="asked"))
         self._objective, self.folder = objective_of(config), folder
 
     def _outcome(self, number: int) -> Outcome:
@@ -243,27 +243,24 @@ class RunningSweep:
         if logs:
             logs.mkdir(exist_ok=True)
         waiting, running = list(todo), dict[subprocess.Popen[bytes], tuple[PointNote, _Slot]]()
-        unheard = True  # whether a signal is still to be passed on
+        passed_on = 0  # signals
         while running or (waiting and self._stop.requested is None):
-            try:
-                while waiting and free and self._stop.requested is None:
-                    (noted, point), slot = waiting.pop(0), free.pop(0)
-                    answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
-                    command = _command(point, self._dirs, self.home, noted.run, self._id)
-                    child = start(command, slot, logs and logs / f"{noted.run}.txt")
-                    running[child] = noted, slot
-                if self._stop.requested is not None and unheard:
-                    unheard = False
-                    is_ctrl_c = self._stop.requested == signal.SIGINT
-                    _signal(running, signal.SIGINT if is_ctrl_c else signal.SIGTERM)
-                time.sleep(_POLL_SECONDS)
-                for child in [child for child in running if child.poll() is not None]:
-                    noted, slot = running.pop(child)
-                    free.append(slot)
-                    if not child.returncode or self._stop.requested is None:  # else it was stopped
-                        self._note_end(noted, child.returncode, total, logs)
-            except KeyboardInterrupt:  # Ctrl-C once more
-                _signal(running, signal.SIGINT)
+            while waiting and free and self._stop.requested is None:
+                (noted, point), slot = waiting.pop(0), free.pop(0)
+                answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
+                command = _command(point, self._dirs, self.home, noted.run, self._id)
+                child = start(command, slot, logs and logs / f"{noted.run}.txt")
+                running[child] = noted, slot
+            if self._stop.requested is not None and passed_on <= self._stop.repeats:
+                is_ctrl_c = passed_on or self._stop.requested == signal.SIGINT
+                _signal(running, signal.SIGINT if is_ctrl_c else signal.SIGTERM)
+                passed_on += 1
+            time.sleep(_POLL_SECONDS)
+            for child in [child for child in running if child.poll() is not None]:
+                noted, slot = running.pop(child)
+                free.append(slot)
+                if not child.returncode or self._stop.requested is None:  # else it was stopped
+                    self._note_end(noted, child.returncode, total, logs)
         if self._stop.requested is not None:
             raise StoppedError
 
@@ -380,7 +377,8 @@ def _command(
         command += ["--config-dir", config_dir]
     command += [text for text in point.overrides if not text.lstrip("+").startswith("sweep.")]
     command += [f"run.dir={written(str(folder))}", f"run.id={written(run_id)}"]
-    if point.config.wandb.group is None and point.config.wandb.mode != "disabled":
+    wandb, is_used = point.config.wandb, "wandb" in (point.config.report.trackers or ())
+    if is_used and wandb.group is None and wandb.mode != "disabled":
         command += [f"wandb.group={written(sweep_id)}"]
     return command
 

@@ -268,7 +268,7 @@ def _chained(
         ends = interfaces(whole, parts, set(constants), leaf_names(whole))
     first, *others = (
         TracedStep(
-            **vars(end),
+            **{f.name: getattr(end, f.name) for f in dataclasses.fields(Interface)},
             constants=constants,
             before=part.before,
             loss_equation=part.loss,

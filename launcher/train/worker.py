@@ -59,7 +59,6 @@ from launcher.train.step_result import (
 
 if TYPE_CHECKING:
     from launcher.runtime import Transport
-    from launcher.train.program import Program
 
 
 class TrainWorker(Peer):

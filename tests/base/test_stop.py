@@ -160,6 +160,13 @@ def test_a_second_ctrl_c_leaves_at_once_but_the_scheduler_may_repeat_itself(said
     assert stop.ending == (75, "preempted")  # why it was told to stop in the first place
 
 
+def test_work_that_asks_for_signals_itself_is_not_left(said):
+    with Stop() as stop, stop.heeded(said.append, until="asked"):
+        for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            send(signum)
+        assert (stop.requested, stop.repeats) == (signal.SIGTERM, 2)
+
+
 def test_when_all_is_done_a_signal_changes_no_exit_code():
     program = BEGUN + "stop.over(0)\nprint(flush=True)\ntime.sleep(600)"
     assert run(program, signal.SIGINT) == (0, "", "")

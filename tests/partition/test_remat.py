@@ -246,16 +246,16 @@ def test_words():
         ("none/2", "parallel.remat=none/2 recomputes nothing; give none, or full/2"),
         (
             "full/5",
-            "parallel.remat=full/5 asks for 5 layers .*; ask for at most 4",
+            "parallel.remat=full/5 asks for 5 layers .*; give at most full/4",
         ),
         (
             "full:9",
-            "parallel.remat=full:9 asks for 9 layers .*; ask for at most 4",
+            "parallel.remat=full:9 asks for 9 layers .*; give at most full:4",
         ),
         ("full:0+selective", "parallel.remat=full:0+selective recomputes no layer; give selective"),
         ("full/2+selective", "parallel.remat=full/2+selective is not one of .*full:2+selective"),
         ("full:2+some", "parallel.remat=full:2+some is not one of"),
-        ("full:4+selective", "asks for 5 layers .* the largest has 4"),
+        ("full:4+selective", "asks for 5 layers .*; give at most full:3+selective"),
     ],
 )
 def test_what_cannot_be_is_named(remat, words):

@@ -33,6 +33,7 @@ print(json.dumps(ray.nodes()))
 _LISTENS_SECONDS = 5.0  # to accept a connection; Ray itself tries for minutes
 _MORE_SECONDS = 10  # by which the probe's own watchdog waits longer
 _END_SECONDS = 3.0  # for Ray to end the workers: one that is killed sooner is reported as a failure
+_STANDARD = "CPU", "GPU", "memory", "object_store_memory"  # resources of every node
 _LEAVE_SECONDS = 15.0  # for Ray to disconnect, if it still answers
 
 
@@ -79,13 +80,19 @@ def check_feasible(bundle: Mapping[str, float], pool: DevicePool, nodes: Sequenc
         return
     missing = [name for name in bundle if capacity([name]) < workers] or [*bundle]
     wanted = _amounts(bundle, missing)
-    has = "; ".join(f"{n.address} has {_amounts(n.resources, missing)}" for n in nodes)
+    has = "; ".join(f"{n.address} has {_amounts(n.resources, _shown(n, missing))}" for n in nodes)
     each = "each of " if workers > 1 else ""
     own = " on a node of its own" if spread and workers > 1 else ""
     raise ClusterError(
         f"{each}{workers} worker{'s' if workers > 1 else ''} demands {wanted}{own}, which this "
         f"Ray can never give: {has}"
     )
+
+
+def _shown(node: Node, missing: Sequence[str]) -> list[str]:
+    """Return the missing resources and the node's custom ones, which may be meant."""
+    own = (k for k in node.resources if k not in _STANDARD and not k.startswith("node:"))
+    return list(dict.fromkeys([*missing, *own]))
 
 
 def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:

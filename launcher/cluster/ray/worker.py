@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.5
 _KILL_SECONDS = 10
 _DEATH_SECONDS = 5  # that Ray may take to notice the end of a worker
-_BROKEN = "unreachable"  # in place of a text of Ray's
+_BROKEN = "the connection broke"  # in place of a text of Ray's
 # The end of a worker, by a part of Ray's text; of the first two nothing more is known.
 _ENDS = {
     _BROKEN: "the connection to it broke: its process or its machine failed, or the network to it "

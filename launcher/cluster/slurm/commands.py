@@ -77,7 +77,7 @@ def duration(text: str) -> str:
 
 
 def _options(cluster: SlurmCluster) -> dict[str, Any]:
-    """Return options of sbatch, without their dashes; "" for a flag, None for one left out."""
+    """Return options of sbatch, without their dashes; True for a flag, None for one left out."""
     slurm = cluster.slurm
     assert cluster.gpus is not None
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
@@ -91,18 +91,18 @@ def _options(cluster: SlurmCluster) -> dict[str, Any]:
         **gpus,
         "cpus-per-task": slurm.cpus,
         "mem": slurm.mem or ("0" if slurm.exclusive else None),
-        "exclusive": "" if slurm.exclusive else None,
+        "exclusive": slurm.exclusive or None,
         "time": slurm.time and duration(slurm.time),
         **{name: getattr(slurm, name) for name in (*plain, "dependency")},
         "signal": slurm.signal,
-        "requeue" if slurm.max_requeues else "no-requeue": "",
-        **{name.lstrip("-"): value for name, value in slurm.extra.items()},
+        "requeue" if slurm.max_requeues else "no-requeue": True,
+        **{name.lstrip("-"): value or True for name, value in slurm.extra.items()},
     }
 
 
 def _line(name: str, value: Any) -> str:
     """Return an option as the script has it; the value is quoted only if it has to be."""
-    text = f"={value}" if value != "" else ""
+    text = "" if value is True else f"={value}"
     if not text.isprintable():  # of a folder; settings are always printable
         raise ConfigError(
             f"{str(value)!r} cannot stand in a batch script",

@@ -62,6 +62,7 @@ class RunFolder:
         damaged: a line for each newer checkpoint that is damaged.
         next_batch: the index of the next batch, as that checkpoint says.
         descriptor: of the open folder, while this process has claimed it.
+        absolute: its path then, whatever the working directory becomes.
         created: the folders that this process made for it, innermost first; empty if it existed.
         status: shows the state of the run, while it trains.
     """
@@ -72,6 +73,7 @@ class RunFolder:
     damaged: tuple[str, ...] = ()
     next_batch: int = 0
     descriptor: int | None = None
+    absolute: Path | None = None
     created: tuple[Path, ...] = ()
     status: Status | None = None
 
@@ -86,9 +88,9 @@ class RunFolder:
         Raises:
             LostFolderError: it was deleted or renamed.
         """
-        if self._is_at(self.path):
+        path = self.absolute or self.path.absolute()
+        if self._is_at(path):
             return
-        path = self.path.absolute()
         if (now := self.current_path()) is not None:
             raise LostFolderError(
                 f"the run folder {path} was renamed to {now} while the run trained: the run "
@@ -101,13 +103,13 @@ class RunFolder:
 
     def current_path(self) -> Path | None:
         """Return the folder's present path, or None if it is deleted or its path is not known."""
+        if self._is_at(self.absolute or self.path):
+            return self.path
         try:  # Linux only, and only for local folders
-            for path in (self.path, Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))):
-                if self._is_at(path):
-                    return path
+            path = Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
         except OSError:
-            pass
-        return None
+            return None
+        return path if self._is_at(path) else None
 
     def _is_at(self, path: Path) -> bool:
         if self.descriptor is None:
@@ -183,7 +185,10 @@ def claim(config: Config) -> Iterator[RunFolder]:
         for written in (path, path / "plots"):
             clear_partial(written)
         # `check` has looked already, but only now can nobody else be writing.
-        yield reload(RunFolder(path, descriptor=descriptor, created=created), config)
+        yield reload(
+            RunFolder(path, descriptor=descriptor, absolute=path.absolute(), created=created),
+            config,
+        )
 
 
 @contextmanager

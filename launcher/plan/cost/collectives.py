@@ -1,11 +1,11 @@
 """Cost of sharding a program: the operations left to a device, and the bytes of its collectives.
 
-Counted equation by equation, as `spmd` says that each runs. A sum over a dimension that is cut ends
-in an all-reduce of the result, or in a reduce-scatter where the result is cut along the same axis;
-an operand that is cut where the equation needs it whole is gathered. In the backward pass the
-gradient of an operand that is whole along a dimension that the result is cut along is summed: once
-for all uses of a value, since the runtime adds the parts first (but not those of a look-up, whose
-gradient is scattered). Pure.
+Counted equation by equation, as `named_dims.execution` runs each. A sum over a dimension that is
+cut ends in an all-reduce of the result, or in a reduce-scatter where the result is cut along the
+same axis; an operand that is cut where the equation needs it whole is gathered. In the backward
+pass the gradient of an operand that is whole along a dimension that the result is cut along is
+summed: once for all uses of a value, since the runtime adds the parts first (but not those of a
+look-up, whose gradient is scattered). Pure.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ with the number of identical blocks. Costs are of the whole batch; a slice has i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -271,7 +272,10 @@ class _Traced:
 
     def __init__(self, programs: StagePrograms) -> None:
         self.programs, self._stored = programs, stored_in(programs)
-        self._dims = NamedDims(programs.joint.equations)
+
+    @functools.cached_property
+    def _dims(self) -> NamedDims:
+        return NamedDims(self.programs.joint.equations)
 
     def cut(self, loss: Loss, sharding: Sharding) -> Sharding:
         """Return the sharding of the joint graph, given that of the forward pass."""

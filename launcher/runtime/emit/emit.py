@@ -239,7 +239,9 @@ class _Emitter:
         once = [bucket for of in programs for made in of.values() for bucket in made.sync.once]
         own = exchanges(self.cut, once)
         kinds = [(x.when, x.kind, x.dtype, x.nbytes) for x in own]
-        if kinds != [(x.when, x.kind, x.dtype, x.bytes) for x in planned]:
+        servers = range(self.cut.assignment.reduction.servers)
+        fit = kinds == [(x.when, x.kind, x.dtype, x.bytes) for x in planned]
+        if not fit or any(x.server not in servers for x in planned):
             raise PlanError("the plan's exchanges are not those of this step; plan again")
         both = list(zip(own, planned, strict=True))
         return (

@@ -108,7 +108,8 @@ def _refuse_uncuttable(eqn: Equation) -> None:
         if inner.primitive is boundary_p:
             raise BoundaryError(
                 f"mark_pipeline_boundary() inside {eqn.primitive.name} at {source_line(eqn)}: a "
-                "layer cannot end inside a loop, a branch or a checkpointed function. Mark outside"
+                "layer cannot end inside a loop, a branch or a checkpointed function. Mark "
+                "outside it"
             )
 
 

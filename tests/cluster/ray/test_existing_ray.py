@@ -191,8 +191,8 @@ GPUS = tuple(Node(n, f"10.0.0.{i}", {"CPU": 8.0, "GPU": 8.0}) for i, n in enumer
         (ResourceRequest(8), 2, GPUS, "gpu", ""),
         (
             *(ResourceRequest(0, {"no_such": 1}), 1, TWO, "cpu"),
-            "1 worker demands no_such: 1, which this Ray can never give: 10.0.0.1 has no_such: 0; "
-            "10.0.0.2 has no_such: 0",
+            "1 worker demands no_such: 1, which this Ray can never give: 10.0.0.1 has no_such: 0, "
+            "my_node: 1; 10.0.0.2 has no_such: 0",
         ),
         (
             *(ResourceRequest(3, {"my_node": 1}), 2, TWO, "cpu"),

@@ -161,6 +161,20 @@ def test_a_run_may_go_on_longer_elsewhere_and_otherwise_cut(config):
     assert folder.check(other) == 5
 
 
+def test_a_folder_is_where_it_was_whatever_the_working_directory(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = named(replace(config, run=replace(config.run, dir="outputs")))
+    with folder.claim(config) as home:
+        monkeypatch.chdir("/")
+        home.check()
+        with monkeypatch.context() as at_home:
+            at_home.chdir(tmp_path)
+            home.path.rename("elsewhere")
+            with pytest.raises(folder.LostFolderError, match=r"renamed to .*elsewhere"):
+                home.check()
+            Path("elsewhere").rename(home.path)
+
+
 def test_two_runs_at_once_cannot_hold_one_folder(config):
     config = named(config)
     program = (
