@@ -59,9 +59,15 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
         given = (params, state, batch, key) if model.has_state else (params, batch, key)
         _check_arguments(model, len(given))
         match model.loss(*given):
-            case (value, dict() as metrics) if not model.has_state:
+            case tuple((value, dict() as metrics)) if not model.has_state:
                 new = None
-            case (value, (dict() as metrics, new)) if model.has_state:
+            case tuple((_, tuple((dict(), _)))) if not model.has_state:
+                raise InputError(f"the model's loss returns (metrics, state); say {_WITH_STATE}")
+            case tuple((_, tuple((a, b)))) if model.has_state and _swapped(a, b, state):
+                raise InputError(
+                    "the model's loss returns (state, metrics); the metrics come first"
+                )
+            case tuple((value, tuple((dict() as metrics, new)))) if model.has_state:
                 _check_state(new, state)
             case out:
                 raise InputError(
@@ -91,16 +97,23 @@ def _check_arguments(model: Model, count: int) -> None:
         ) from None
 
 
+def _swapped(first: Any, second: Any, state: Any) -> bool:
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (first, state, second)]
+    return bool(trees[0] == trees[1] != trees[2])
+
+
 def _check_state(new: Any, state: Any) -> None:
     """Refuse a state whose structure, shapes or dtypes are not those of the given one."""
     now, before = (
-        {_name(path): _in_words(jnp.asarray(leaf)) for path, leaf in leaves}
+        {_name(p): _in_words(x if isinstance(x, str) else jnp.asarray(x)) for p, x in leaves}
         for leaves in map(jax.tree_util.tree_leaves_with_path, (new, state))
     )
     trees: list[Any] = [jax.tree.structure(tree) for tree in (new, state)]
     for name in before | now:
         if now.get(name) != before.get(name):
-            changed = f"{name} is {now.get(name, 'missing')}, and was {before.get(name, 'missing')}"
+            changed = f"it has {name}, which init does not return"
+            if name in before:
+                changed = f"{name} is {now.get(name, 'missing')}, and was {before[name]}"
             break
     else:
         if trees[0] == trees[1]:

@@ -272,7 +272,8 @@ def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> It
     for default in defaults:
         name = str(default.config_path).removesuffix(".yaml")  # Hydra accepts it, too
         if (path := _file_of(name, folders)) is not None:
-            yield Source(path, default.package or "", path.is_relative_to(folders[-1]))
+            is_own = path == folders[-1] / f"{name}.yaml"
+            yield Source(path, default.package or "", is_own)
         elif not name.startswith("hydra/"):
             raise ConfigError(f"There is no {name}.yaml among the files of settings")
 

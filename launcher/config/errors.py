@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 # A dotted name in prose: not a value, which follows = or a quote, nor a path.
-_NAMED = re.compile(r"(?<![\w.'\"/=])[a-z_]\w*(?:\.[a-z_]\w*)+")
+_NAMED = re.compile(r"(?<![\w.'\"/=-])[a-z_]\w*(?:\.[a-z_]\w*)+")
 _SHOWN = 100  # characters of a wrong value that a message repeats
 
 

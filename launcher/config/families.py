@@ -27,7 +27,11 @@ _TAKING = {
     "vectors": ("input_size", "output_size"),
     "pictures": ("image_size", "channels"),
 }
-_MODELS_FOR = {"text": "model=gpt", "pictures": "model=vit, resnet, wide_resnet or unet"}
+_MODELS_FOR = {
+    "text": "model=gpt",
+    "vectors": "model=mlp",
+    "pictures": "model=vit, resnet, wide_resnet or unet",
+}
 
 
 def taken_by(model: Any) -> str:
@@ -85,7 +89,7 @@ class DatasetOptions:
             yield ConfigError(
                 f"model={model.name} cannot learn from dataset={self.name}: "
                 f"it takes {taken}, not {self.holds[0]}",
-                f"Use dataset=synthetic or {_MODELS_FOR[self.holds[0]]}.",
+                f"Use dataset=synthetic or {' or '.join(_MODELS_FOR[k] for k in self.holds)}.",
                 ["model.name", "dataset.name"],
             )
 

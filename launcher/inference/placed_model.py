@@ -2,7 +2,8 @@
 
 One program runs on all devices (GSPMD; Xu et al., 2021), so each process calls the same methods
 with the same arguments. No process holds more than its share of the model and a few arrays on the
-way there.
+way there. The stages of a pipeline would wait for one another (at every token, where text is made),
+so their devices become one mesh over which each array is cut.
 """
 
 from __future__ import annotations

@@ -112,7 +112,6 @@ class Goodput:
 
 FILE = "accounting.json"
 _NS = 1e9
-_SMALL = 0.01  # of the step: shorter parts are not printed
 _SIDES = ("predicted", "measured")
 _DERIVED = frozenset({"wall_seconds", "goodput", "cost"})
 
@@ -228,10 +227,9 @@ class StepBreakdown:
         """The longer one of the predicted and the measured step."""
         return max(self.predicted_step_seconds, self.measured_step_seconds or 0.0)
 
-    @property
-    def large_parts(self) -> list[StepPart]:
-        """The parts that are shown: those of 1 % of the step or more."""
-        least = _SMALL * self.longer_step_seconds
+    def large_parts(self, share: float = 0.01) -> list[StepPart]:
+        """Return the parts that are at least this share of the step."""
+        least = share * self.longer_step_seconds
         return [
             part
             for part in self.parts
@@ -440,7 +438,7 @@ def print_breakdown(console: Console, breakdown: StepBreakdown) -> None:
         return
     rows = [
         (p.name, *(seconds_text(s or None) for s in (p.predicted_seconds, p.measured_seconds)))
-        for p in breakdown.large_parts
+        for p in breakdown.large_parts()
     ]
     names = (f"step {breakdown.step}", "predicted", "measured")
     console.print()

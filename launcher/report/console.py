@@ -49,7 +49,8 @@ def make_console(file: TextIO | None = None) -> RunConsole:
     It is as wide as the terminal, or 100 columns off one.
     """
     plain: dict[str, Any] = {}
-    if not (file or sys.stdout).isatty():
+    stream = file or sys.stdout
+    if stream is None or not stream.isatty():  # None: `>&-`
         plain = {"force_terminal": False, "force_interactive": False, "width": PLAIN_WIDTH}
     return RunConsole(file=file, highlight=False, markup=False, emoji=False, **plain)
 

@@ -119,6 +119,7 @@ def read_run(folder: Path) -> RunRecord:
     own = {
         "id": folder.name,
         "state": state,
+        "job_id": _of(str, status.get("job_id"), summary.get("job_id")),
         "steps": _of(int, status.get("steps")),
         "updated_at": _of(float, status.get("updated_at")) or _modified(folder / SUMMARY),
         "note": _read_note(folder),

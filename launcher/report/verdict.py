@@ -75,10 +75,10 @@ def _compute(predicted: StepSeconds, measured: StepSeconds, sign: int) -> Iterat
         return
     worst = max(sorted(pairs), key=lambda s: sign * (pairs[s][1] - pairs[s][0]))
     before, after = pairs[worst]
-    ratios = {s: b / a if a > 0 else math.inf for s, (a, b) in pairs.items()}
-    rest = [ratio for s, ratio in ratios.items() if s != worst and ratio < math.inf]
+    ratios = {s: b / a for s, (a, b) in pairs.items() if a > 0}
+    rest = [ratio for s, ratio in ratios.items() if s != worst]
     others = statistics.median(rest) if rest else None
-    if others is not None and 1 / _ALIKE < ratios[worst] / others < _ALIKE:
+    if others is not None and 1 / _ALIKE < ratios.get(worst, math.inf) / others < _ALIKE:
         ratio = statistics.median(ratios.values())
         culprit = "compute"
         because = f"the compute of all stages, which takes {ratio:.1f} times what was predicted"

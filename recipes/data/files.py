@@ -62,7 +62,7 @@ def named_files(
         paths = in_folder(root)
     elif glob.has_magic(path) and not root.is_file():
         paths = map(Path, glob.glob(str(root), recursive=True))
-    elif not root.is_file():
+    elif not root.exists():
         raise InputError(f"{named} {missing_path(root)}; {remedy}")
     return sorted(path for path in paths if path.is_file())
 

@@ -1,8 +1,9 @@
-"""Equal blocks in a row, each a pipeline layer, traced once for all of them.
+"""What models are made of: embeddings, dense layers, an encoder's block, equal blocks in a row.
 
-A model has dozens of blocks that differ in nothing but their parameters, and tracing one takes as
-long as all of its Python. JAX keeps the program of a jitted function, so that a loss of 96 blocks
-is traced in about the time of one, as a scan over stacked parameters is.
+Blocks in a row, each a pipeline layer, are traced once for all of them: a model has dozens that
+differ in nothing but their parameters, and tracing one takes as long as all of its Python. JAX
+keeps the program of a jitted function, so that a loss of 96 blocks is traced in about the time of
+one, as a scan over stacked parameters is.
 """
 
 from __future__ import annotations

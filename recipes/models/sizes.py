@@ -91,6 +91,7 @@ class SizedOptions(ModelOptions):
                 raise ConfigError(
                     f"model.{name} is not set",
                     f"Choose a model.size, or give model.{name}=VALUE.",
+                    keys=(),
                 )
         return dataclasses.replace(self, sizes={}, **filled)
 

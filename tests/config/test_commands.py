@@ -3,12 +3,14 @@
 import os
 import shlex
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from launcher.__main__ import main
-from launcher.config.compose import from_dict, load, load_frozen, to_dict
+from launcher.base import CONF
+from launcher.config.compose import from_dict, load, load_frozen, sources_of, to_dict
 from launcher.config.errors import ConfigError
 from launcher.submit.job import array_script, script_for
 
@@ -102,6 +104,13 @@ def test_no_file_outside_the_folders_of_settings_is_read(way, here, capsys):
     words = recipe(here / "a/b/c", f"defaults: [{way}]")
     assert main([*words, *SLURM]) == 2
     assert "which is in no folder of settings" in capsys.readouterr().err
+
+
+def test_a_users_folder_inside_the_projects_is_the_users():
+    chosen = SimpleNamespace(config_path="gpt", package="model")
+    assert [one.is_own for one in sources_of([chosen], (CONF / "model", CONF))] == [False]
+    chosen.config_path = "model/gpt"
+    assert [one.is_own for one in sources_of([chosen], (CONF / "model", CONF))] == [True]
 
 
 def test_what_a_file_leaves_out_needs_no_permission(here):

@@ -189,6 +189,11 @@ COMMAND_LINES = [
         "Ray cluster, or host:port as `ray start` printed it.",
     ),
     (
+        "cluster=ray cluster.address=my-host.example.com",
+        f'cluster.address=my-host.example.com is not a usable address {CLI}. Give "auto" for this '
+        "machine's Ray cluster, or host:port as `ray start` printed it.",
+    ),
+    (
         "cluster=ray cluster.resources={GPU:1}",
         f"cluster.resources.GPU cannot be set here {CLI}. Use cluster.gpus.",
     ),
@@ -338,6 +343,11 @@ COMMAND_LINES = [
         "Use dataset=synthetic or model=gpt.",
     ),
     (
+        "model=gpt dataset=digits",
+        f"model=gpt cannot learn from dataset=digits: it takes text, not pictures {CLI}. "
+        "Use dataset=synthetic or model=vit, resnet, wide_resnet or unet or model=mlp.",
+    ),
+    (
         "model.vocab_size=100",
         f"model.vocab_size=100 is too small for dataset=stdlib_text, which is bytes {CLI}. "
         "Make it at least 256.",
@@ -362,6 +372,10 @@ COMMAND_LINES = [
         "Choose a shorter one.",
     ),
     ("run.resume=must", f"run.resume=must does not say which run {CLI}. Give run.id=VALUE."),
+    (
+        "model.name=bert",
+        "model.vocab_size is not set. Choose a model.size, or give model.vocab_size=VALUE.",
+    ),
     (
         "model.size=null",
         "model.vocab_size is not set. Choose a model.size, or give model.vocab_size=VALUE.",

@@ -36,6 +36,8 @@ def test_pictures_and_vectors_are_the_same_digits():
         (SimpleNamespace(name="vit", image_size=8, num_classes=3), "need model.num_classes=10"),
         (SimpleNamespace(name="mlp", input_size=3, output_size=10), "need model.input_size=64"),
         (SimpleNamespace(name="odd"), "model.name=odd does not take digits"),
+        (SimpleNamespace(name="odd", input_size=None), "need model.input_size=64"),
+        (SimpleNamespace(name="vit", image_size=8, num_classes="x"), "need model.num_classes=10"),
     ],
 )
 def test_refuses_models_of_other_sizes(model, text):

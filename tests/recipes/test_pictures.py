@@ -341,6 +341,7 @@ def test_points_of_16_bits_are_read_with_their_eight_highest(tmp_path):
         (SimpleNamespace(**{**vars(VIT), "num_classes": 2}), {}, "set model.num_classes=3"),
         (VIT, {"path": "none"}, "dataset.path=none does not exist; name a file"),
         (VIT, {"path": "none", "format": "tar"}, "dataset.path=none does not exist; name a file"),
+        (VIT, {"path": "/dev/null", "format": "tar"}, r"path=/dev/null names no file \*\.tar;"),
         (VIT, {"validation_fraction": 0.0}, "holds out no picture to evaluate on"),
         (VIT, {"validation_path": "other"}, "has the class 'fish', which"),
         (VIT, {"path": "flat"}, "has no class, and model.name=vit learns classes"),

@@ -53,6 +53,15 @@ def test_sequences_lie_one_after_the_other_and_targets_are_one_later(tmp_path):
     )
 
 
+def test_several_files_are_read_once_and_one_after_the_other(tmp_path):
+    for name, first in (("a.txt", 0), ("b.txt", 9)):
+        (tmp_path / name).write_bytes(bytes(range(first, first + 9)))
+    train = build_dataset(text(tmp_path), model(), 4, seed=0).train
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).unlink()
+    assert sorted(train(0)["tokens"].tolist()) == [list(range(k, k + 4)) for k in range(0, 16, 4)]
+
+
 def test_batch_k_is_pure_and_passes_differ(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(81)))
     one = build_dataset(text(tmp_path), model(), 4, seed=1)

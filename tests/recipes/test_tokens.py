@@ -207,8 +207,15 @@ def test_refuses_files_that_hold_no_tokens(tmp_path):
     assert "not dataset.dtype=uint32" in refusal(Tokens(path=str(other), dtype="uint32"))
     other.write_bytes(other.read_bytes()[:-1])
     assert "is not a whole .npy file" in refusal(Tokens(path=str(other)))
-    other.write_bytes(b"nothing")
-    assert "is not a whole .npy file" in refusal(Tokens(path=str(other)))
+    header = np.lib.format.magic(1, 0) + b"\x0a\x00"
+    for bad in (b"nothing", b"", b"PK\3\4 a zip", header + b"{'descr': (", header + b"((((((((((",
+                np.lib.format.magic(1, 0) + b"\xff\x7f" + b" " * 2**15):  # fmt: skip
+        other.write_bytes(bad)
+        said = refusal(Tokens(path=str(other)))
+        assert "is not a whole .npy file (" in said
+        assert "pickle" not in said
+    np.save(other, np.array([{}, 1]), allow_pickle=True)
+    assert "holds object [2]; tokens are integers" in refusal(Tokens(path=str(other)))
 
 
 def test_refuses_what_does_not_fit_the_model_or_holds_too_little(tmp_path):

@@ -202,6 +202,13 @@ print("trained", file=sys.stderr)
 
 
 @pytest.mark.devices
+def test_a_closed_standard_output_ends_nothing():
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", PRINTS]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "trained\n")
+
+
+@pytest.mark.devices
 def test_a_full_disk_behind_standard_output_ends_nothing():
     with open("/dev/full", "w") as full:
         done = subprocess.run(

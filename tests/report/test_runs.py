@@ -148,6 +148,13 @@ def test_a_run_that_stopped_early_as_it_was_to_has_ended_well(here, capsys):
     assert next(row[-2:] for row in rows if row[0] == "one") == ["stopped", "early"]
 
 
+def test_the_newest_job_is_that_of_the_status(here):
+    folder = make("again", job_id="1")
+    assert read_run(folder).job_id == "1"
+    told(folder, job_id="2")
+    assert read_run(folder).job_id == "2"
+
+
 def test_the_best_comes_first_by_any_number_of_the_summary(here, capsys):
     make("a", eval_loss=3.0, samples_per_second=9.0)
     make("b", eval_loss=2.0, samples_per_second=5.0)

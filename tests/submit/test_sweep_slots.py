@@ -1,11 +1,12 @@
 """Runs of a sweep that go on side by side: emulated devices for each, GPUs divided or refused."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from launcher.cluster.devices import Gpus
-from launcher.config.compose import load
+from launcher.config.compose import Point, load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.submit import sweep
@@ -61,3 +62,10 @@ def test_what_does_not_fit_is_refused(words: tuple[str, ...], error: str) -> Non
     with pytest.raises(ConfigError) as caught:
         places(4, config(*words, jobs=2))
     assert str(caught.value) == error
+
+
+@pytest.mark.parametrize("words", [("report=none",), ("wandb.mode=disabled",), ()])
+def test_a_run_gets_the_sweeps_group_where_it_can_have_one(words: tuple[str, ...]) -> None:
+    given = ("recipe=smoke", "task=plan", *words)
+    command = sweep._command(Point(given, "", load(given)), (), Path("home"), "s-0", "s")
+    assert load(command[3:]).wandb.group == (None if words else "s")

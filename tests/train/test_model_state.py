@@ -200,7 +200,7 @@ REFUSED = [
     ),
     (
         returns(lambda value, state: (value, (state, {}))),
-        f"{ALIKE}; state['count'] is missing, and was int32[]",
+        "the model's loss returns (state, metrics); the metrics come first",
     ),
     (
         returns(lambda value, state: (value, ({}, {"count": state["count"]}))),
@@ -208,7 +208,23 @@ REFUSED = [
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "more": value}))),
-        f"{ALIKE}; state['more'] is float32[], and was missing",
+        f"{ALIKE}; it has state['more'], which init does not return",
+    ),
+    (
+        returns(lambda value, state: (value, ({}, {**state, "more": "x"}))),
+        f"{ALIKE}; it has state['more'], which init does not return",
+    ),
+    (
+        returns(lambda value, state: (value, ({}, {**state, "mean": "x"}))),
+        f"{ALIKE}; state['mean'] is a str, and was float32[3]",
+    ),
+    (
+        returns(lambda value, state: (value, [{}, state])),
+        f"{RETURNS} (float32[], a list), with has_state=True",
+    ),
+    (
+        Model(lambda key: jnp.ones(3), lambda p, b, k: [p.sum(), {}]),
+        f"{RETURNS} a list, with has_state=False",
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "mean": value}))),
@@ -228,7 +244,7 @@ REFUSED = [
     ),
     (
         Model(lambda key: jnp.ones(3), lambda p, b, k: (p.sum(), ({}, {"count": 1}))),
-        f"{RETURNS} (float32[], (a dict, a dict)), with has_state=False",
+        "the model's loss returns (metrics, state); say Model(init, loss, has_state=True)",
     ),
 ]
 

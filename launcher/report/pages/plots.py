@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from launcher.base import Span
     from launcher.plan.plan import Plan
-    from launcher.schedule import TimedTask
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 TRAIN, EVAL = "#0072B2", "#D55E00"
@@ -156,7 +155,6 @@ def plot_memory(plan: Plan, measured: int | None, path: Path, title: str = "") -
     return save_figure(figure, path)
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
 TASK_COLOURS = {
     "forward": "#56B4E9",
     "backward": "#E69F00",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from launcher.schedule import TimedTask
 
 MOST_BOXES = 6000  # of a timeline; more would make the page slow
+_SMALL = 0.002  # of the step: shorter parts of it are left out
 _LEGEND = {  # the class and the name of each kind of box
     "forward": ("forward", "forward"),
     "backward": ("backward", "backward"),
@@ -90,7 +91,7 @@ def run_report(found: Reported) -> str:
         "summary": found.summary,
         "title": found.summary.run_id,
         "is_done": ended_well(found.summary.exit_reason),
-        "results": results(found.summary),
+        "results": [*results(found.summary), *_prediction(found.summary)],
         "headline": headline(found.plan),
         "promises": list(_promises(found)),
         "sentence": accounting.sentence,
@@ -112,6 +113,12 @@ def run_report(found: Reported) -> str:
     return page_from("run.html.jinja", content)
 
 
+def _prediction(summary: Summary) -> Iterator[tuple[str, str, str]]:
+    """Yield the step time as `results` does, where only the predicted one is known."""
+    if summary.step_seconds_median is None and summary.predicted_step_seconds is not None:
+        yield "step time", seconds_text(summary.predicted_step_seconds), "predicted"
+
+
 def _promises(found: Reported) -> Iterator[tuple[str, float, float, float | None, float]]:
     """Yield what was predicted and measured: name, both, by how much they differ, longest bar."""
     last = found.records[-1] if found.records else {}
@@ -122,11 +129,16 @@ def _promises(found: Reported) -> Iterator[tuple[str, float, float, float | None
 
 def _parts(accounting: StepBreakdown) -> Iterator[tuple[str, float, float, float | None, float]]:
     """Yield the parts of the step as `_promises`; the difference is a share of the step."""
-    parts = accounting.large_parts
+    parts, step = accounting.large_parts(_SMALL), accounting.longer_step_seconds
     most = max((s for p in parts for s in (p.predicted_seconds, p.measured_seconds)), default=0)
     for part in parts:
-        off = (part.measured_seconds - part.predicted_seconds) / accounting.longer_step_seconds
-        yield f"{part.name}_seconds", part.predicted_seconds, part.measured_seconds, off, most
+        both = part.predicted_seconds, part.measured_seconds
+        yield (
+            f"{part.name}_seconds",
+            *both,
+            (both[1] - both[0]) / step if step else None,
+            most or 1.0,
+        )
 
 
 def _charts(records: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:

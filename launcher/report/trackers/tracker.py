@@ -109,8 +109,8 @@ class Tracker:
 
 
 def _forwarded(name: str) -> Any:
-    def method(self: ForwardingTracker, *given: Any) -> None:
-        self.forward(methodcaller(name, *given))
+    def method(self: ForwardingTracker, *given: Any, **named: Any) -> None:
+        self.forward(methodcaller(name, *given, **named))
 
     return method
 

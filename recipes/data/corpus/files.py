@@ -375,16 +375,21 @@ def _plain(
 
 
 def _npy(source: str, path: Path, dtype: str) -> TokenFile:
+    of = np.lib.format
     try:
-        array: np.ndarray = np.load(path, "r", allow_pickle=False)
-        offset: int = array.offset  # type: ignore[attr-defined]
-    except (ValueError, EOFError, AttributeError) as error:
-        raise InputError(f"{source}: {path} is not a whole .npy file ({error})") from None
-    shape, kind = array.shape, array.dtype
+        with open(path, "rb") as file:
+            first = of.read_magic(file) == (1, 0)
+            shape, _, kind = (of.read_array_header_1_0 if first else of.read_array_header_2_0)(file)
+            offset = file.tell()
+    except Exception as error:  # of a garbled header, NumPy's parsers raise many
+        why = str(error).partition("\n")[0]  # further lines say how to load it all the same
+        raise InputError(f"{source}: {path} is not a whole .npy file ({why})") from None
     if len(shape) != 1 or kind.kind not in "iu":
         raise InputError(
             f"{source}: {path} holds {kind} {list(shape)}; tokens are integers in one dimension"
         )
     if dtype not in ("auto", kind.name):
         raise InputError(f"{source}: {path} holds {kind}, not dataset.dtype={dtype}; leave it out")
+    if not 0 <= shape[0] * kind.itemsize <= path.stat().st_size - offset:
+        raise InputError(f"{source}: {path} is not a whole .npy file (it was cut short)")
     return TokenFile(path, kind, offset, shape[0])

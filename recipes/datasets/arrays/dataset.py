@@ -72,9 +72,7 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     try:
         read = read_arrays(Path(options.path).expanduser(), split.names)
     except DamagedError as error:
-        raise InputError(
-            f"dataset.path={options.path} cannot be used: {error}; {_REMEDY}"
-        ) from None
+        raise _damaged(options.path, error) from None
     arrays = _converted(options, model_options, read)
 
     def rows_from(first: int) -> Callable[[np.ndarray], Batch]:

@@ -37,8 +37,8 @@ def check(options: Digits, model_options: Any, validation: bool) -> None:
     else:
         wanted = {"input_size": SIDE * SIDE, "output_size": CLASSES}
     for name, size in wanted.items():
-        own = getattr(model_options, name, 0)
-        if own < size or (own > size and name != "num_classes"):
+        own = getattr(model_options, name, None)
+        if own != size and not (name == "num_classes" and isinstance(own, int) and own > size):
             raise InputError(
                 f"model.name={model_options.name} does not take digits: they need "
                 f"model.{name}={size}"

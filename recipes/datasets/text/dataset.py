@@ -13,9 +13,7 @@ import numpy as np
 
 from launcher.config.families import taken_by
 from launcher.recipes import Dataset, InputError, Tokenizer
-from launcher.recipes.data.batches import batches, held_out
-from launcher.recipes.data.corpus.files import Corpus, TokenFile
-from launcher.recipes.data.corpus.rows import RowMaker, rows_between
+from launcher.recipes.data.batches import batches, held_out, next_token_batch
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.data.files import (
     FileSlice,
@@ -64,7 +62,8 @@ def build(
 ) -> Dataset:
     """Return batches of `tokens` and `targets`, each int32 [global_batch_size, sequence_length].
 
-    The last batch of held-out sequences holds the remaining ones.
+    The last batch of held-out sequences holds the remaining ones. A single file is mapped into
+    memory, several are read into it.
 
     Args:
         options: the dataset's settings.
@@ -138,10 +137,20 @@ def _find(options: Any, model_options: Any) -> _Text:
 
 def _sequences(pieces: Sequence[FileSlice], model: Any) -> tuple[int, Gather]:
     """Return how many sequences the text holds, and what makes a batch of some of them."""
-    length, byte = model.sequence_length, np.dtype(np.uint8)
-    files = tuple(TokenFile(piece.path, byte, piece.start, piece.size) for piece in pieces)
-    rows = RowMaker(Corpus("", files), length, 0, VOCABULARY)
-    return rows_between(0, total_size(pieces), length), as_the_model_takes(model, rows)
+    length = model.sequence_length
+    windows = np.lib.stride_tricks.sliding_window_view(_read(pieces), length + 1)[::length]
+    return len(windows), as_the_model_takes(model, lambda which: next_token_batch(windows[which]))
+
+
+def _read(pieces: Sequence[FileSlice]) -> np.ndarray:
+    """Return the bytes of `pieces` in a row, uint8; a single one stays on disk until it is used."""
+    if len(pieces) == 1:
+        (piece,) = pieces
+        return np.memmap(piece.path, np.uint8, "r", offset=piece.start, shape=piece.size)
+    # Read, not mapped: a mapping keeps its file open, and there may be thousands.
+    return np.concatenate(
+        [np.fromfile(p.path, np.uint8, count=p.size, offset=p.start) for p in pieces]
+    )
 
 
 def _describe(text: _Text) -> str:

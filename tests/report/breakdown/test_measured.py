@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.base.spans import Clock, Span
+from launcher.plan.breakdown import StageParts
 from launcher.report.breakdown import PARTS
 from launcher.report.measured import length, measured_seconds, minus, overlap, united
 from launcher.report.pages.timeline import ProcessSpans
@@ -168,3 +169,8 @@ def test_stages_that_are_all_slow_are_the_devices():
     found, sentence = judged(slow, plain, stages_of)
     assert found == "compute"
     assert "50.0% less than" in sentence
+    for stage in (2, 3):  # without a prediction there is no ratio
+        plain.stages[stage] = StageParts(stage)
+        slow.stages[stage] = StageParts(stage, forward_seconds=1e-3)
+    found, sentence = judged(plain, slow, stages_of)
+    assert "all stages, which takes 2.0 times what was predicted" in sentence

@@ -13,7 +13,7 @@ from launcher.base.spans import Clock, Span
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape, timeline
-from launcher.report.breakdown import Goodput, Known, break_down
+from launcher.report.breakdown import Goodput, Known, StepBreakdown, StepPart, break_down
 from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import ProcessSpans
 from launcher.report.summary import Summary
@@ -153,6 +153,20 @@ def test_a_run_without_steps_timeline_or_accounting_has_a_report(plan):
     headings = re.findall(r"<h2>(.*?)</h2>", run_report(bare))
     assert headings == ["Timeline of a step", "Plan"]
     assert "<h2>Timeline" not in run_report(replace(bare, timeline=()))
+    card = "<span>step time</span><strong>500 ms</strong><small>predicted</small>"
+    assert card in run_report(bare)
+
+
+@pytest.mark.parametrize(("least", "step", "shown"), [(0.3, 100.0, True), (0.1, 100.0, False)])
+def test_parts_of_two_thousandths_of_the_step_are_shown(least, step, shown, found):
+    parts = StepPart("forward", step, step - least), StepPart("data", 0.0, least)
+    page = run_report(replace(found, accounting=StepBreakdown(step, 3, step, parts=parts)))
+    assert ('<td class="left">data</td>' in page) == shown
+
+
+def test_a_step_that_takes_no_time_has_a_report(found):
+    nothing = StepBreakdown(0.0, 3, 0.0, parts=(StepPart("forward", 0.0, 0.0),))
+    assert "<h2>Where the step went" in run_report(replace(found, accounting=nothing))
 
 
 needs_browser = pytest.mark.skipif(not browser.FOUND, reason="no browser is here")

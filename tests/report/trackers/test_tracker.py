@@ -78,6 +78,12 @@ def test_everything_reaches_every_tracker_in_order():
     assert calls == [(name, *call) for call in CALLS for name in "ab"]
 
 
+def test_a_call_may_name_its_arguments():
+    calls = []
+    CompositeTracker((Recording(calls, "a"),)).log(step=3, metrics={})
+    assert calls == [("a", "log", 3, {})]
+
+
 def test_a_tracker_need_not_hold_anything():
     assert call_all(Tracker()) == [{}, *[None] * 7]
 
