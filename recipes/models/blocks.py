@@ -1,4 +1,4 @@
-"""What models are made of: embeddings, dense layers, an encoder's block, equal blocks in a row.
+"""Parts of models: embeddings, dense layers, an encoder's block, equal blocks in a row.
 
 Blocks in a row, each a pipeline layer, are traced once for all of them: a model has dozens that
 differ in nothing but their parameters, and tracing one takes as long as all of its Python. JAX
