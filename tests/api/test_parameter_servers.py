@@ -109,7 +109,7 @@ def test_a_replica_that_was_changed_on_one_worker_is_named(session):
         import ctypes
 
         if os.getpid() == session[1].process:
-            first = weights.addressable_shards[1].data
+            first = weights.block_until_ready().addressable_shards[1].data
             ctypes.memset(first.unsafe_buffer_pointer(), 1, 4)
 
     launcher.foreach_worker(spoil, state[0])
