@@ -98,7 +98,7 @@ NODE += "\tthe actor's node was terminated unexpectedly: "
             "for a minute: the network to it is cut, or that machine hangs or is down",
         ),
         (
-            "unreachable",
+            "the connection broke",
             "worker_0 on 10.0.0.1 is out of reach: the connection to it broke: its process or its "
             "machine failed, or the network to it is cut",
         ),

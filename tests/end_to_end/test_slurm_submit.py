@@ -89,7 +89,9 @@ def test_a_wrong_partition_is_found_before_anything_is_planned(
         (commands / name).write_text(f"#!/bin/sh\n{script}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(commands))
-    monkeypatch.setattr("launcher.submit.job.prepare", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr(
+        "launcher.driver.planning.prepare.prepare", lambda *_, **__: pytest.fail("planned")
+    )
     assert main((*sweep, *SETTINGS, "cluster.slurm.partition=gpus")) == 2
     assert capsys.readouterr().err == (
         "launcher: cluster.slurm.partition=gpus: Slurm has no partition gpus. Did you mean gpu?\n"
