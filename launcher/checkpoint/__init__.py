@@ -45,13 +45,29 @@ if TYPE_CHECKING:
     from launcher.checkpoint.write import save as save
     from launcher.checkpoint.write import save_parts as save_parts
 
-# The modules that need JAX, those that are imported fastest first.
-_LAZY = ("shards", "write", "flat", "read", "orbax_compat", "finished", "background")
+# Names whose modules need JAX, and these modules.
+_HOMES = {
+    "Background": "background",
+    "FinishedModel": "finished",
+    "Mismatch": "flat",
+    "PLACEHOLDER": "orbax_compat",
+    "SaveError": "write",
+    "Writers": "write",
+    "check_model": "read",
+    "copy_to_host": "shards",
+    "export_hugging_face": "finished",
+    "first_of": "read",
+    "restore": "read",
+    "restore_model": "read",
+    "restore_parts": "read",
+    "save": "write",
+    "save_parts": "write",
+    "stored_shapes": "read",
+    "write_flat": "flat",
+}
 
 
 def __getattr__(name: str) -> Any:
-    for module in _LAZY if name[0] != "_" and name not in _LAZY else ():
-        home = importlib.import_module(f"{__name__}.{module}")
-        if hasattr(home, name):
-            return getattr(home, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
