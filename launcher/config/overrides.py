@@ -86,7 +86,7 @@ def _refuse_useless(override: Override, text: str) -> None:
 
 
 def _has_leading_zero(override: Override) -> bool:
-    """Return whether a number has a 0 in front: YAML would read it in base 8, Hydra in base 10.
+    """Return whether a number has a leading 0, which YAML reads in base 8 and Hydra in base 10.
 
     Text stays as typed.
     """

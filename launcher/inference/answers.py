@@ -1,4 +1,4 @@
-"""A run's finished model, used on the devices that its plan puts it on.
+"""Use a run's finished model on the devices that its plan assigns.
 
 A model on one device needs no other process. One that the plan shards, or whose stages lie apart,
 is read by workers, one a host, as a training is: no process holds the whole.

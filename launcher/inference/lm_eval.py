@@ -105,7 +105,7 @@ class LanguageModel(LM):
         return text[: min((text.index(end) for end in ends if end in text), default=None)]
 
     def _likelihoods(self, asked: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Return of each text the log-probability from a token on, and whether it is greedy."""
+        """Return each text's log-probability from a token on, and whether it is greedy."""
         found: list[tuple[float, bool]] = []
         for begin in range(0, len(asked), self._batch_size):
             rows = []

@@ -1,4 +1,4 @@
-"""A finished model on the devices of a layout, sharded there, whatever its arrays come from.
+"""A finished model sharded over the devices of a layout, wherever its arrays come from.
 
 One program runs on all devices (GSPMD; Xu et al., 2021), so each process calls the same methods
 with the same arguments. No process holds more than its share of the model and a few arrays on the

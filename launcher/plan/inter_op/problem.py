@@ -321,7 +321,7 @@ def meshes_of(problem: Problem, point: SearchPoint, size: int) -> Iterator[Mesh]
 
 
 def _fronts(listed: Sequence[Way]) -> Iterator[Way]:
-    """Yield the ways that no other beats, by growing seconds and falling rest."""
+    """Yield the Pareto-optimal ways, by growing seconds and falling rest."""
     if not listed:
         return
     all_of = {name: np.stack([way[name] for way in listed]) for name in listed[0]}

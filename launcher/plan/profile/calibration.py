@@ -165,7 +165,7 @@ class StoreRates:
         return cls(**{name: measurements.positive(tree[name]) for name in names})
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
-        """Return the shape with these figures."""
+        """Return the shape with its nominal rates replaced by the measured ones."""
         rates = {f"store_{name}": value for name, value in dataclasses.asdict(self).items()}
         return dataclasses.replace(shape, **rates)
 

@@ -40,7 +40,7 @@ def page_from(template: str, content: Mapping[str, Any]) -> str:
 
 
 def percent_of(part: float, whole: float) -> float:
-    """Return a part in percent of the whole; none is below 0."""
+    """Return a part as a percentage of the whole, at least 0."""
     return round(max(0.0, part / whole) * 100, 4)
 
 

@@ -400,7 +400,7 @@ def _of_partial(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
 
 
 def _scaled(pair: Pair, given: Sequence[SliceRelation]) -> Sliced | None:
-    """Return a partial result times, or over, a value that all slices share."""
+    """Return a partial result multiplied or divided by a value that all slices share."""
     at = 0 if isinstance(given[0], Partial) else 1
     partial, other = given[at], given[1 - at]
     inexact = jnp.issubdtype(pair.part.outvars[0].aval.dtype, jnp.inexact)

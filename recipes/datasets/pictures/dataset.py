@@ -188,7 +188,7 @@ class _Rows:
         return read(int(sample)) if self.skipping is None else self.skipping(read, int(sample))
 
     def _picture(self, sample: int, number_of_pass: int) -> tuple[np.ndarray, int]:
-        """Return a sample's picture and that one's number; raises BadSampleError."""
+        """Return a sample's picture and its number; raise BadSampleError if it is bad."""
         number, rng, index = int(self.numbers[sample]), None, self.index
         if self.fitting.is_random:
             rng = np.random.default_rng([self.seed, number_of_pass, number])

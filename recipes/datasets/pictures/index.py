@@ -93,7 +93,7 @@ def load_index(source: PictureSource, progress: Progress = lambda share: None) -
         progress: takes the share done, 0 to 1.
 
     Raises:
-        InputError: there is none, or a picture is bad and that is refused.
+        InputError: the source holds no picture, or a bad one under `bad=error`.
         OSError: a file cannot be read.
     """
     kept = kept_index(source)
