@@ -92,9 +92,13 @@ class Tokenizer(NamedTuple):
         vocab_size: all tokens are smaller.
         end_token: what is put behind each document; None: nothing.
         fingerprint: a digest of what it is made of.
-        chat_template: how messages become text, in Jinja; None: it has none.
-        special: special tokens by their roles, such as `bos_token`, for that template.
+        templates: how messages become text, in Jinja, by name; `default` is the usual one.
+        special: special tokens by their roles, such as `bos_token`, for those templates.
         mask_token: the mask for tokens to be filled in, if any.
+        begin: the tokens that are put before each document.
+        end: those that are put behind it, but for `end_token`.
+        place: a text to its tokens, as `encode` has them, and where in the text each of them begins
+            and ends, in characters, three integer arrays; None: it encodes no conversations.
     """
 
     encode: Callable[[Sequence[str]], list[np.ndarray]]
@@ -102,6 +106,41 @@ class Tokenizer(NamedTuple):
     vocab_size: int
     end_token: int | None
     fingerprint: str
-    chat_template: str | None = None
+    templates: dict[str, str] = {}  # noqa: RUF012 (never changed)
     special: dict[str, str] = {}  # noqa: RUF012 (never changed)
     mask_token: int | None = None
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    place: Callable[[str], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that is to be continued: it begins as a document does."""
+        tokens: list[int] = self._begun(self.encode([text])[0]).tolist()
+        return tokens
+
+    def document(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens of a document from those of its text.
+
+        They begin and end as `transformers` has it for the tokenizer, and then with the end token.
+        None stands there twice: a text may bring them.
+        """
+        return self.ended(self._begun(tokens), self.end)
+
+    def ended(self, tokens: np.ndarray, ends: tuple[int, ...] = ()) -> np.ndarray:
+        """Return tokens with `ends` and the end token behind them, if they do not end so already.
+
+        Blanks may follow there, as behind the end of a turn.
+        """
+        import numpy as np
+
+        if self.end_token is not None and self.end_token not in ends:
+            ends = (*ends, self.end_token)
+        places = np.flatnonzero(tokens == (ends[-1] if ends else -1))
+        has = len(places) and not self.decode(tokens[places[-1] + 1 :].tolist()).strip()
+        return tokens if has else np.concatenate([tokens, np.array(ends, np.int64)])
+
+    def _begun(self, tokens: np.ndarray) -> np.ndarray:
+        import numpy as np
+
+        begin = list(self.begin)
+        return tokens if tokens[: len(begin)].tolist() == begin else np.concatenate([begin, tokens])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,8 +72,10 @@ def run_tokenizer(settings: Config) -> NamedTokenizer | None:
         if (folder / META).is_file():
             return _unchanged(folder, None, None)
     start = folder_of(settings.train.init_from or "")
-    has_one = start is not None and (start / "tokenizer.json").is_file()
-    return NamedTokenizer(str(start)) if has_one else None
+    with suppress(InputError):  # there is none
+        tokenizer_fingerprint(str(start))
+        return NamedTokenizer(str(start))
+    return None
 
 
 def warn_of_other_tokens(settings: Config, asked: Config) -> None:

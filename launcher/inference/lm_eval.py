@@ -66,8 +66,8 @@ class LanguageModel(LM):
         for context, continuation in (request.args for request in requests):
             # Words may join where both meet, so both are read as one text, and as much is scored
             # as the continuation has added; blanks between them belong to it, as in lm-eval.
-            before = len(self._encode(context.rstrip()))
-            whole = self._encode(context + continuation)
+            before = len(self._tokenizer.prompt(context.rstrip()))
+            whole = self._tokenizer.prompt(context + continuation)
             first = [] if before or self._tokenizer.end_token is None else [self._end()]
             asked.append(([*first, *whole], max(before + len(first), 1)))
         return self._likelihoods(asked)
@@ -76,8 +76,9 @@ class LanguageModel(LM):
         """Return the log-probability of each text, a window of the model's length at a time."""
         found = []
         for (text,) in (request.args for request in requests):
-            tokens = self._encode(text)
-            tokens = [self._end(), *tokens] if self._tokenizer.end_token is not None else tokens
+            tokens = self._tokenizer.prompt(text)
+            if not self._tokenizer.begin and self._tokenizer.end_token is not None:
+                tokens = [self._end(), *tokens]
             step = self._decoder.length - 1
             starts = range(0, max(len(tokens) - 1, 1), step)
             windows = [(tokens[start : start + step + 1], 1) for start in starts]
@@ -92,7 +93,7 @@ class LanguageModel(LM):
         until = settings.get("until") or []
         ends = [until] if isinstance(until, str) else until
         most = settings.get("max_gen_toks", settings.get("max_new_tokens", _MOST_NEW))
-        prompt = self._encode(context) or [self._end()]
+        prompt = self._tokenizer.prompt(context) or [self._end()]
         made: list[int] = []
         text = ""
         for (token,) in self._generator(self._params, [prompt], most):
@@ -147,10 +148,6 @@ class LanguageModel(LM):
         )
         _, (scores, likeliest) = jax.lax.scan(read, cache, numbers)
         return scores.T, likeliest.T
-
-    def _encode(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer.encode([text])[0].tolist()
-        return found
 
     def _end(self) -> int:
         """Return the token that stands before a document; raises ConfigError if there is none."""

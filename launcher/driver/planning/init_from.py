@@ -42,7 +42,6 @@ _FOLDERS_REMEDY = (
 )
 
 _log = logging.getLogger(__name__)
-FILE = "tokenizer.json"
 _SAMPLE = (
     "The quick brown fox jumps over the lazy dog, and 1,024 others follow.\n"
     "def add(x, y):\n    return x + y  # naïve, Ωμέγα, 日本語\n"
@@ -177,11 +176,15 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
         ConfigError: fewer than half of the tokens are the same.
         InputError: a tokenizer cannot be read.
     """
-    maker = _maker(dataset) if (path / FILE).is_file() else None
-    if maker is None or maker.fingerprint == tokenizer_fingerprint(str(path)):
+    try:
+        theirs = tokenizer_fingerprint(str(path))
+    except InputError:  # there is none
+        return
+    maker = _maker(dataset)
+    if maker is None or maker.fingerprint == theirs:
         return
     made = "are bytes" if maker.name == BYTES else f"are made by {maker.name}"
-    differs = f"{_KEY}={named} has a {FILE}, and the tokens of dataset={dataset.name} {made}"
+    differs = f"{_KEY}={named} has a tokenizer, and the tokens of dataset={dataset.name} {made}"
     try:
         is_there = tokenizer_fingerprint(maker.name) == maker.fingerprint
     except InputError:
@@ -192,12 +195,12 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
             "same tokens, the model begins with wrong ones"
         )
         return
-    share = _share(*(load_tokenizer(name).encode([_SAMPLE])[0] for name in (str(path), maker.name)))
+    share = _share(*(load_tokenizer(name).prompt(_SAMPLE) for name in (str(path), maker.name)))
     if share < 0.5:
         raise ConfigError(
             f"{differs}, which are others for the same text: the model would know none of them",
             f"{_tokenizer_remedy(dataset, path)} To train it on these tokens all the same, move its"
-            f" {FILE} to another folder.",
+            " tokenizer to another folder.",
             [_KEY, maker.key],
         )
     if share < 1:
@@ -223,9 +226,9 @@ def _maker(dataset: Any) -> _Maker | None:
     return None
 
 
-def _share(theirs: Any, ours: Any) -> float:
+def _share(theirs: list[int], ours: list[int]) -> float:
     """Return the share of tokens that two have in common, wherever they stand."""
-    counts = [Counter(tokens.tolist()) for tokens in (theirs, ours)]
+    counts = [Counter(tokens) for tokens in (theirs, ours)]
     longest = max(count.total() for count in counts)
     return (counts[0] & counts[1]).total() / longest if longest else 1.0
 

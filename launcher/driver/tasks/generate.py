@@ -152,7 +152,7 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
 def encoded(tokenizer: Tokenizer, text: str, settings: Config) -> Sequence[int]:
     """Return the tokens of a prompt; raise ConfigError if the run's model does not know them."""
     vocabulary: Any = getattr(settings.model, "vocab_size", None)
-    tokens: list[int] = tokenizer.encode([text])[0].tolist()
+    tokens = tokenizer.prompt(text)
     if not tokens and tokenizer.end_token is not None:
         tokens = [tokenizer.end_token]
     if not tokens:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import accumulate
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from launcher.recipes.data.corpus.documents import check_text
 from launcher.recipes.protocols import InputError, Tokenizer
@@ -24,86 +34,189 @@ TEMPLATES = {
 }
 
 Encoded = tuple[np.ndarray, np.ndarray]
+Messages = Sequence[Mapping[str, Any]]
+
+# Marks in renderings are between noncharacters of Unicode, which no text has.
+_MARK = re.compile("\ufdd0(\\d+)\ufdd1")
+_GENERATED = re.compile("[\ufdd2\ufdd3]")
+_REMEDY = "put the answers of the template into {% generation %} … {% endgeneration %}"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def chat_encoder(
-    tokenizer: Tokenizer, template: str | None
-) -> Callable[[Sequence[Mapping[str, str]]], Encoded]:
+def chat_encoder(tokenizer: Tokenizer, template: str | None) -> Callable[..., Encoded]:
     """Return what turns messages into tokens, and into which of them are to be learned, bool.
+
+    Tokens are those of the whole rendering, which may depend on later messages. The text in the
+    template's `{% generation %}` blocks is to be learned; of a template without them, what each
+    answer contributes to the rendering:
+
+    - It begins where a prompt for it would end: the messages before it are rendered with
+      `add_generation_prompt`, and what this has behind their last content is compared with what the
+      whole has there. A thought that only the prompt opens is no part of either.
+    - It ends where the messages up to it end, compared in the same way, so that the end of a turn
+      is to be learned.
+
+    Contents are found by marks in them. A conversation is refused if the template does other things
+    with a marked content, or if an answer does not end behind its beginning.
 
     Args:
         tokenizer: the tokenizer.
-        template: a name in `TEMPLATES`, a file of Jinja, or None: the tokenizer's own.
+        template: a name in `TEMPLATES` or of one that the tokenizer has, a file of Jinja, or None:
+            the tokenizer's own.
 
     Raises:
         InputError: there is no such template.
     """
-    render = _renderer(tokenizer, template)
+    render, place = _renderer(tokenizer, template), tokenizer.place
+    assert place is not None
 
-    def encode(messages: Sequence[Mapping[str, str]]) -> Encoded:
-        """Encode messages, as `checked_value` returns them; raises ValueError for bad ones."""
+    def encode(messages: Messages, when: float = 0.0) -> Encoded:
+        """Encode messages, as `checked_value` returns them; raises ValueError for bad ones.
+
+        Args:
+            messages: the conversation.
+            when: the time of the template's `strftime_now`, in seconds since 1970, UTC.
+        """
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no message is the assistant's, so that nothing is to be learned")
-        parts, learned, before = [], [], ""
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = render(messages[:index], True)
-                whole = render(messages[: index + 1], False)
-                if not (prompt.startswith(before) and whole.startswith(prompt)):
-                    raise ValueError("the chat template changes the messages before an answer")
-                parts += [prompt[len(before) :], whole[len(prompt) :]]
-                learned += [False, True]
-                before = whole
-        end = render(messages, False)
-        if end.startswith(before) and len(end) > len(before):
-            parts, learned = [*parts, end[len(before) :]], [*learned, False]
-        check_text(end)
-        made = tokenizer.encode(parts)
-        mask = [np.full(len(one), is_ours) for one, is_ours in zip(made, learned, strict=True)]
-        tokens = np.concatenate(made)
+        messages = [_with_reasoning(message) for message in messages]
+        rendered = render(messages, False, when)
+        pieces = _GENERATED.split(rendered)
+        text = "".join(pieces)
+        check_text(text)
+        tokens, first, last = place(text)
         if not len(tokens):
             raise ValueError("it has no token")
-        return tokens, np.concatenate(mask)
+        learned = np.zeros(len(tokens), bool)
+        ends = list(accumulate(map(len, pieces)))
+        for start, stop in zip(ends[::2], ends[1::2], strict=False):
+            learned |= (last > start) & (first < stop)
+        if len(pieces) == 1:
+            for start, stop in _answers(functools.partial(render, when=when), messages, text):
+                learned |= (last > start) & (last <= stop)
+        return tokens, learned
 
     return encode
 
 
-def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[[Any, bool], str]:
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose reasoning, if any, has the names that templates know it by."""
+    found = next((message[name] for name in _REASONING if name in message), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
 
-    text = tokenizer.chat_template if template is None else TEMPLATES.get(template)
-    if text is None and template is not None and Path(template).expanduser().is_file():
-        text = Path(template).expanduser().read_text()
-    if text is None:
-        what = "the tokenizer brings no chat template" if template is None else "there is none such"
-        raise InputError(
-            f"dataset.chat_template={'null' if template is None else template}: {what}; "
-            f"name a file of Jinja, or one of {', '.join(TEMPLATES)}"
-        )
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+def _answers(
+    render: Callable[[Messages, bool], str], messages: Messages, text: str
+) -> Iterator[tuple[int, int]]:
+    """Yield where each answer begins and ends in `text`, the rendering of all messages."""
+    # A template may look at how a content begins or ends; a mark in the middle does not change it.
+    for share in (1.0, 0.5, 0.0):
+        marked = [_marked(messages, number, share) for number in range(len(messages))]
+        pieces = _MARK.split(render(marked, False))
+        if "".join(pieces[::2]) == text:
+            break
+    else:
+        raise ValueError(f"the chat template hides where answers lie; {_REMEDY}")
+    ends = accumulate([0, *map(len, pieces[::2])])
+    places = dict(zip(["", *pieces[1::2]], ends, strict=False))
+
+    def end_of(count: int, prompts: bool) -> int:
+        """Return where in `text` the rendering of the first messages ends."""
+        *_, number, tail = ("", *_MARK.split(render(marked[:count], prompts)))
+        at = places.get(number, len(text))  # a content that is left out refuses the answer
+        return at + len(commonprefix([tail, text[at:]]))  # noqa: RUF071 (these are no paths)
+
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, stop = end_of(number, True), end_of(number + 1, False)
+            if stop <= start:
+                raise ValueError(
+                    f"the chat template hides where the answer in message {number + 1} lies, or "
+                    f"leaves it out; {_REMEDY}"
+                )
+            yield start, stop
+
+
+def _marked(messages: Messages, number: int, share: float) -> Mapping[str, Any]:
+    """Return a message with a mark in its content if it is an answer or stands before one."""
+    message = messages[number]
+    content = message.get("content", "")
+    core = content.strip()
+    if not core or all(one["role"] != "assistant" for one in messages[number : number + 2]):
+        return message
+    place = content.index(core) + int(share * len(core))
+    return {**message, "content": f"{content[:place]}\ufdd0{number}\ufdd1{content[place:]}"}
+
+
+class _GenerationTag(Extension):
+    """Renders `{% generation %} … {% endgeneration %}` as what is within, between two marks."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return a call of `mark` with the block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        """Return the text of a block between marks."""
+        return f"\ufdd2{caller()}\ufdd3"
+
+
+def template_text(tokenizer: Tokenizer, template: str | None) -> str:
+    """Return the Jinja of a chat template, as `chat_encoder` takes it; raises InputError."""
+    own = tokenizer.templates
+    if template is None and "default" in own:
+        return own["default"]
+    for named in (own, TEMPLATES):
+        if template in named:
+            return named[template]
+    if template is not None and Path(template).expanduser().is_file():
+        return Path(template).expanduser().read_text()
+    what = "the tokenizer brings no chat template" if template is None else "there is none such"
+    raise InputError(
+        f"dataset.chat_template={'null' if template is None else template}: {what}; "
+        f"name a file of Jinja, or one of {', '.join([*own, *TEMPLATES])}"
+    )
+
+
+def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[..., str]:
+    """Return what renders messages in the environment that `transformers` gives a template.
+
+    Generation blocks are rendered between marks.
+    """
+    extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
 
     def fail(message: str) -> str:
         raise ValueError(message)
 
     environment.globals["raise_exception"] = fail
+    # Jinja's own escapes HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    fixed = {"tools": None, "documents": None, **tokenizer.special}
     try:
-        compiled = environment.from_string(text)
+        compiled = environment.from_string(template_text(tokenizer, template))
     except TemplateError as error:
         named = "the tokenizer's" if template is None else f"dataset.chat_template={template}"
         raise InputError(
             f"{named}: not a valid Jinja chat template ({error}); name another"
         ) from None
 
-    def render(messages: Any, prompts: bool) -> str:
+    def render(messages: Messages, prompts: bool, when: float) -> str:
         # Templates speak of the first message; without any they fail, and there is nothing to say.
         if not messages and not prompts:
             return ""
+        clock = datetime.fromtimestamp(when, UTC).strftime
+        asked = {"messages": messages, "add_generation_prompt": prompts, "strftime_now": clock}
         try:
-            return compiled.render(
-                messages=messages, add_generation_prompt=prompts, **tokenizer.special
-            )
-        except (TemplateError, TypeError, LookupError) as error:
+            return compiled.render(fixed | asked)
+        except (TemplateError, ArithmeticError, AttributeError, TypeError, LookupError) as error:
             raise ValueError(f"the chat template fails on it: {error}") from None
 
     return render

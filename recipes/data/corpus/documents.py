@@ -221,11 +221,17 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
-    """Return a message with its content as one text."""
+def _message(message: Any, where: str) -> Any:
+    """Return a message with its content as one text, without what is null in it.
+
+    A message that calls tools may have no content.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"has no role that is text {where}")
+    message = {key: value for key, value in message.items() if value is not None}
     content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return message
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     if not isinstance(content, str):

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class TokenPart:
         digest: of the tokens, SHA-256.
         text_bytes: the length of the documents as UTF-8, of which `<name>.bytes` has where each
             ends; None: they are conversations, or it was not counted.
+        reasons: how many bad documents were left out for each reason, the commonest ones.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TokenPart:
     first_bad: str
     digest: str
     text_bytes: int | None = None
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.recipes.data.corpus.chat import TEMPLATES
-from launcher.recipes.data.corpus.tokenizers import BYTES, load_tokenizer
+from launcher.recipes.data.corpus.chat import template_text
+from launcher.recipes.data.corpus.tokenizers import (
+    BYTES,
+    file_in,
+    load_tokenizer,
+    tokenizer_json,
+)
 from launcher.recipes.protocols import InputError
 
 _TEMPLATE = "chat_template.jinja"
@@ -50,7 +55,7 @@ def tokenizer_files(
     """
     found = _bytes_files(ends_documents) if name == BYTES else _copied(name)
     if chat_template is not None:
-        found.files[_TEMPLATE] = _template(chat_template).encode()
+        found.files[_TEMPLATE] = template_text(load_tokenizer(name), chat_template).encode()
     return found
 
 
@@ -59,26 +64,20 @@ def _copied(name: str) -> TokenizerFiles:
     path = Path(name).expanduser()
     if path.suffix == ".tiktoken":
         raise InputError(f"{name} holds tiktoken's ranks, which transformers does not load")
-    folder = path if path.is_dir() else path.parent
-    if path.is_dir() or path.name == "tokenizer.json":
-        files = {file: (folder / file).read_bytes() for file in _KNOWN if (folder / file).is_file()}
-    else:
-        files = {"tokenizer.json": path.read_bytes()}
-    tree = json.loads(path.read_bytes() if path.is_file() else files["tokenizer.json"])
-    numbers = _numbers(tree)
+    file = file_in(path) if path.is_dir() else path
+    files = {"tokenizer.json": tokenizer_json(file).encode()}
+    if file.name in _KNOWN:
+        beside = (path for path in file.parent.iterdir() if path.name in _KNOWN and path != file)
+        files |= {path.name: path.read_bytes() for path in beside}
     if _SETTINGS not in files:
-        names = {number: token for token, number in numbers.items()}
         roles = {"eos_token": loaded.end_token, "mask_token": loaded.mask_token}
-        files[_SETTINGS] = _settings({role: names[n] for role, n in roles.items() if n in names})
-    ids = {f"{role}_token_id": numbers.get(loaded.special.get(f"{role}_token", ""))
-           for role in ("bos", "pad")}  # fmt: skip
-    special = {**ids, "eos_token_id": loaded.end_token}
-    return TokenizerFiles(files, special, loaded.mask_token)
-
-
-def _numbers(tree: Any) -> dict[str, int]:
-    """Return the number of every token of a `tokenizer.json` beside its model's."""
-    return {token["content"]: token["id"] for token in tree.get("added_tokens") or ()}
+        names = {role: loaded.decode([n]) for role, n in roles.items() if n is not None}
+        files[_SETTINGS] = _settings(loaded.special | names)
+    ids: dict[str, int | None] = {"eos_token_id": loaded.end_token}
+    for role in ("bos", "pad"):
+        found = loaded.encode([loaded.special.get(f"{role}_token", "")])[0].tolist()
+        ids[f"{role}_token_id"] = found[0] if len(found) == 1 else None
+    return TokenizerFiles(files, ids, loaded.mask_token)
 
 
 def _bytes_files(ends_documents: bool) -> TokenizerFiles:
@@ -117,12 +116,3 @@ def _settings(special: dict[str, str]) -> bytes:
         **special,
     }
     return (json.dumps(tree, indent=2) + "\n").encode()
-
-
-def _template(name: str) -> str:
-    if name in TEMPLATES:
-        return TEMPLATES[name]
-    try:
-        return Path(name).expanduser().read_text()
-    except OSError as error:
-        raise InputError(f"dataset.chat_template={name}: {error.strerror}") from None

@@ -6,6 +6,8 @@ import functools
 import hashlib
 import itertools
 import json
+import re
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,12 @@ from launcher.recipes.protocols import InputError, Tokenizer
 
 BYTES = "bytes"
 _END_OF_BYTES = 256
+_JSON, _MODEL, _TEMPLATE = "tokenizer.json", "tokenizer.model", "chat_template.jinja"
+# The roles of special tokens, in the order in which `transformers` adds them.
+_ROLES = [f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+# Of sentencepiece: kinds of pieces and of models; where a model has special tokens, and by default.
+_CONTROL, _USERS, _UNIGRAM = 3, 4, 1
+_SPM_ROLES = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2)}
 # Special tokens that a tokenizer's folder may not name: a mask, and the end of a document.
 _MASKS = ("[MASK]", "<mask>")
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
@@ -46,6 +54,15 @@ def tokenizer_fingerprint(name: str) -> str:
     return hashlib.sha256(_file(name).read_bytes()).hexdigest()[:32]
 
 
+def settings_fingerprint(name: str) -> str:
+    """Return a digest of what the files beside a tokenizer say: of its tokens and templates."""
+    if name == BYTES:
+        return ""
+    settings = _settings(_file(name).parent)
+    said = json.dumps([settings, _templates(_file(name).parent, settings)])
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
 def plain_bytes() -> Tokenizer:
     """Return what text read as bytes has for a tokenizer: nothing ends a document."""
     return _bytes()._replace(vocab_size=_END_OF_BYTES, end_token=None)
@@ -55,7 +72,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that `name` names.
 
     Args:
-        name: `bytes`; a `tokenizer.json`, or a folder with one; or a `.tiktoken` file.
+        name: `bytes`; a `tokenizer.json` or sentencepiece's `tokenizer.model`, or a folder with
+            one of them; or a `.tiktoken` file.
 
     Raises:
         InputError: there is none, or it cannot be read.
@@ -73,14 +91,20 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from None
 
 
+def file_in(folder: Path) -> Path:
+    """Return the path of a folder's tokenizer, which may not be there."""
+    has_model = not (folder / _JSON).is_file() and (folder / _MODEL).is_file()
+    return folder / (_MODEL if has_model else _JSON)
+
+
 def _file(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
-        path = path / "tokenizer.json"
+        path = file_in(path)
     if not path.is_file():
         raise InputError(
-            f"dataset.tokenizer={name}: {path} {missing_path(path)}; name a tokenizer.json, "
-            "a folder with one, a .tiktoken file, or bytes"
+            f"dataset.tokenizer={name}: {path} {missing_path(path)}; name a tokenizer.json or a "
+            "tokenizer.model, a folder with one, a .tiktoken file, or bytes"
         )
     return path
 
@@ -88,6 +112,10 @@ def _file(name: str) -> Path:
 def _bytes() -> Tokenizer:
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts]
+
+    def place(text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        first = np.repeat(np.arange(len(text)), [len(one.encode(errors="replace")) for one in text])
+        return encode([text])[0], first, first + 1
 
     def decode(tokens: Sequence[int]) -> str:
         runs = itertools.groupby(tokens, lambda token: token < _END_OF_BYTES)
@@ -98,45 +126,56 @@ def _bytes() -> Tokenizer:
             for is_text, run in runs
         )
 
-    return Tokenizer(encode, decode, _END_OF_BYTES + 1, _END_OF_BYTES, BYTES)
+    return Tokenizer(encode, decode, _END_OF_BYTES + 1, _END_OF_BYTES, BYTES, place=place)
 
 
 def _hugging_face(path: Path) -> Tokenizer:
     import tokenizers  # here: checking settings must not load it
 
-    found = tokenizers.Tokenizer.from_file(str(path))
+    settings = _settings(path.parent)
+    if path.suffix == ".model":
+        found, settings = _sentencepiece(path, settings)
+    else:
+        found = tokenizers.Tokenizer.from_file(str(path))
+        _as_llama(found, settings)
     found.no_padding()
     found.no_truncation()
-    settings = _settings(path.parent)
-    special = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
-    }
+    special, listed = _special(settings), settings["added_tokens_decoder"]
+    named = [listed[number] for number in sorted(listed, key=int)]
+    for token in [*named, *({"content": text, "special": True} for text in special.values())]:
+        if token["content"] not in map(str, found.get_added_tokens_decoder().values()):
+            found.add_tokens([tokenizers.AddedToken(**token)])
+    vocabulary = found.get_vocab(with_added_tokens=True)
 
     def number_of(role: str, usual: Sequence[str]) -> int | None:
         names = [special[role]] if role in special else usual
         numbers = (found.token_to_id(name) for name in names)
         return next((number for number in numbers if number is not None), None)
 
-    template = path.parent / "chat_template.jinja"
-    chat = template.read_text() if template.is_file() else settings.get("chat_template")
-
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         made = found.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in made]
 
-    vocabulary = found.get_vocab(with_added_tokens=True)
-    decode = functools.partial(found.decode, skip_special_tokens=False)
+    def place(text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        made = found.encode(text, add_special_tokens=False)
+        first, last = np.array(made.offsets, np.int64).reshape(-1, 2).T
+        return np.array(made.ids, np.int64), first, last
+
+    texts = (text for text in ("a", *vocabulary) if len(encode([text])[0]))
+    sample = found.encode(next(texts, ""))
+    inside = [n for n, text in enumerate(sample.sequence_ids) if text == 0] or [0]
     return Tokenizer(
         encode,
-        _total(decode, vocabulary.values()),
+        _total(functools.partial(found.decode, skip_special_tokens=False), vocabulary.values()),
         max(vocabulary.values(), default=-1) + 1,
         number_of("eos_token", _ENDS),
         tokenizer_fingerprint(str(path)),
-        chat if isinstance(chat, str) else None,
+        _templates(path.parent, settings),
         special,
         number_of("mask_token", _MASKS),
+        tuple(sample.ids[: inside[0]]),
+        tuple(sample.ids[inside[-1] + 1 :]),
+        place,
     )
 
 
@@ -158,10 +197,159 @@ def _total(
     return decode_any
 
 
+def _as_llama(found: Any, settings: dict[str, Any]) -> None:
+    """Have a tokenizer of the class `LlamaTokenizer` put blanks as that class does, from 5.0 on.
+
+    Whatever its file says, there is a blank before the text, or before each part between special
+    tokens if it is a `legacy` one, unless one stands there.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    name = settings.get("tokenizer_class", "").removesuffix("Fast")
+    is_llama = name == "LlamaTokenizer" and settings["model_type"] in (None, "llama")
+    if is_llama and not isinstance(found.decoder, decoders.ByteLevel):
+        scheme = "always" if settings.get("legacy") else "first"
+        found.normalizer = None
+        found.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
+
+
 def _settings(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) if file.is_file() else {}
-    return settings if isinstance(settings, dict) else {}
+    """Return what the files beside a tokenizer say of it."""
+    settings = _tree(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:  # of older versions of `transformers`
+        settings |= _tree(folder / "special_tokens_map.json")
+        added = sorted(_tree(folder / "added_tokens.json").items(), key=lambda item: item[1])
+        settings["added_tokens_decoder"] = {n: {"content": text} for text, n in added}
+    return settings | {"model_type": _tree(folder / "config.json").get("model_type")}
+
+
+def _tree(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON ({error}); put it right, or move it away") from None
+    return tree if isinstance(tree, dict) else {}
+
+
+def _special(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens by their roles, in the order in which new ones are numbered."""
+    roles = dict.fromkeys([*_ROLES, *(key for key in settings if key.endswith("_token"))])
+    found = {role: settings.get(role) for role in roles}
+    texts = {role: one["content"] if isinstance(one, dict) else one for role, one in found.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str) and text}
+
+
+def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Return the chat templates by their names: those in files, else those in the settings."""
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / _TEMPLATE).is_file():
+        files["default"] = folder / _TEMPLATE
+    listed = settings.get("chat_template") or []
+    if isinstance(listed, str):
+        listed = [{"name": "default", "template": listed}]
+    inside = {one["name"]: one["template"] for one in listed}
+    return {name: files[name].read_text() for name in sorted(files)} or inside
+
+
+def tokenizer_json(path: Path) -> str:
+    """Return the `tokenizer.json` of a tokenizer: the file itself, or that of a `.model` file."""
+    if path.suffix != ".model":
+        return path.read_text()
+    text: str = _sentencepiece(path, _settings(path.parent))[0].to_str(pretty=True)
+    return text
+
+
+def _sentencepiece(path: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the tokenizer of a sentencepiece model, as `transformers` converts it.
+
+    (Kudo and Richardson, 2018, "SentencePiece: A simple and language independent subword tokenizer
+    and detokenizer for Neural Text Processing".) The numbers of fields are those of its
+    `sentencepiece_model.proto`.
+
+    Args:
+        path: the model.
+        settings: what the files beside it say.
+
+    Returns:
+        The tokenizer, and the settings with the special tokens that the model names.
+    """
+    import tokenizers
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
+
+    content = _fields(path.read_bytes())
+    pieces = [dict(_fields(piece)) for number, piece in content if number == 1]
+    trainer, form = (dict(_fields(dict(content)[number])) for number in (2, 3))
+    names = [piece[1].decode() for piece in pieces]
+    roles = {f"{role}_token": trainer.get(*of) for role, of in _SPM_ROLES.items()}
+    settings = {role: names[n] for role, n in roles.items() if n < len(names)} | settings
+    found = tokenizers.Tokenizer(_spm_model(names, pieces, trainer))
+
+    # Its class decides what `transformers` does where the settings do not say.
+    is_llama = settings.get("tokenizer_class", "Llama").startswith("Llama")
+    each, prefix = settings.get("legacy", not is_llama), form.get(3, 1)
+    steps: list[tuple[Any, Any, str]] = [
+        (form.get(4, 1), Regex(r"\A +| +\z"), ""),
+        (form.get(4, 1), Regex(" {2,}"), " "),
+        (form.get(5, 1), " ", "▁"),
+        (prefix and each, Regex(r"\A▁"), "▁▁"),  # Metaspace puts nothing before a blank
+    ]
+    map_ = [normalizers.Precompiled(form[2])] if form.get(2) else []
+    replaced = (normalizers.Replace(this, by) for holds, this, by in steps if holds)
+    found.normalizer = normalizers.Sequence([*map_, *replaced])
+    scheme = "always" if each else "first"
+    cuts: list[Any] = [pre_tokenizers.Metaspace("▁", scheme, False)] if prefix else []
+    joins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    found.decoder = decoders.Sequence([*joins, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    users = sorted((piece[1].decode() for piece in pieces if piece.get(3) == _USERS), key=len)
+    if users:  # these stay whole
+        cuts += [pre_tokenizers.Split(Regex("|".join(map(re.escape, users[::-1]))), "isolated")]
+    found.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    control = [piece[1].decode() for piece in pieces if piece.get(3) == _CONTROL]
+    found.add_tokens([tokenizers.AddedToken(name, special=True) for name in control])
+    begin, end = (
+        [_special(settings)[f"{role}_token"]] if settings.get(f"add_{role}_token") else []
+        for role in ("bos", "eos")
+    )
+    found.post_processor = processors.TemplateProcessing(
+        single=[*begin, "$A", *end],
+        special_tokens=[(token, found.token_to_id(token)) for token in {*begin, *end}],
+    )
+    return found, settings
+
+
+def _spm_model(names: list[str], pieces: list[dict[int, Any]], trainer: dict[int, Any]) -> Any:
+    """Return the model of sentencepiece's pieces: a Unigram, or a BPE that merges by scores."""
+    from tokenizers import models
+
+    scores = [struct.unpack("<f", struct.pack("<I", piece.get(2, 0)))[0] for piece in pieces]
+    falls_back, unknown = bool(trainer.get(35)), trainer.get(40, 0)
+    if trainer.get(3, _UNIGRAM) == _UNIGRAM:
+        return models.Unigram(list(zip(names, scores, strict=True)), unknown, falls_back)
+    numbers = {name: number for number, name in enumerate(names)}
+    normal = {name: (-scores[n], n) for name, n in numbers.items() if pieces[n].get(3, 1) == 1}
+    merges = sorted(
+        (rank, name[:cut], name[cut:])
+        for name, rank in normal.items()
+        for cut in range(1, len(name))
+        if name[:cut] in normal and name[cut:] in normal
+    )
+    return models.BPE(
+        numbers,
+        [(left, right) for _, left, right in merges],
+        unk_token=names[unknown],
+        fuse_unk=True,
+        byte_fallback=falls_back,
+        ignore_merges=any(piece.get(3) == _USERS for piece in pieces),
+    )
+
+
+def _fields(content: bytes) -> list[tuple[int, Any]]:
+    """Return the numbered fields of a message in Protocol Buffers' encoding."""
+    from google.protobuf.empty_pb2 import Empty
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    found = UnknownFieldSet(Empty.FromString(content))
+    return [(field.field_number, field.data) for field in found]
 
 
 def _tiktoken(path: Path) -> Tokenizer:
@@ -184,10 +372,16 @@ def _tiktoken(path: Path) -> Tokenizer:
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(found.encode_ordinary(text), np.int64) for text in texts]
 
+    def place(text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        (tokens,) = encode([text])
+        first = np.array(found.decode_with_offsets(tokens.tolist())[1], np.int64)
+        return tokens, first, np.append(first[1:], len(text))
+
     return Tokenizer(
         encode,
         _total(found.decode, [*ranks.values(), end]),
         found.n_vocab,
         end,
         tokenizer_fingerprint(str(path)),
+        place=place,
     )

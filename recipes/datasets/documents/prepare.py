@@ -16,8 +16,10 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -33,13 +35,19 @@ from launcher.recipes.data.corpus.chat import Encoded, chat_encoder
 from launcher.recipes.data.corpus.documents import FoundDocument, documents_in
 from launcher.recipes.data.corpus.files import META, CorpusMeta, TokenPart, read_meta, write_meta
 from launcher.recipes.data.corpus.sources import SourcePiece, find_sources, pieces_of, stamp_of
-from launcher.recipes.data.corpus.tokenizers import load_tokenizer, tokenizer_fingerprint
+from launcher.recipes.data.corpus.tokenizers import (
+    load_tokenizer,
+    settings_fingerprint,
+    tokenizer_fingerprint,
+)
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.protocols import InputError, Tokenizer
 
 _AT_ONCE = 256  # documents that are tokenised in one call
 _ENDINGS = (".bin", ".ends", ".bytes", ".mask", ".json")
 _END = "<|endoftext|>"
+_NUMBER = re.compile(r"\d[\d,]*")
+_REASONS = 9  # that a part records
 
 T = TypeVar("T")
 
@@ -61,20 +69,20 @@ class EncodedDocument(NamedTuple):
 
 
 class BadDocuments:
-    """Refuses bad documents, or counts them, as `dataset.bad` says.
+    """Refuses bad documents, or counts them by reasons, as `dataset.bad` says.
 
     Args:
         refuse: whether the first one is an error.
     """
 
     def __init__(self, refuse: bool) -> None:
-        self._refuse, self.count, self.first = refuse, 0, ""
+        self._refuse, self.reasons, self.first = refuse, Counter[str](), ""
 
     def add(self, path: str, found: FoundDocument) -> None:
         """Count a bad document; raises InputError if they are refused."""
         if self._refuse:
             raise found.refusal(path)
-        self.count += found.lost
+        self.reasons[_NUMBER.sub("…", found.why)] += found.lost
         self.first = self.first or found.problem(path)
 
 
@@ -82,7 +90,7 @@ _tokenizer = functools.lru_cache(1)(load_tokenizer)
 
 
 @functools.lru_cache(1)
-def _chat(tokenizer: str, template: str | None) -> Callable[[Any], Encoded]:
+def _chat(tokenizer: str, template: str | None) -> Callable[..., Encoded]:
     return chat_encoder(_tokenizer(tokenizer), template)
 
 
@@ -96,14 +104,15 @@ def encoded_documents(
         OSError: the file cannot be read.
     """
     tokenizer = _tokenizer(options.tokenizer)
-    end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token], np.int64)
+    # A preparation that is resumed elsewhere, or another day, is to have the same dates.
+    when = Path(piece.path).stat().st_mtime
     waiting: list[FoundDocument] = []
 
     def flush() -> Iterator[EncodedDocument]:
         made = tokenizer.encode([one.value for one in waiting])
         for one, tokens in zip(waiting, made, strict=True):
             if len(tokens):
-                yield EncodedDocument(np.concatenate([tokens, end]), len(one.value.encode()))
+                yield EncodedDocument(tokenizer.document(tokens), len(one.value.encode()))
             else:
                 bad.add(piece.path, replace(one, why="it has no token"))
         waiting.clear()
@@ -119,13 +128,15 @@ def encoded_documents(
             yield from flush()
             encode = _chat(options.tokenizer, options.chat_template)
             try:
-                tokens, learned = encode(found.value)
+                tokens, learned = encode(found.value, when)
             except ValueError as error:
                 bad.add(piece.path, replace(found, why=str(error)))
                 continue
+            whole = tokenizer.ended(tokens)
             # The end of the last answer is to be learned as well.
-            learned = np.concatenate([learned, np.full(len(end), learned[-1])])
-            yield EncodedDocument(np.concatenate([tokens, end]), None, learned)
+            is_ours = found.value[-1]["role"] == "assistant"
+            behind = np.full(len(whole) - len(tokens), is_ours)
+            yield EncodedDocument(whole, None, np.concatenate([learned, behind]))
     yield from flush()
 
 
@@ -183,7 +194,8 @@ def _settings(options: Documents) -> str:
     template = options.chat_template
     if template is not None and Path(template).expanduser().is_file():
         template = Path(template).expanduser().read_text()
-    tokenizer = tokenizer_fingerprint(options.tokenizer)
+    name = options.tokenizer
+    tokenizer = [tokenizer_fingerprint(name), settings_fingerprint(name)]
     return _digest([options.format, options.field, template, options.bad, tokenizer])
 
 
@@ -250,8 +262,22 @@ def prepare_corpus(
         if not meta.tokens:
             (bad,) = [part.first_bad for part in parts if part.first_bad][:1] or [""]
             raise InputError(f"dataset.path={options.path} holds no document{bad and f' ({bad})'}")
+        _check_skipped(options, meta)
         write_meta(folder, meta)
         return meta
+
+
+def _check_skipped(options: Documents, meta: CorpusMeta) -> None:
+    """Raise InputError if most documents are bad: then what reads them is wrong, not they."""
+    if meta.skipped <= meta.documents:
+        return
+    reasons = sum((Counter(part.reasons) for part in meta.parts), Counter[str]())
+    why, count = reasons.most_common(1)[0]
+    raise InputError(
+        f"dataset.bad=skip would leave out {meta.skipped:,} of {meta.skipped + meta.documents:,} "
+        f"documents of dataset.path={options.path}, {count:,} of them because: {why}; fix them, or "
+        "what reads them (dataset.field, dataset.chat_template); dataset.bad=refuse names the first"
+    )
 
 
 def up_to_date(options: Documents) -> CorpusMeta | None:
@@ -304,7 +330,9 @@ def _make(
     else:
         write_whole(base.with_suffix(".bytes"), np.array(text, np.int64).tobytes())
     total = None if is_masked else sum(text[-1:])
-    part = TokenPart(name, key, count, len(ends), bad.count, bad.first, digest.hexdigest(), total)
+    left_out = bad.reasons.total(), bad.first, digest.hexdigest(), total
+    reasons = dict(bad.reasons.most_common(_REASONS))
+    part = TokenPart(name, key, count, len(ends), *left_out, reasons)
     write_whole(base.with_suffix(".json"), json.dumps(asdict(part)))
     return part
 
@@ -398,6 +426,6 @@ def _texts(options: Documents) -> Iterator[str]:
                 if isinstance(found.value, str):
                     yield found.value
                 elif found.value is not None:
-                    yield from (message["content"] for message in found.value)
+                    yield from (message.get("content", "") for message in found.value)
                 elif options.bad == "refuse":
                     raise found.refusal(piece.path)

@@ -40,7 +40,7 @@ def said(*words):
     return verdict.code, verdict.problem or "; ".join(verdict.lines)
 
 
-HAS = "train.init_from=hf:theirs has a tokenizer.json, and the tokens of dataset="
+HAS = "train.init_from=hf:theirs has a tokenizer, and the tokens of dataset="
 OTHERS = ", which are others for the same text: the model would know none of them"
 
 
@@ -76,7 +76,7 @@ def test_data_of_another_tokenizer_than_the_starts_are_refused(words, made, reme
     assert code == 2
     assert f"{HAS}{made}{OTHERS}" in text
     assert remedy in text
-    assert "move its tokenizer.json to another folder" in text
+    assert "move its tokenizer to another folder" in text
     (tmp_path / "theirs" / "tokenizer.json").unlink()
     assert said(*words)[0] == 0
 

@@ -236,10 +236,17 @@ def test_bad_documents_are_refused_by_file_and_place_or_skipped_and_counted(tmp_
     both.mkdir()
     for name in ("bad.jsonl", "fine.jsonl"):
         (both / name).write_bytes((tmp_path / name).read_bytes())
-    meta = prepare_corpus(work(both, tmp_path / "skipped", bad="skip"), 1)
-    assert (meta.documents, meta.skipped) == (2, 4)
+    given = work(both, tmp_path / "skipped", bad="skip")
+    with pytest.raises(InputError) as error:  # most are bad
+        prepare_corpus(given, 1)
+    assert str(error.value).startswith(
+        f"dataset.bad=skip would leave out 4 of 6 documents of dataset.path={both}, 1 of them because: "
+    )
+    lines(both / "fine.jsonl", ["fine", "good", "best"])
+    meta = prepare_corpus(given, 1)
+    assert (meta.documents, meta.skipped) == (4, 4)
     assert meta.parts[0].first_bad.startswith(f"{both}/bad.jsonl, line 3: ")
-    assert texts_in(tmp_path / "skipped") == ["a", "fine"]
+    assert texts_in(tmp_path / "skipped") == ["a", "fine", "good", "best"]
     with pytest.raises(InputError, match=r"holds no document \(.*empty\.jsonl: it is empty\)"):
         prepare_corpus(work(tmp_path / "empty.jsonl", tmp_path / "o", bad="skip"), 1)
     assert fine.exists()

@@ -60,12 +60,14 @@ def test_settings_and_the_trained_chat_template_go_with_it(tmp_path):
     files, special, _ = tokenizer_files(str(folder), "chatml")
     assert special == {"bos_token_id": 0, "pad_token_id": None, "eos_token_id": 1}
     assert sorted(files) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
-    assert load_tokenizer(written(files, tmp_path / "again")).chat_template == TEMPLATES["chatml"]
+    assert load_tokenizer(written(files, tmp_path / "again")).templates == {
+        "default": TEMPLATES["chatml"]
+    }
 
 
 def test_what_has_no_such_form_is_refused(tmp_path):
     (tmp_path / "x.tiktoken").write_bytes(b"YQ== 0\n")
     with pytest.raises(InputError, match="tiktoken's ranks, which transformers does not load"):
         tokenizer_files(str(tmp_path / "x.tiktoken"))
-    with pytest.raises(InputError, match=r"dataset.chat_template=gone: No such file"):
+    with pytest.raises(InputError, match=r"dataset.chat_template=gone: there is none such"):
         tokenizer_files("bytes", "gone")

@@ -103,9 +103,9 @@ def test_a_folders_special_tokens_and_template_are_taken(trained):
     tokenizer = load_tokenizer(str(trained.parent))
     assert tokenizer.decode([tokenizer.end_token]) == "H"
     assert tokenizer.special == {"eos_token": "H", "bos_token": "<s>"}
-    assert tokenizer.chat_template == "x"
+    assert tokenizer.templates == {"default": "x"}
     (trained.parent / "chat_template.jinja").write_text("y")
-    assert load_tokenizer(str(trained)).chat_template == "y"
+    assert load_tokenizer(str(trained)).templates == {"default": "y"}
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path):
@@ -137,7 +137,9 @@ def test_bad_conversations_and_templates_are_refused(tmp_path):
         chat_encoder(load_tokenizer("bytes"), "none")
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages | length }}")
-    with pytest.raises(ValueError, match="changes the messages before an answer"):
+    with pytest.raises(
+        ValueError, match="hides where the answer in message 2 lies, or leaves it o"
+    ):
         chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
 
 

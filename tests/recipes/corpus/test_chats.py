@@ -1,0 +1,212 @@
+"""`chat.py`: conversations by the templates that people's tokenizers bring."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tokenizer_forms import CHAT, write
+
+from launcher.recipes import InputError
+from launcher.recipes.data.corpus.chat import chat_encoder
+from launcher.recipes.data.corpus.files import find_corpus
+from launcher.recipes.data.corpus.tokenizers import load_tokenizer
+from launcher.recipes.datasets.documents import Documents
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, up_to_date
+
+TURN = "{{- '<' + m.role + '>' + m.content + '</>' }}"
+PROMPT = "{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"
+USER, ANSWER, AGAIN, LAST = TALK = [
+    {"role": role, "content": text}
+    for role, text in zip(["user", "assistant"] * 2, "QARB", strict=True)
+]
+SYSTEM = {"role": "system", "content": "S"}
+CALL = [{"function": {"name": "f", "arguments": {"x": "ü<"}}}]
+WHOLE = "<user>Q</><assistant>A</><user>R</><assistant>B</>"
+
+
+def each(body, prompt=PROMPT):
+    return "{%- for m in messages %}" + body + "{%- endfor %}" + prompt
+
+
+# Of each: the template, the conversation, the whole rendering, and what of it is learned.
+CASES = {
+    "one after another": (each(TURN), TALK, WHOLE, "A</>|B</>"),
+    # Qwen 3: a thought stays in the answers to the last question alone.
+    "last thought": (
+        "{%- set ns = namespace(last=0) %}"
+        + each("{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}", "")
+        + each(
+            "{{- '<' + m.role + '>' }}{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
+            "{{- '<think>' + m.reasoning_content|default('') + '</think>' }}{%- endif %}"
+            "{{- m.content + '</>' }}"
+        ),
+        [USER, ANSWER, AGAIN, {**LAST, "reasoning": "hm"}],
+        WHOLE.replace("B", "<think>hm</think>B"),
+        "A</>|<think>hm</think>B</>",
+    ),
+    # DeepSeek R1: the prompt opens a thought, which is cut out of written answers.
+    "opened thought": (
+        each(
+            TURN.replace("content", "content.split('</think>')[-1]"),
+            PROMPT.replace("<assistant>", "<assistant><think>"),
+        ),
+        [USER, ANSWER, AGAIN, {**LAST, "content": "<think>so</think>B"}],
+        WHOLE,
+        "A</>|B</>",
+    ),
+    # Mistral: what the system says stands before the last question.
+    "system later": (
+        each(
+            "{%- if m.role == 'user' %}{{- '[' }}{%- if loop.revindex <= 2 %}"
+            "{{- messages[0].content + ': ' }}{%- endif %}{{- m.content + ']' }}"
+            "{%- elif m.role == 'assistant' %}"
+            "{{- m.content + '</>' }}{%- endif %}",
+            "",
+        ),
+        [SYSTEM, *TALK],
+        "[Q]A</>[S: R]B</>",
+        "A</>|B</>",
+    ),
+    "end of all": (
+        each(TURN, "{%- if not add_generation_prompt %}{{- '[end]' }}{%- endif %}" + PROMPT),
+        TALK,
+        WHOLE + "[end]",
+        "A</>|B</>[end]",
+    ),
+    "tags": (
+        each(
+            "{{- m.role }}{%- if m.role == 'assistant' %}{% generation %}{{- m.content }}"
+            "{% endgeneration %}{%- else %}{{- m.content }}{%- endif %}"
+        ),
+        TALK,
+        "userQassistantAuserRassistantB",
+        "A|B",
+    ),
+    "loop controls": (
+        each(
+            "{%- if m.role == 'system' %}{%- continue %}{%- endif %}"
+            + TURN
+            + "{%- if loop.index0 == 2 %}{%- break %}{%- endif %}"
+        ),
+        [SYSTEM, USER, ANSWER],
+        "<user>Q</><assistant>A</>",
+        "A</>",
+    ),
+    "tools": (
+        each(
+            "{{- '<' + m.role + '>' }}{%- if m.content %}{{- m.content }}{%- endif %}{%- for c in "
+            "m.tool_calls or [] %}{{- c.function|tojson }}{%- endfor %}{{- '</>' }}"
+        )
+        + "{%- if tools is not none or documents is not none %}{{- 'none' }}{%- endif %}",
+        [USER, {"role": "assistant", "tool_calls": CALL}, {**AGAIN, "role": "tool"}, LAST],
+        '<user>Q</><assistant>{"name": "f", "arguments": {"x": "ü<"}}</><tool>R</><assistant>B</>',
+        '{"name": "f", "arguments": {"x": "ü<"}}</>|B</>',
+    ),
+    "looks at the end": (
+        each(TURN.replace("'<'", "('!' if m.content.endswith('k') else '<')")),
+        [{**USER, "content": "look"}, ANSWER],
+        "!user>look</><assistant>A</>",
+        "A</>",
+    ),
+    "date": (
+        "{{- strftime_now('%d %b %Y') }}" + each(TURN),
+        TALK[:2],
+        "01 Jan 1970<user>Q</><assistant>A</>",
+        "A</>",
+    ),
+}
+
+
+def encoder(tmp_path, template):
+    (tmp_path / "t.jinja").write_text(template)
+    return chat_encoder(load_tokenizer("bytes"), str(tmp_path / "t.jinja"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_answers_contribute_to_the_whole_is_learned(case, tmp_path):
+    template, talk, whole, answers = CASES[case]
+    tokens, learned = encoder(tmp_path, template)(talk)
+    decode = load_tokenizer("bytes").decode
+    assert decode(tokens) == whole
+    assert decode(tokens[learned]) == answers.replace("|", "")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("case", CASES)
+def test_renderings_are_those_of_transformers(case):
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    template, talk, whole, _ = CASES[case]
+    if case != "date":
+        assert utils.render_jinja_template([talk], chat_template=template)[0] == [whole]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        each("{{- m.content|length }}"),  # no content is in it
+        each("{%- if loop.index0 != 1 %}" + TURN + "{%- endif %}"),  # leaves an answer out
+        each(TURN).replace("messages", "messages[-1:]"),  # leaves out what it answers
+    ],
+)
+def test_a_template_that_hides_answers_is_refused_with_a_remedy(template, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"hides where .*; put the answers of the .* into {% gener"
+    ):
+        encoder(tmp_path, template)(TALK)
+
+
+def corpus_of(tmp_path, tokenizer, **settings):
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    if not source.exists():
+        source.write_text(json.dumps({"messages": CHAT}) + "\n")
+    work = Documents(
+        path=str(source), field="messages", tokenizer=str(tokenizer), tokens=str(out), **settings
+    )
+    prepare_corpus(work, 1)
+    corpus = find_corpus(str(out))
+    tokens = corpus.tokens(0, corpus.count)
+    return work, tokens, corpus.learned(0, corpus.count)
+
+
+def test_the_clock_of_a_template_is_the_sources_and_a_changed_template_is_noticed(tmp_path):
+    folder = write("qwen", tmp_path / "own")
+    (folder / "chat_template.jinja").write_text("{{- strftime_now('%d %b %Y') }}" + each(TURN))
+    corpus_of(tmp_path, folder)
+    os.utime(tmp_path / "a.jsonl", (0, 1e9))
+    work, tokens, _ = corpus_of(tmp_path, folder)
+    text = load_tokenizer(str(folder)).decode(tokens.tolist())
+    assert text.startswith("09 Sep 2001<user>one")
+    assert up_to_date(work)
+    (folder / "chat_template.jinja").write_text(each(TURN))
+    assert not up_to_date(work)
+
+
+def test_named_templates_of_a_tokenizer_are_chosen_by_name(tmp_path):
+    folder = write("qwen", tmp_path / "own")
+    (folder / "chat_template.jinja").unlink()
+    listed = [
+        {"name": "default", "template": each(TURN)},
+        {"name": "loud", "template": "!" + each(TURN)},
+    ]
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": listed}))
+    tokenizer = load_tokenizer(str(folder))
+    both = [chat_encoder(tokenizer, name)(CHAT)[0] for name in (None, "loud")]
+    assert tokenizer.decode(both[1]) == "!" + tokenizer.decode(both[0])
+    with pytest.raises(InputError, match="or one of default, loud, chatml, plain"):
+        chat_encoder(tokenizer, "none")
+
+
+@pytest.mark.parametrize("form", ["qwen", "gpt2", "llama3", "llama2.model"])
+def test_a_conversation_ends_once_and_its_end_is_learned(form, tmp_path):
+    folder = write(form, tmp_path / "own")
+    tokenizer = load_tokenizer(str(folder))
+    _, tokens, learned = corpus_of(tmp_path, folder)
+    whole = chat_encoder(tokenizer, None)(CHAT)[0].tolist()
+    added = [tokenizer.end_token] if form == "gpt2" else []
+    assert tokens.tolist() == [*whole, *added]
+    assert learned[len(tokens) - 1 - tokens[::-1].tolist().index(tokenizer.end_token)]

@@ -1,0 +1,249 @@
+"""Small tokenizers of the forms that people have, and what `transformers` makes of them.
+
+Vocabularies are written by hand, so that no training may change them. `python tokenizer_forms.py`,
+where `transformers` and sentencepiece are installed, writes `transformers_tokens.json` anew.
+"""
+
+import json
+import struct
+import tempfile
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+PINNED = Path(__file__).with_name("transformers_tokens.json")
+TEXTS = ["one two", " two  ones", "naïve\n\n", "<s>one</s>two", "one<|im_end|>\n"]
+WORDS = ["on", "one", "tw", "two", "ones"]
+CHAT = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "ones"},
+    {"role": "assistant", "content": "naïve two"},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WITH_BOS = "{{ bos_token }}" + CHATML
+INST = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + "
+    "' [/INST]' }}{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+TAGGED = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{{ '\n' }}{% endfor %}"
+)
+SPACE = normalizers.Replace(" ", "▁")
+
+
+def vocabulary(special, letters, space):
+    """Names by their numbers, and merges that join each word from the left."""
+    merges = {}
+    for word in [*WORDS, *(space + word for word in WORDS)]:
+        merges |= {(word[: end - 1], word[end - 1]): word[:end] for end in range(2, len(word) + 1)}
+    names = dict.fromkeys([*special, *letters, *merges.values(), *f"{space}onetwsnaïve"])
+    return {name: number for number, name in enumerate(names)}, list(merges)
+
+
+def made(model, special, post=None, **parts):
+    """A tokenizer of these parts."""
+    found = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(found, name, part)
+    found.add_special_tokens(special)
+    if post:
+        numbers = [(name, found.token_to_id(name)) for name in special if name in post.split()]
+        found.post_processor = processors.TemplateProcessing(
+            single=post, pair=f"{post} $B", special_tokens=numbers
+        )
+    return found
+
+
+def byte_level(special, post=None, regex=None, **parts):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)
+    if regex:
+        cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), cut])
+    parts |= {"pre_tokenizer": cut, "decoder": decoders.ByteLevel()}
+    return made(models.BPE(*vocabulary([], letters, "Ġ")), special, post, **parts)
+
+
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_fallback(special, post, **parts):
+    names, merges = vocabulary(special, FALLBACK, "▁")
+    model = models.BPE(names, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    joins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return made(model, special, post, decoder=decoders.Sequence(joins), **parts)
+
+
+def word_pieces(special, post):
+    letters = sorted({*"onetwsnaive<>/|_md"})
+    names = [*special, *letters, *(f"##{letter}" for letter in letters), "one", "##s"]
+    numbers = {name: number for number, name in enumerate(names)}
+    return made(
+        models.WordPiece(numbers, unk_token="[UNK]"),
+        special,
+        post,
+        normalizer=normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+    )
+
+
+def unigram(special, post):
+    names, _ = vocabulary(special, "</>|_imd", "▁")
+    model = models.Unigram([(name, -float(number)) for name, number in names.items()], 2)
+    words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    return made(model, special, post, pre_tokenizer=pre_tokenizers.Sequence(words))
+
+
+def message(*fields):
+    """Protocol Buffers' encoding of numbered fields."""
+    found = b""
+    for number, value in fields:
+        if isinstance(value, float):
+            found += varint(number << 3 | 5) + struct.pack("<f", value)
+        elif isinstance(value, int):
+            found += varint(number << 3) + varint(value)
+        else:
+            content = value.encode() if isinstance(value, str) else value
+            found += varint(number << 3 | 2) + varint(len(content)) + content
+    return found
+
+
+def varint(value):
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + varint(value >> 7)
+
+
+def sentencepiece(kind, prefix, squeeze=False, users=()):
+    """A sentencepiece model of `kind`, 1 a Unigram and 2 a BPE (`sentencepiece_model.proto`)."""
+    names, _ = vocabulary(S, [*users, *FALLBACK], "▁")
+    kinds = dict.fromkeys(users, 4) | dict.fromkeys(FALLBACK, 6) | {"<unk>": 2, "<s>": 3, "</s>": 3}
+    pieces = [
+        (1, message((1, name), (2, -float(number)), (3, kinds.get(name, 1))))
+        for name, number in names.items()
+    ]
+    trainer = message((3, kind), (35, 1), (40, 0), (41, 1), (42, 2))
+    return message(*pieces, (2, trainer), (3, message((3, prefix), (4, squeeze), (5, True))))
+
+
+CUT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+IM, S = ["<|im_start|>", "<|im_end|>"], ["<unk>", "<s>", "</s>"]
+ENDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+OWN = {"bos_token": {"__type": "AddedToken", "content": "<begin>"}, "eos_token": "<end>"}
+PREFIX = normalizers.Sequence([normalizers.Prepend("▁"), SPACE])
+HEADER = ["<|begin_of_text|>", "<|eot_id|>"]
+ASKED = {"add_bos_token": True, "add_eos_token": True}
+
+# Of each: its class, the tokenizer, other settings, and its chat template.
+FORMS = {
+    "gpt2": (
+        "GPT2Tokenizer", byte_level(["<|endoftext|>"]), {"eos_token": "<|endoftext|>"}, CHATML
+    ),
+    "llama3": (
+        "PreTrainedTokenizerFast",
+        byte_level(HEADER, "<|begin_of_text|> $A", CUT),
+        {"bos_token": HEADER[0], "eos_token": HEADER[1]},
+        WITH_BOS.replace("<|im_end|>\n", "<|eot_id|>"),
+    ),
+    "qwen": (
+        "Qwen2Tokenizer",
+        byte_level(["<|endoftext|>", *IM], regex=CUT, normalizer=normalizers.NFC()),
+        {"eos_token": "<|im_end|>", "add_bos_token": False},
+        CHATML,
+    ),
+    "deepseek": (
+        "LlamaTokenizerFast", byte_level(["<begin>", "<end>"], "<begin> $A"), OWN, WITH_BOS
+    ),
+    # What the settings ask for is in the file already, or it is not put.
+    "asked": (
+        "PreTrainedTokenizerFast", byte_level(["<begin>", "<end>"]), OWN | ASKED, WITH_BOS
+    ),
+    "roberta": (
+        "PreTrainedTokenizerFast", byte_level(["<s>", "</s>"], "<s> $A </s>"), ENDS, WITH_BOS
+    ),
+    "gemma": (
+        "GemmaTokenizer",
+        byte_fallback(
+            ["<pad>", "<eos>", "<bos>", "<unk>"], "<bos> $A", normalizer=SPACE,
+            pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+        ),
+        {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+        WITH_BOS,
+    ),
+    "llama2": (
+        "LlamaTokenizer", byte_fallback(S, "<s> $A", normalizer=PREFIX),
+        ENDS | {"legacy": True}, INST,
+    ),
+    "llama2_new": (
+        "LlamaTokenizerFast", byte_fallback(S, "<s> $A", normalizer=PREFIX), ENDS, INST
+    ),
+    "bert": (
+        "BertTokenizer",
+        word_pieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "[CLS] $A [SEP]"),
+        {"mask_token": "[MASK]"},
+        CHATML,
+    ),
+    "t5": (
+        "T5Tokenizer", unigram(["<pad>", "</s>", "<unk>"], "$A </s>"),
+        {"eos_token": "</s>", "extra_ids": 0}, CHATML,
+    ),
+    # Tokens that the settings alone name.
+    "named": (
+        "PreTrainedTokenizerFast",
+        byte_level(["<|endoftext|>"]),
+        {"eos_token": "<|im_end|>", "pad_token": "<pad>",
+         "added_tokens_decoder": {"400": {"content": "<|im_start|>", "special": True}}},
+        CHATML,
+    ),
+    "llama2.model": (
+        "LlamaTokenizer", sentencepiece(2, prefix=True), ENDS | {"add_bos_token": True}, INST
+    ),
+    "unigram.model": (
+        "PreTrainedTokenizerFast", sentencepiece(1, prefix=True, squeeze=True),
+        ENDS | {"add_eos_token": True}, INST,
+    ),
+    "users.model": (
+        "PreTrainedTokenizerFast", sentencepiece(2, prefix=False, users=["\n\n", "▁▁"]),
+        ENDS | ASKED, INST,
+    ),
+}  # fmt: skip
+
+
+def write(form, folder):
+    """Write a form's files into a new folder."""
+    of, found, settings, template = FORMS[form]
+    folder.mkdir()
+    if isinstance(found, bytes):
+        (folder / "tokenizer.model").write_bytes(found)
+    else:
+        found.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": of, **settings}))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def theirs(form, folder):
+    """What `transformers` makes of the texts and of the chat, and its mask by generation tags."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(str(write(form, folder)))
+    tagged = found.apply_chat_template(
+        CHAT, chat_template=TAGGED, return_assistant_tokens_mask=True, return_dict=True
+    )
+    return {
+        "texts": [found(text)["input_ids"] for text in TEXTS],
+        "chat": found.apply_chat_template(CHAT, return_dict=False),
+        "mask": [tagged["input_ids"], tagged["assistant_masks"]],
+    }
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as root:
+        every = {form: theirs(form, Path(root, form)) for form in FORMS}
+    PINNED.write_text(json.dumps(every, separators=(",", ":")).replace('},"', '},\n"') + "\n")
