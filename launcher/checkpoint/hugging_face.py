@@ -24,15 +24,15 @@ from safetensors.numpy import save
 
 from launcher.arrays.npz import Header
 from launcher.base import DamagedError, read_json, write_whole
-from launcher.recipes.models.hugging_face import (
-    CONFIG,
-    Tensor,
-    model_in,
-    places_of,
-)
+from launcher.recipes.models.hugging_face import CONFIG, Tensor, model_in, places_of
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
+_PICKLED = (
+    ", but {}, and unpickling may run any code; if you trust it, python -c "
+    "\"from transformers import {} as M; M.from_pretrained('.').save_pretrained('.')\" "
+    "in that folder writes it anew"
+)
 _LARGEST_FILE = 4 * 2**30  # bytes of arrays in a file that is written: they are read together
 _SAMPLES = 64  # rows of an array that is stored twice, which are compared
 _DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "bfloat16"}
@@ -113,8 +113,7 @@ class HuggingFace:
         """Return in words which arrays the files lack."""
         family, tensors = self._model
         prefix = tensors[0].theirs.partition(".")[0] + "."
-        more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        said = f"it has no {missing[0]}{more}"
+        said = f"it has no {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}"
         if not missing[0].startswith(prefix):
             said += ": it was saved without the model's head"
             if missing[0] in family.TIED:
@@ -128,7 +127,9 @@ class HuggingFace:
             with _opened(whole) as archive:
                 return dict.fromkeys(archive.keys(), whole)
         if not index.exists():
-            raise DamagedError(f"it has no {_WHOLE} and no {_INDEX}{self._unsafe()}")
+            first = next(iter(sorted(self._path.glob("pytorch_model*.bin"))), None)
+            hint = _PICKLED.format(first.name, self._model[0].AUTO_CLASS) if first else ""
+            raise DamagedError(f"it has no {_WHOLE} and no {_INDEX}{hint}")
         named = read_json(index)
         if not isinstance(named, dict) or not isinstance(named.get("weight_map"), dict):
             raise DamagedError(f"{_INDEX} has no weight_map")
@@ -141,20 +142,6 @@ class HuggingFace:
             if not file.exists():
                 raise DamagedError(f"it has no {file.name}, which {_INDEX} names")
         return found
-
-    def _unsafe(self) -> str:
-        """Return what to do with weights that are pickled, of which nothing is read here."""
-        pickled = sorted(file.name for file in self._path.glob("*.bin"))
-        if not pickled:
-            return ""
-        loader = self._model[0].AUTO_CLASS
-        code = (
-            f"from transformers import {loader} as M; M.from_pretrained('.').save_pretrained('.')"
-        )
-        return (
-            f", but {pickled[0]}, and to unpickle a file may run any code in it; if you trust it, "
-            f'python -c "{code}" in that folder writes it anew as safetensors'
-        )
 
 
 class Folder(NamedTuple):
