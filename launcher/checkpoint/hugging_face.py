@@ -6,6 +6,7 @@ What the arrays are named there stands in a family's own module
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -23,11 +24,17 @@ from safetensors.numpy import save
 
 from launcher.arrays.npz import Header
 from launcher.base import DamagedError, read_json, write_whole
-from launcher.recipes.models.hugging_face import CONFIG, Tensor, family_of, options_in, read_config
+from launcher.recipes.models.hugging_face import CONFIG, Tensor, model_in, places_of
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
+_PICKLED = (
+    ", but {}, and unpickling may run any code; if you trust it, python -c "
+    "\"from transformers import {} as M; M.from_pretrained('.').save_pretrained('.')\" "
+    "in that folder writes it anew"
+)
 _LARGEST_FILE = 4 * 2**30  # bytes of arrays in a file that is written: they are read together
+_SAMPLES = 64  # rows of an array that is stored twice, which are compared
 _DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "bfloat16"}
 
 
@@ -48,21 +55,26 @@ class HuggingFace:
             OSError: a file cannot be read.
             DamagedError: the files are not those of `config.json`.
         """
-        by_name = {tensor.theirs: tensor for tensor in self._tensors()}
+        by_name = {tensor.theirs: tensor for tensor in self._model[1]}
         found: dict[str, Header] = {}
         kept = self._kept()
-        for file in dict.fromkeys(file for file, _ in kept.values()):
-            with _opened(file) as archive:
-                held = set(archive.keys())
-                for name, stored in ((name, one) for name, (at, one) in kept.items() if at == file):
-                    if stored not in held:
-                        raise DamagedError(f"{file.name} lacks {stored}, which {_INDEX} lists")
-                    if not _is_dispensable(name, by_name):
-                        tensor = by_name.get(name)
-                        header = _header(archive.get_slice(stored), name, tensor)
-                        found[f"params.{tensor.ours}" if tensor else name] = header
         if missing := [name for name in by_name if name not in kept]:
-            raise DamagedError(f"it has no {missing[0]}")
+            raise DamagedError(self._lacks(missing, [name for name in kept if name not in by_name]))
+        with _archives() as archive:
+            held = functools.cache(lambda file: frozenset(archive(file).keys()))
+            for name, places in kept.items():
+                for file, stored in places:
+                    if stored not in held(file):
+                        raise DamagedError(f"{file.name} lacks {stored}, which {_INDEX} lists")
+                tensor = by_name.get(name)
+                slices = {stored: archive(file).get_slice(stored) for file, stored in places}
+                headers = [_header(one, stored, tensor) for stored, one in slices.items()]
+                found[f"params.{tensor.ours}" if tensor else name] = headers[0]
+                if not _are_alike(list(slices.values())):
+                    raise DamagedError(
+                        f"{' and '.join(slices)} differ, and are one array by {CONFIG} "
+                        f"(tie_word_embeddings); correct that, or leave one out"
+                    )
         return found
 
     @contextmanager
@@ -71,16 +83,13 @@ class HuggingFace:
         del names
         kept = self._kept()
         tensors: dict[str, list[Tensor]] = {}
-        for tensor in self._tensors():
+        for tensor in self._model[1]:
             tensors.setdefault(f"params.{tensor.ours}", []).append(tensor)
-        with ExitStack() as stack:
-            archives: dict[Path, Any] = {}
+        with _archives() as archive:
 
             def read_one(tensor: Tensor) -> np.ndarray:
-                file, stored = kept[tensor.theirs]
-                if file not in archives:
-                    archives[file] = stack.enter_context(_opened(file))
-                return tensor.to_ours(archives[file].get_tensor(stored))
+                (file, stored), *_ = kept[tensor.theirs]
+                return tensor.to_ours(archive(file).get_tensor(stored))
 
             def read(name: str) -> np.ndarray:
                 first, *_ = tensors[name]
@@ -90,30 +99,37 @@ class HuggingFace:
 
             yield read
 
-    def _tensors(self) -> list[Tensor]:
-        config = read_config(self._path)
-        family = family_of(config)
-        return list(family.tensors(SimpleNamespace(**options_in(family, config))))
+    @functools.cached_property
+    def _model(self) -> tuple[ModuleType, list[Tensor]]:
+        return model_in(self._path)
 
-    def _kept(self) -> dict[str, tuple[Path, str]]:
-        """Return the file of each array, and its name in it, by the name that it has today."""
-        family = family_of(read_config(self._path))
-        current: Callable[[str], str | None] = getattr(family, "current_name", lambda name: name)
-        found = {}
-        for stored, file in self._files().items():
-            if (name := current(stored)) is not None:
-                found[name] = file, stored
-        return found
+    def _kept(self) -> dict[str, list[tuple[Path, str]]]:
+        """Return the files of each array, and its names in them, by its name in the model."""
+        files, (family, tensors) = self._files(), self._model
+        places = places_of(family, [tensor.theirs for tensor in tensors], files)
+        return {name: [(files[one], one) for one in stored] for name, stored in places.items()}
+
+    def _lacks(self, missing: Sequence[str], further: Sequence[str]) -> str:
+        """Return in words which arrays the files lack."""
+        family, tensors = self._model
+        prefix = tensors[0].theirs.partition(".")[0] + "."
+        said = f"it has no {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}"
+        if not missing[0].startswith(prefix):
+            said += ": it was saved without the model's head"
+            if missing[0] in family.TIED:
+                said += f", and by tie_word_embeddings in {CONFIG} the embeddings are none"
+        return f"{said}; it has {further[0]}" if further else said
 
     def _files(self) -> dict[str, Path]:
         """Return the file of each array, by the array's name there."""
-        index = self._path / _INDEX
+        index, whole = self._path / _INDEX, self._path / _WHOLE
+        if whole.exists():
+            with _opened(whole) as archive:
+                return dict.fromkeys(archive.keys(), whole)
         if not index.exists():
-            files = [self._path / _WHOLE]
-            if not files[0].exists():
-                raise DamagedError(f"it has a {CONFIG}, but no {_WHOLE} and no {_INDEX}")
-            with _opened(files[0]) as archive:
-                return dict.fromkeys(archive.keys(), files[0])
+            first = next(iter(sorted(self._path.glob("pytorch_model*.bin"))), None)
+            hint = _PICKLED.format(first.name, self._model[0].AUTO_CLASS) if first else ""
+            raise DamagedError(f"it has no {_WHOLE} and no {_INDEX}{hint}")
         named = read_json(index)
         if not isinstance(named, dict) or not isinstance(named.get("weight_map"), dict):
             raise DamagedError(f"{_INDEX} has no weight_map")
@@ -223,6 +239,13 @@ def _groups(tensors: Sequence[Tensor], width: int, largest: int) -> Iterator[lis
 
 
 @contextmanager
+def _archives() -> Iterator[Callable[[Path], Any]]:
+    """Give a function that opens a file, each once."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda file: stack.enter_context(_opened(file)))
+
+
+@contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="np") as archive:
@@ -245,7 +268,10 @@ def _header(kept: Any, name: str, tensor: Tensor | None) -> Header:
     return Header(tensor.shape_here if tensor else shape, _dtype(_DTYPES[dtype]))
 
 
-def _is_dispensable(name: str, known: Mapping[str, Tensor]) -> bool:
-    """Return whether an array is a buffer of older versions, or a tied one written twice."""
-    is_tied = name == "lm_head.weight" and name not in known
-    return is_tied or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
+def _are_alike(slices: Sequence[Any]) -> bool:
+    """Return whether arrays of one shape are the same in samples of their rows."""
+    first, *others = slices
+    rows = (
+        range(0, first.get_shape()[0], max(1, first.get_shape()[0] // _SAMPLES)) if others else ()
+    )
+    return all(np.array_equal(first[i : i + 1], one[i : i + 1]) for one in others for i in rows)

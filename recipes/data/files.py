@@ -1,4 +1,4 @@
-"""Choose the files, and the bytes of them, that a text dataset reads.
+"""The files that a path names, those that are left out, and the bytes of them that text reads.
 
 Everything here works on names and sizes; no file is opened.
 """
@@ -7,17 +7,33 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
+import re
+import shlex
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.base import missing_path
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# What systems and tools leave in folders, beside names that begin with a dot; and what describes a
+# dataset and is no part of it.
+_LEFTOVERS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "Thumbs.db", "desktop.ini", "lost+found"}
+_LEFTOVERS |= {"_SUCCESS", "_temporary", "_delta_log", "_spark_metadata", "__pycache__"}
+_CARDS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_TRAIN = "train"
+_SPLIT = re.compile(  # what is before it, and its name; behind it may be numbers and an ending
+    r"(?i)((?:.*[-_. ])?)(train(?:ing)?|val(?:id(?:ation)?)?|dev|test(?:ing)?|eval(?:uation)?)"
+    r"(?:[-_. ]?(?:part|shard|of)?[-_. ]?\d+)*(?:\..*)?"
+)
+_MOST_NAMED = 5  # reasons for leaving files out
 
 
 @dataclass(frozen=True, order=True)
@@ -42,29 +58,154 @@ class FileSlice:
         return self.stop - self.start
 
 
+class NamedFiles(NamedTuple):
+    """The files that a path names.
+
+    Attributes:
+        paths: those that are read, by name.
+        left: those that are not, by the reason, in words.
+        folders: of each folder that was walked the time of its last change, in nanoseconds, as it
+            was before that.
+    """
+
+    paths: list[Path]
+    left: Mapping[str, Sequence[Path]]
+    folders: Mapping[Path, int]
+
+    @property
+    def left_out(self) -> str:
+        """What is not read, as the end of a line, with "; " before it; empty where all is."""
+        said = [
+            f"{len(paths):,} {reason} ({paths[0]}{', …' if paths[1:] else ''})"
+            for reason, paths in sorted(self.left.items(), key=lambda x: -len(x[1]))
+            if paths
+        ]
+        more = f" and {len(said) - _MOST_NAMED} other kinds" if said[_MOST_NAMED:] else ""
+        return f"; left out: {', '.join(said[:_MOST_NAMED])}{more}" if said else ""
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a name is that of a hidden file, or of what a system or tool has left."""
+    return name.startswith(".") or name in _LEFTOVERS
+
+
 def named_files(
-    named: str, path: str, in_folder: Callable[[Path], Iterable[Path]], remedy: str
-) -> list[Path]:
-    """Return the files that a path names, by name: one file, or those of a folder or a glob.
+    named: str, path: str, fits: Callable[[Path], bool], remedy: str, splits: str = "refused"
+) -> NamedFiles:
+    """Return the files that a path names: one file, those that a glob fits, or those of a folder.
+
+    Those of a folder lie in it or in folders below it, at any depth. Where some are of the split
+    `train` and others of another one, by the names of files or folders, they are not read as one.
 
     Args:
         named: what the user wrote, as `dataset.path=…`.
         path: the path.
-        in_folder: returns those of a folder, and maybe what is no file.
+        fits: returns whether a file of a folder is to be read, by its name.
         remedy: what to name instead, where there is nothing.
+        splits: "train" where that one is read of several; "refused", or "folders": refused, but
+            files of one folder are of one split, whatever their names.
 
     Raises:
-        InputError: there is no such file or folder.
+        InputError: there is no such file or folder, or there are several splits.
+        OSError: a folder cannot be read.
     """
     root = Path(path).expanduser()
-    paths: Iterable[Path] = [root]
     if root.is_dir():
-        paths = in_folder(root)
-    elif glob.has_magic(path) and not root.is_file():
-        paths = map(Path, glob.glob(str(root), recursive=True))
-    elif not root.exists():
-        raise InputError(f"{named} {missing_path(root)}; {remedy}")
-    return sorted(path for path in paths if path.is_file())
+        return _without_splits(named, root, _walked(root, fits), splits)
+    if glob.has_magic(path) and not root.is_file():
+        paths = sorted(map(Path, glob.glob(str(root), recursive=True)))
+        folders = [path for path in paths if path.is_dir()]
+        return NamedFiles([path for path in paths if not path.is_dir()], {"folders": folders}, {})
+    if not root.is_file():
+        what = "is neither a file nor a folder" if root.exists() else missing_path(root)
+        raise InputError(f"{named} {what}; {remedy}")
+    return NamedFiles([root], {}, {})
+
+
+def _walked(root: Path, fits: Callable[[Path], bool]) -> NamedFiles:
+    """Return the files below a folder; links are followed, and each folder is entered once."""
+    paths: list[Path] = []
+    left: dict[str, list[Path]] = defaultdict(list)
+    folders: dict[Path, int] = {}
+    waiting, seen = [root], set()
+    for folder in waiting:
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            left["links to folders that are read"].append(folder)
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[folder] = status.st_mtime_ns
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            path = folder / entry.name
+            if is_hidden(entry.name):
+                left["hidden"].append(path)
+            elif entry.is_dir():
+                waiting.append(path)
+            elif entry.name not in _CARDS and fits(path):
+                paths.append(path)
+            else:
+                left[f"*{path.suffix}" if path.suffix else "without an ending"].append(path)
+    return NamedFiles(sorted(paths), left, folders)
+
+
+def _without_splits(named: str, root: Path, found: NamedFiles, splits: str) -> NamedFiles:
+    """Return the files less those of other splits than `train`, or refuse such splits."""
+    paths, left = list(found.paths), dict(found.left)
+    entries = {path.parent for path in found.paths} if splits == "folders" else found.paths
+    for group in _splits(root, entries):
+        train, *others = sorted(group, key=lambda one: (not one.startswith(_TRAIN), "test" in one))
+        if splits != _TRAIN:
+            key = named.partition("=")[0]
+            words = [f"{key}={_glob_of(group[train])}"]
+            if key == "dataset.path":
+                words.append(f"dataset.validation_path={_glob_of(group[others[0]])}")
+            raise InputError(
+                f"{named} holds the splits {', '.join([train, *others])}, which are not one; name "
+                f"what to read: {' '.join(map(shlex.quote, words))}"
+            )
+        for name in others:
+            held = set(itertools.chain(*group[name].values()))
+            left[f"of the split {name}"] = [*left.get(f"of the split {name}", ()), *sorted(held)]
+            paths = [path for path in paths if path not in held]
+    return NamedFiles(paths, left, found.folders)
+
+
+def _splits(root: Path, paths: Iterable[Path]) -> list[dict[str, dict[Path, list[Path]]]]:
+    """Return the splits in each place where one of several is `train`: their files by entry.
+
+    The entries are files or folders of one folder whose names differ only in that of the split, as
+    `train-00000-of-00012.parquet` and `test.parquet`.
+    """
+    places: dict[tuple[Path, str], dict[str, dict[Path, list[Path]]]] = {}
+    for path in paths:
+        for entry in itertools.takewhile(lambda one: one != root, (path, *path.parents)):
+            if match := _SPLIT.fullmatch(entry.name):
+                place = places.setdefault((entry.parent, match[1]), {})
+                place.setdefault(match[2].lower(), {}).setdefault(entry, []).append(path)
+    of_several = (place for place in places.values() if len(place) > 1)
+    return [place for place in of_several if any(name.startswith(_TRAIN) for name in place)]
+
+
+def _glob_of(entries: Iterable[Path]) -> Path:
+    """Return the only one of these, or a glob of what all are called."""
+    first, *more = entries
+    return first.with_name(re.sub(r"\d+", "*", first.name)) if more else first
+
+
+def with_ending(endings: Collection[str]) -> Callable[[Path], bool]:
+    """Return whether a file has one of these endings, in small letters or capitals."""
+    return lambda path: path.suffix.lower() in endings
+
+
+def fitting(root: Path, pattern: str) -> Callable[[Path], bool]:
+    """Return whether files below a folder fit `dataset.pattern`; raises InputError if none can."""
+    try:
+        return set(root.glob(pattern)).__contains__
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(
+            f"dataset.pattern={pattern} is not a pattern for files below a folder ({error}); "
+            "use one like **/*.txt"
+        ) from None
 
 
 def total_size(pieces: Sequence[FileSlice]) -> int:
@@ -97,39 +238,39 @@ def find_stdlib() -> list[FileSlice]:
     return pieces
 
 
-def find_text(path: str, pattern: str) -> list[FileSlice]:
-    """Return the file `path`, or the non-empty files below that folder, by name.
+def find_text(path: str, pattern: str) -> tuple[list[FileSlice], str]:
+    """Return the non-empty files that a path names, by name; and what is not read.
 
     Args:
-        path: a file or a folder.
+        path: a file, a folder or a glob.
         pattern: a glob that the files of a folder fit.
+
+    Returns:
+        The files, and those that are not read in words (`NamedFiles.left_out`).
 
     Raises:
         InputError: there is none, or one may not be read.
     """
-    root = Path(path).expanduser()
-    if root.is_file():
-        paths, base = [root], root.parent
-    elif root.is_dir():
-        paths, base = _matching(root, pattern), root
-    elif root.exists():
-        raise InputError(f"dataset.path={path} is neither a file nor a folder; name one of these")
-    else:
+    named, root = f"dataset.path={path}", Path(path).expanduser()
+    remedy = "name a text file, or a folder whose files fit dataset.pattern"
+    found = named_files(named, path, fitting(root, pattern), remedy, _TRAIN)
+    if not found.paths:
         raise InputError(
-            f"dataset.path={path} {missing_path(root)}; name a text file, "
-            "or a folder whose files fit dataset.pattern"
+            f"dataset.pattern={pattern} fits no file below {named}{found.left_out}; "
+            "change either, for example dataset.pattern='**/*'"
         )
-    for candidate in paths:
+    for candidate in found.paths:
         if not os.access(candidate, os.R_OK):
             raise InputError(
-                f"dataset.path={path}: you may not read {candidate}; "
+                f"{named}: you may not read {candidate}; "
                 "change its permissions or name another path"
             )
-    pieces = _whole(paths, base)
+    common = Path(os.path.commonpath([path.parent for path in found.paths]))
+    pieces = _whole(found.paths, root if root.is_dir() else common)
     if not pieces:
-        what = "is empty" if base != root else f"holds only empty files for {pattern}"
-        raise InputError(f"dataset.path={path} {what}; name a file or folder with text in it")
-    return pieces
+        what = f"holds only empty files for {pattern}" if root.is_dir() else "is empty"
+        raise InputError(f"{named} {what}; name a file or folder with text in it")
+    return pieces, found.left_out
 
 
 def split(
@@ -173,22 +314,6 @@ def split(
         enough = [p for p in ranked if minimum <= p.size <= total - minimum]
         held_out = {min(enough, key=lambda piece: piece.size)} if enough else set()
     return [p for p in pieces if p not in held_out], [p for p in pieces if p in held_out]
-
-
-def _matching(root: Path, pattern: str) -> list[Path]:
-    try:
-        paths = [path for path in root.glob(pattern) if path.is_file()]
-    except (ValueError, NotImplementedError) as error:
-        raise InputError(
-            f"dataset.pattern={pattern} is not a pattern for files below a folder ({error}); "
-            "use one like **/*.txt"
-        ) from None
-    if not paths:
-        raise InputError(
-            f"dataset.pattern={pattern} fits no file below dataset.path={root}; "
-            "change either, for example dataset.pattern='**/*'"
-        )
-    return paths
 
 
 def _whole(paths: Sequence[Path], root: Path) -> list[FileSlice]:

@@ -5,12 +5,17 @@ A family that has them has, in its folder, a module `hf` with
 - `MODEL_TYPES`: the `model_type`s of `config.json` that it reads;
 - `options_of(config)`: the settings of the section `model` that a `config.json` stands for;
 - `config_of(options)`: the `config.json` of settings;
-- `tensors(options)`: a `Tensor` for each array there.
+- `tensors(options)`: a `Tensor` for each array there; the first is of the base model, so its name
+  begins with `base_model_prefix`;
+- `TIED`: names of arrays that are others' where the settings tie them (`_tied_weights_keys`);
+- `UNREAD`: a pattern of the names that `transformers`, too, leaves aside: buffers of older
+  versions, heads for other tasks;
+- `AUTO_CLASS`: the class of `transformers` that loads such a model with its head.
 
 It may have
 
 - `CHOICES`: settings that `options_of` returns and a run may choose otherwise for the same weights;
-- `current_name(name)`: the name that an array of older files has today, or None if none is read.
+- `RENAMED`: parts of the names in older files, and what they are today.
 
 None of these modules imports JAX: settings are filled from `config.json`.
 """
@@ -18,11 +23,11 @@ None of these modules imports JAX: settings are filled from `config.json`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,7 +95,8 @@ class Tensor:
     def to_ours(self, array: np.ndarray) -> np.ndarray:
         """Return the array, or the part, as it is here, of what it is there."""
         array = array.reshape(self.split).transpose(self._order)
-        return array + np.asarray(self.offset, array.dtype) if self.offset else array
+        # In 32 bits: a narrow type would round the sum.
+        return array.astype(np.float32) + np.float32(self.offset) if self.offset else array
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
         """Return the array as it is there, of the whole one that is here."""
@@ -198,6 +204,18 @@ def options_in(family: ModuleType, config: Mapping[str, Any]) -> dict[str, Any]:
         raise DamagedError(f"{CONFIG} holds a value that is not a dimension ({error})") from None
 
 
+def model_in(folder: Path) -> tuple[ModuleType, list[Tensor]]:
+    """Return the family of the model in a folder, and its arrays.
+
+    Raises:
+        OSError: `config.json` cannot be read.
+        DamagedError: it is none, or of a model that no family can express.
+    """
+    config = read_config(folder)
+    family = family_of(config)
+    return family, list(family.tensors(SimpleNamespace(**options_in(family, config))))
+
+
 def expect(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Refuse a `config.json` that says something else than these values, which are all there is.
 
@@ -214,6 +232,33 @@ def ratio_of(config: Mapping[str, Any], name: str, width: int, hidden: str) -> i
     if width % config[hidden]:
         raise DamagedError(f"{name}={width} is not a multiple of {hidden}={config[hidden]}")
     return int(width // config[hidden])
+
+
+def places_of(
+    family: ModuleType, known: Sequence[str], stored: Iterable[str]
+) -> dict[str, list[str]]:
+    """Return under which names the arrays of a model are stored, by their names in it.
+
+    As in `transformers`, a stored name may lack `base_model_prefix`, or have it once more than the
+    model's. An array that the model has not is returned by its own name, unless it is left aside.
+
+    Args:
+        family: the module of the model's family.
+        known: the model's names, those of its `tensors`.
+        stored: the names in the files.
+    """
+    names, prefix = set(known), known[0].partition(".")[0] + "."
+    found: dict[str, list[str]] = {}
+    for name in stored:
+        today = name
+        for old, new in getattr(family, "RENAMED", {}).items():
+            today = today.replace(old, new)
+        forms = (today, prefix + today, today.removeprefix(prefix))
+        tied = (family.TIED[one] for one in forms if one in family.TIED)
+        ours = next((one for one in (*forms, *tied) if one in names), None)
+        if ours or not family.UNREAD.search(today):
+            found.setdefault(ours or name, []).append(name)
+    return found
 
 
 def in_layers(count: int, place: str, block: Callable[[int], Iterable[Tensor]]) -> Iterator[Tensor]:

@@ -59,7 +59,7 @@ def test_a_single_file_is_cut_at_its_end():
 def test_a_name_need_not_be_unicode(tmp_path):
     for name in (b"\xff.txt", b"a.txt"):
         (tmp_path / os.fsdecode(name)).write_bytes(bytes(100))
-    assert len(split(find_text(str(tmp_path), "*.txt"), 0.5, 10)[1]) == 1
+    assert len(split(find_text(str(tmp_path), "*.txt")[0], 0.5, 10)[1]) == 1
 
 
 def test_the_standard_library_is_found_without_its_tests():
@@ -76,7 +76,8 @@ def test_a_folder_gives_its_non_empty_files_that_fit_the_pattern(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "folder.txt").mkdir()
-    found = find_text(str(tmp_path), "**/*.txt")
+    found, left_out = find_text(str(tmp_path), "**/*.txt")
+    assert left_out == f"; left out: 1 *.md ({tmp_path}/no.md)"
     assert found == [
         FileSlice("a.txt", tmp_path / "a.txt", 0, 3),
         FileSlice("b/c.txt", tmp_path / "b/c.txt", 0, 2),
@@ -86,6 +87,6 @@ def test_a_folder_gives_its_non_empty_files_that_fit_the_pattern(tmp_path):
 def test_a_path_may_start_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.txt").write_text("text")
-    assert find_text("~/mine.txt", "**/*.txt") == [
+    assert find_text("~/mine.txt", "**/*.txt")[0] == [
         FileSlice("mine.txt", tmp_path / "mine.txt", 0, 4)
     ]

@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 import weakref
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +19,14 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from whole_logits import whole_logits
 
+import launcher.recipes.models
 from launcher import checkpoint
 from launcher.checkpoint import hugging_face
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load, to_written
 from launcher.config.errors import ConfigError
+from launcher.config.families import modules_of_families
 from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import ExportTask
 from launcher.recipes import build_model
@@ -264,6 +267,152 @@ def test_an_array_that_is_not_as_it_should_be_is_named(kind, change, words, tmp_
         read(KINDS[kind], tmp_path / "theirs")
     assert words in str(refused.value)
     assert f"train.init_from=hf:{tmp_path}/theirs does not fit the model" in str(refused.value)
+
+
+# Of each family, arrays that older files have beside the model's, and `transformers` leaves aside.
+BUFFERS = {
+    "gpt": {
+        "transformer.h.1.attn.bias": np.ones((1, 1, 16, 16), bool),
+        "transformer.h.0.attn.masked_bias": np.array(-1e4, "f4"),
+    },
+    "llama": {
+        "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, "f4"),
+        "model.rotary_emb.inv_freq": np.ones(4, "f4"),
+    },
+    "bert": {
+        "bert.embeddings.position_ids": np.arange(16)[None],
+        "bert.pooler.dense.weight": np.zeros((32, 32), "f4"),
+        "cls.seq_relationship.bias": np.zeros(2, "f4"),
+    },
+}
+BUFFERS["moe"] = BUFFERS["llama"]
+FAMILIES = [import_module(name) for name in modules_of_families(launcher.recipes.models, "hf")]
+
+
+def base_of(options):
+    """The prefix of the base model, with its dot."""
+    return next(iter(family_named(options.name).tensors(options))).theirs.partition(".")[0] + "."
+
+
+def twins(options):
+    """Names that are other arrays' in this model, and those."""
+    own = {tensor.theirs for tensor in family_named(options.name).tensors(options)}
+    tied = family_named(options.name).TIED
+    return {name: other for name, other in tied.items() if name not in own}
+
+
+def without_prefix(options, arrays):
+    base = base_of(options)
+    return {name.removeprefix(base): array for name, array in arrays.items()}
+
+
+def sharded(options, folder):
+    """Cut the one file into two, with an index."""
+    arrays = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for number in (0, 1):
+        part = dict(list(arrays.items())[number::2])
+        save_file(part, folder / f"model-{number}.safetensors", {"format": "pt"})
+        index |= dict.fromkeys(part, f"model-{number}.safetensors")
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+# What to do with the arrays of a folder; `sharded` and those after it are of the files.
+FORMS = {
+    "without the prefix": without_prefix,
+    "with the prefix twice": lambda options, arrays: {
+        (name if name.startswith("cls.") else base_of(options) + name): array
+        for name, array in arrays.items()
+    },
+    "with buffers": lambda options, arrays: arrays | BUFFERS[options.name],
+    "as the hub has gpt2": lambda options, arrays: without_prefix(
+        options, arrays | BUFFERS[options.name]
+    ),
+    "with tied arrays twice": lambda options, arrays: (
+        arrays | {name: arrays[other].copy() for name, other in twins(options).items()}
+    ),
+    "under the other name of tied arrays": lambda options, arrays: {
+        {other: name for name, other in twins(options).items()}.get(name, name): array
+        for name, array in arrays.items()
+    },
+    "in float16": lambda options, arrays: {n: a.astype("f2") for n, a in arrays.items()},
+    "in bfloat16, sharded": lambda options, arrays: {
+        name: array.astype(jnp.bfloat16) for name, array in arrays.items()
+    },
+    "with a stale index": lambda options, arrays: arrays,
+}
+
+
+def in_form(form, options, params, folder):
+    """Write a folder in one of the forms in which `transformers` reads models."""
+    write(options, params, folder)
+    arrays = FORMS[form](options, load_file(folder / "model.safetensors"))
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    if "sharded" in form:
+        sharded(options, folder)
+    if "stale" in form:
+        stale = {"weight_map": {"lost.weight": "model-00001-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(stale))
+
+
+def test_every_type_of_model_has_a_case_here():
+    """A new family of models, or type of one, is to be read in all of `FORMS`."""
+    assert {one for module in FAMILIES for one in module.MODEL_TYPES} == {
+        family_named(kind.name).config_of(kind)["model_type"] for kind in KINDS.values()
+    }
+    for options in KINDS.values():
+        family = family_named(options.name)
+        assert all(family.UNREAD.search(name) for name in BUFFERS[options.name])
+        own = [tensor.theirs for tensor in family.tensors(options)]
+        assert not any(family.UNREAD.search(name) for name in own)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_read_in_every_form_that_transformers_reads(kind, form, tmp_path):
+    options, params = KINDS[kind], random_params(KINDS[kind])
+    in_form(form, options, params, tmp_path)
+    tolerance = 0.01 if "float16" in form else 1e-7 if kind == "gemma" else 0
+    for name, array in flat(read(options, tmp_path)).items():
+        np.testing.assert_allclose(array, flat(params)[name], tolerance, tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_are_lost_or_differ_are_named(kind, tmp_path):
+    options, base = KINDS[kind], base_of(KINDS[kind])
+    write(options, random_params(options), tmp_path)
+    arrays = load_file(tmp_path / "model.safetensors")
+    kept = {name: array for name, array in arrays.items() if name.startswith(base)}
+    if lost := list(arrays.keys() - kept):
+        save_file(without_prefix(options, kept), tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=r"it has no (lm_head|cls).*without the model's head"):
+            read(options, tmp_path)
+    for name, other in twins(options).items():
+        doubled = arrays | {name: arrays[other] + 1}
+        save_file(doubled, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=f"({name} and {other}|{other} and {name}) differ"):
+            read(options, tmp_path)
+    assert lost or twins(options)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_that_transformers_lacks_and_pickled_weights_are_named(kind, tmp_path):
+    options, folder = KINDS[kind], tmp_path / "theirs"
+    write(options, random_params(options), folder)
+    first = next(iter(family_named(options.name).tensors(options))).theirs
+    changed(folder, lambda a: [a.update({f"module.{name}": a.pop(name)}) for name in list(a)])
+    with pytest.raises(ConfigError, match=rf"it has no {first} and \d+ more; it has module\."):
+        read(options, folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError) as refused:
+        read(options, folder)
+    loader = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
+    code = f"from transformers import {loader} as M; M.from_pretrained('.').save_pretrained('.')"
+    assert f'python -c "{code}" in that folder writes it anew' in str(refused.value)
 
 
 def test_a_missing_file_of_several_is_named(tmp_path):

@@ -341,7 +341,7 @@ def test_points_of_16_bits_are_read_with_their_eight_highest(tmp_path):
         (SimpleNamespace(**{**vars(VIT), "num_classes": 2}), {}, "set model.num_classes=3"),
         (VIT, {"path": "none"}, "dataset.path=none does not exist; name a file"),
         (VIT, {"path": "none", "format": "tar"}, "dataset.path=none does not exist; name a file"),
-        (VIT, {"path": "/dev/null", "format": "tar"}, r"path=/dev/null names no file \*\.tar;"),
+        (VIT, {"path": "/dev/null", "format": "tar"}, r"path=/dev/null is neither a file nor"),
         (VIT, {"validation_fraction": 0.0}, "holds out no picture to evaluate on"),
         (VIT, {"validation_path": "other"}, "has the class 'fish', which"),
         (VIT, {"path": "flat"}, "has no class, and model.name=vit learns classes"),
@@ -371,6 +371,29 @@ def test_an_index_is_made_once_and_again_when_files_change(tmp_path, monkeypatch
     assert needs_preparing(given)
     assert "12 pictures" in prepare_dataset(given, 1, lambda share: None)
     assert len(scans) == 4
+
+
+def test_a_class_is_a_folder_with_all_below_it_and_none_is_lost_in_silence(tmp_path):
+    for i in range(6):
+        place = tmp_path / "data" / "only" / CLASSES[i % 2] / ("deeper" if i % 4 else "")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i}.png").write_bytes(png(i))
+    (tmp_path / "data" / "only" / "dog").mkdir()
+    (tmp_path / "data" / "only" / "dog" / "0.heic").write_bytes(b"x")
+    given = options(tmp_path / "data", validation_fraction=0.0)
+    dataset = build_dataset(given, VIT, 6, 0)
+    assert dataset.describe.startswith(f"{tmp_path}/data: 6 pictures of 2 classes, none held out")
+    assert "left out: 1 *.heic (" in dataset.describe
+    assert dataset.describe.endswith("; no picture is in dog")
+    batch = dataset.train(0)
+    np.testing.assert_array_equal(batch["label"], numbers_in(batch) % 2)
+    place = tmp_path / "data" / "only" / "dog" / "deep"
+    place.mkdir()
+    (place / "6.png").write_bytes(png(6))  # the index that is kept is not that of today
+    assert "7 pictures of 3 classes" in build_dataset(given, VIT, 6, 0).describe
+    (place.parent.parent / "7.png").write_bytes(png(7))
+    with pytest.raises(InputError, match=r"only/7\.png has no class, and model"):
+        build_dataset(given, VIT, 6, 0)
 
 
 def test_a_picture_that_is_replaced_in_place_is_read_as_it_is(tmp_path):

@@ -152,7 +152,8 @@ def test_text_that_cannot_be_used_is_refused(tmp_path, content, name, changes, s
 
 def test_refuses_what_is_no_file():
     assert refusal(text("/dev/null")) == (
-        "dataset.path=/dev/null is neither a file nor a folder; name one of these"
+        "dataset.path=/dev/null is neither a file nor a folder; name a text file, or a folder "
+        "whose files fit dataset.pattern"
     )
 
 

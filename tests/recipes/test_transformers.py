@@ -14,7 +14,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import transformers_reference
-from test_hugging_face import KINDS, TOKENS, apply, random_params, read, write
+from test_hugging_face import (
+    FAMILIES,
+    FORMS,
+    KINDS,
+    TOKENS,
+    apply,
+    in_form,
+    random_params,
+    read,
+    write,
+)
 
 from launcher import checkpoint
 from launcher.config.compose import load
@@ -25,19 +35,20 @@ from launcher.train.lora import with_adapters
 pytestmark = [pytest.mark.devices, pytest.mark.stress]
 
 
+def theirs(kind, folder):
+    """A model of `transformers`, and its logits."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    loader = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
+    model = getattr(transformers, loader).from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model, model(torch.tensor(TOKENS)).logits.numpy()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_same_both_ways(kind, tmp_path):
-    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
-
-    def theirs(folder):
-        loader = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
-        model = getattr(transformers, loader).from_pretrained(folder, dtype=torch.float32)
-        with torch.no_grad():
-            return model, model(torch.tensor(TOKENS)).logits.numpy()
-
     options, params = KINDS[kind], random_params(KINDS[kind])
     write(options, params, tmp_path / "ours")
-    model, logits = theirs(tmp_path / "ours")
+    model, logits = theirs(kind, tmp_path / "ours")
     assert_allclose(apply(options, params, TOKENS), logits, rtol=1e-5, atol=1e-5)
     assert_allclose(
         transformers_reference.logits(tmp_path / "ours", TOKENS), logits, rtol=1e-5, atol=1e-5
@@ -46,6 +57,28 @@ def test_logits_are_the_same_both_ways(kind, tmp_path):
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     again = apply(options, read(options, tmp_path / "theirs"), TOKENS)
     assert_allclose(np.asarray(again), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_same_in_every_form(kind, form, tmp_path):
+    options, params = KINDS[kind], random_params(KINDS[kind])
+    in_form(form, options, params, tmp_path)
+    _, logits = theirs(kind, tmp_path)
+    ours = apply(options, read(options, tmp_path), TOKENS)
+    assert_allclose(np.asarray(ours), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_tied_and_left_aside_is_what_transformers_ties_and_leaves_aside():
+    transformers = pytest.importorskip("transformers")
+    for module in FAMILIES:
+        for kind in module.MODEL_TYPES:
+            config = transformers.AutoConfig.for_model(kind)
+            mapping = getattr(transformers, f"MODEL_FOR_{'MASKED' if kind == 'bert' else 'CAUSAL'}"
+                              "_LM_MAPPING")  # fmt: skip
+            theirs = mapping[type(config)]
+            assert theirs._tied_weights_keys == module.TIED
+            assert hasattr(transformers, module.AUTO_CLASS)
 
 
 def run(folder, *words):

@@ -37,8 +37,8 @@ _ARRAYS_REMEDY = (
     "of a run."
 )
 _FOLDERS_REMEDY = (
-    f"Save or load the folder anew, and take the settings from its {CONFIG}, by "
-    f"model.size={PREFIX}<folder>."
+    f"Its arrays and its {CONFIG} must be of one model, as transformers' save_pretrained writes "
+    f"them; model.size={PREFIX}<folder> takes the settings from there."
 )
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import numpy as np
 
 from launcher.base import write_whole
 from launcher.recipes.data.corpus.sources import SUFFIXES
-from launcher.recipes.data.files import named_files
+from launcher.recipes.data.files import named_files, with_ending
 from launcher.recipes.protocols import InputError
 
 META = "meta.json"
@@ -181,11 +181,13 @@ class Corpus:
         source: what the user named, as `dataset.path=…`.
         files: the files, none of them empty.
         meta: of a folder that `task=prepare_data` wrote.
+        left_out: what else lies there, in words (`NamedFiles.left_out`).
     """
 
     source: str
     files: tuple[TokenFile, ...]
     meta: CorpusMeta | None = None
+    left_out: str = ""
 
     @property
     def count(self) -> int:
@@ -305,20 +307,24 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     source, root = f"{key}={path}", Path(path).expanduser()
     if (root / META).is_file():
         return _prepared(source, root)
-    paths = named_files(
-        source, path, lambda root: (p for p in root.iterdir() if p.suffix in ENDINGS), _REMEDY
-    )
+    found = named_files(source, path, with_ending(ENDINGS), _REMEDY)
+    paths = found.paths
     if not paths:
         what = "holds no .bin or .npy file" if root.is_dir() else "names no file"
-        raise InputError(f"{source} {what}; {_REMEDY}")
+        raise InputError(f"{source} {what}{found.left_out}; {_REMEDY}")
+    if prepared := [folder for folder in found.folders if (folder / META).is_file()]:
+        raise InputError(
+            f"{source} holds the prepared corpus {prepared[0]}; name that, or several as the "
+            "parts of dataset=mixture"
+        )
     for file in paths:
-        if file.suffix not in ENDINGS:
+        if file.suffix.lower() not in ENDINGS:
             raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
     kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
     files = [_plain(source, file, dtype, kind_in) for file in paths]
     if not sum(file.count for file in files):
         raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
-    return Corpus(source, tuple(file for file in files if file.count))
+    return Corpus(source, tuple(file for file in files if file.count), None, found.left_out)
 
 
 def _remedy_for(file: Path) -> str:
@@ -360,7 +366,7 @@ def _plain(
 ) -> TokenFile:
     if not os.access(path, os.R_OK):
         raise InputError(f"{source}: you may not read {path}; change its permissions")
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         return _npy(source, path, dtype)
     if dtype == "auto":
         is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.base import DamagedError, lacking, read_json
-from launcher.recipes.data.files import named_files
+from launcher.recipes.data.files import NamedFiles, fitting, named_files, with_ending
 from launcher.recipes.protocols import InputError
 
 PIECE = 2**24  # bytes of source that are read as one
@@ -40,8 +40,10 @@ class SourcePiece(NamedTuple):
     size: int
 
 
-def find_sources(path: str, pattern: str | None, format: str) -> list[Path]:
+def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
     """Return the source files: one file, those that a glob fits, or those below a folder, by name.
+
+    Of several splits it is `train`.
 
     Args:
         path: what `dataset.path` names.
@@ -51,24 +53,17 @@ def find_sources(path: str, pattern: str | None, format: str) -> list[Path]:
     Raises:
         InputError: there are none.
     """
-    root, endings = Path(path).expanduser(), SUFFIXES[format]
-    if root.is_dir() and format == "arrow" and pattern is None:
-        paths = sorted(saved_files(root, f"dataset.path={path}"))
-    else:
-        paths = named_files(
-            f"dataset.path={path}",
-            path,
-            lambda root: (
-                root.glob(pattern)
-                if pattern
-                else (p for p in root.rglob("*") if p.suffix in endings)
-            ),
-            "name a file, a folder or a glob",
-        )
-    if not paths:
+    named, root, endings = f"dataset.path={path}", Path(path).expanduser(), SUFFIXES[format]
+    fits = fitting(root, pattern) if pattern else with_ending(endings)
+    found = named_files(named, path, fits, "name a file, a folder or a glob", _TRAIN)
+    if root.is_dir() and format == "arrow" and not pattern:
+        listed, paths = set(saved_files(root, found, named)), found.paths
+        left = {**found.left, "not listed": [path for path in paths if path not in listed]}
+        found = found._replace(paths=[path for path in paths if path in listed], left=left)
+    if not found.paths:
         wanted = pattern or " or ".join(f"*{ending}" for ending in endings)
-        raise InputError(f"dataset.path={path} holds no file that fits {wanted}; name another")
-    return paths
+        raise InputError(f"{named} holds no file that fits {wanted}{found.left_out}; name another")
+    return found
 
 
 def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[SourcePiece]]:
@@ -121,20 +116,14 @@ _TRAIN = "train"
 _AGAIN = "save the dataset again"
 
 
-class ChosenSplit(NamedTuple):
-    """The split that is read, and the names of all."""
-
-    name: str
-    names: list[str]
-
-
-def saved_files(folder: Path, source: str) -> list[Path]:
+def saved_files(folder: Path, found: NamedFiles, source: str) -> list[Path]:
     """Return the Arrow files of the dataset that a folder holds.
 
-    Those of a folder that `datasets` did not write are all below it, by name.
+    Those of a folder that `datasets` did not write are all below it.
 
     Args:
         folder: the folder.
+        found: the Arrow files there and below, and the folders.
         source: what the user named, as `dataset.path=…`.
 
     Raises:
@@ -142,34 +131,18 @@ def saved_files(folder: Path, source: str) -> list[Path]:
     """
     split = _split_of(folder, source)
     if split is not None:
-        folder = folder / split.name
+        folder = folder / split
         if not folder.is_dir():
-            raise InputError(f"{source} names the split {split.name}, and lacks {folder}; {_AGAIN}")
+            raise InputError(f"{source} names the split {split}, and lacks {folder}; {_AGAIN}")
     if (folder / _STATE).is_file():
         return _listed(folder, source)
-    found = []
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            found += saved_files(path, source)
-        elif path.suffix == ".arrow" and path.is_file():
-            found.append(path)
-    return found
+    files = [path for path in found.paths if path.parent == folder]
+    for below in (path for path in found.folders if path.parent == folder):
+        files += saved_files(below, found, source)
+    return files
 
 
-def read_splits(path: str) -> list[ChosenSplit]:
-    """Return the split to read from each dictionary of splits below `dataset.path`.
-
-    It is `train`, or the only one.
-
-    Raises:
-        InputError: none is the one, or a folder's list of them cannot be read.
-    """
-    folder, source = Path(path).expanduser(), f"dataset.path={path}"
-    folders = (file.parent for file in sorted(folder.rglob(_SPLITS)))
-    return [split for each in folders if (split := _split_of(each, source))]
-
-
-def _split_of(folder: Path, source: str) -> ChosenSplit | None:
+def _split_of(folder: Path, source: str) -> str | None:
     if not (folder / _SPLITS).is_file():
         return None
     names = _names(folder / _SPLITS, source, lambda tree: tree["splits"])
@@ -178,7 +151,7 @@ def _split_of(folder: Path, source: str) -> ChosenSplit | None:
             f"{source} holds the splits {', '.join(names) or 'none'}, and none is {_TRAIN}; "
             "name the folder of the one to train on"
         )
-    return ChosenSplit(_TRAIN if _TRAIN in names else names[0], names)
+    return _TRAIN if _TRAIN in names else str(names[0])
 
 
 def _listed(folder: Path, source: str) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.recipes import Dataset, InputError, Tokenizer
-from launcher.recipes.data.corpus.sources import find_sources, read_splits
+from launcher.recipes.data.corpus.sources import find_sources
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.prepare import prepare_corpus, up_to_date
@@ -49,20 +49,15 @@ def prepare(options: Documents, processes: int, progress: Callable[[float], None
     """Tokenize the documents that are not tokenized yet; see `prepare_corpus`.
 
     Returns:
-        What there is now, in a line, and before it which split was read and what was left out.
+        What there is now and what is not read, in a line, and before it which were bad.
     """
     meta = prepare_corpus(options, processes, progress)
     bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
     left_out = f"left out: {_several(meta.skipped, 'bad document')}, first {bad}\n"
-    is_saved = options.format == "arrow" and not options.pattern
-    splits = dict.fromkeys(
-        f"the split {split.name} is read, of {', '.join(split.names)}\n"
-        for split in (read_splits(options.path) if is_saved else ())
-    )
-    which = "".join(splits)
     return (
-        f"{which}{left_out if meta.skipped else ''}{_several(meta.documents, 'document')}, "
+        f"{left_out if meta.skipped else ''}{_several(meta.documents, 'document')}, "
         f"{meta.tokens:,} tokens of {meta.vocab_size:,} are in {options.folder}"
+        f"{find_sources(options.path, options.pattern, options.format).left_out}"
     )
 
 

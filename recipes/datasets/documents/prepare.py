@@ -200,7 +200,7 @@ def _settings(options: Documents) -> str:
 
 
 def _sources(options: Documents) -> list[Path]:
-    return find_sources(options.path, options.pattern, options.format)
+    return find_sources(options.path, options.pattern, options.format).paths
 
 
 def _source(options: Documents) -> str:

@@ -22,7 +22,8 @@ from launcher.recipes.datasets.tokens import dataset as tokens
 class _MixedPart(NamedTuple):
     """One corpus: its name and weight, its rows for training and held out, what makes them, a mask.
 
-    The mask is that of the tokenizer that made its tokens; None: it has none.
+    The mask is that of the tokenizer that made its tokens; None: it has none. Last, in words, what
+    else lies there.
     """
 
     name: str
@@ -31,6 +32,7 @@ class _MixedPart(NamedTuple):
     held: int
     makers: tuple[RowMaker, RowMaker]
     mask_token: int | None
+    left_out: str
 
 
 def check(options: Mixture, model_options: Any, validation: bool) -> None:
@@ -76,7 +78,7 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
     return Dataset(
         train=Batches(numbers, train, a_sample=0),
         validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
-        describe=f"a mixture: {shares}; {end}",
+        describe=f"a mixture: {shares}; {end}{''.join(part.left_out for part in parts)}",
     )
 
 
@@ -149,6 +151,7 @@ def _mixed(parts: Sequence[_MixedPart], batch_size: int, seed: int) -> Callable[
 def _parts(options: Mixture, model_options: Any) -> Iterator[_MixedPart]:
     for name, part in options.parts.items():
         one = _tokens(options, part)
+        find_corpus(one.path, one.dtype, f"dataset.parts.{name}.path")  # its errors name the part
         try:
             ranges = tokens.find_ranges(one, model_options)
         except InputError as error:
@@ -162,6 +165,7 @@ def _parts(options: Mixture, model_options: Any) -> Iterator[_MixedPart]:
             rows_between(ranges.validation_start, ranges.validation.count, length),
             tokens.row_makers(one, model_options, ranges),
             ranges.mask_token,
+            ranges.train.left_out,
         )
 
 

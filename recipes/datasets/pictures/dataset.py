@@ -97,6 +97,7 @@ def prepare(options: Pictures, processes: int, progress: Callable[[float], None]
     for source in _sources(options):
         index = load_index(source, progress)
         lines.append(f"{len(index):,} pictures are in {source.path}{_left_out(index)}")
+        lines += [note.removeprefix("; ") for note in index.notes if note]
     return "; ".join(lines)
 
 
@@ -130,6 +131,7 @@ def build(options: Pictures, model_options: Any, global_batch_size: int, seed: i
         validation = held_out(held, global_batch_size, rows(split.held, split.held_numbers, whole))
     classes = f" of {len(split.train.classes):,} classes" if split.train.classes else ""
     end = f"{held:,} held out for validation" if held else "none held out"
+    end += "".join(dict.fromkeys((*split.train.notes, *split.held.notes)))
     return Dataset(
         train=made,
         validation=validation,

@@ -1,7 +1,7 @@
 """Index of a dataset's pictures: scanned once, kept in the launcher's cache folder.
 
-What is kept is valid while the names, sizes and times of the files are the same, of folders their
-own. It is written whole or not at all, so that several processes may make it at once.
+What is kept is valid while the times of all folders, or the names, sizes and times of the files,
+are the same. It is written whole or not at all, so that several processes may make it at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ from launcher.recipes import InputError
 from launcher.recipes.data.files import fingerprint_of
 from launcher.recipes.data.skipping import BadSampleError
 from launcher.recipes.datasets.pictures.decode import check_whole, open_picture
-from launcher.recipes.datasets.pictures.scan import FoundPicture, scanned, source_files
+from launcher.recipes.datasets.pictures.scan import FoundPicture, classed, scanned, source_files
 
-_FORMAT = 1
+_FORMAT = 2
 _SAMPLES = 16  # of the files of a folder, whose content goes into a fingerprint
 _THREADS = 16
 _AT_ONCE = 1024  # pictures that are checked together
@@ -65,6 +65,7 @@ class PictureIndex:
         label: the number of each one's class, -1 where it has none, int64 [N].
         classes: the classes' names, sorted.
         bad: the pictures that are left out, each with the reason.
+        notes: what else is not read, in words, each with "; " before it.
     """
 
     files: tuple[str, ...]
@@ -75,6 +76,7 @@ class PictureIndex:
     label: np.ndarray
     classes: tuple[str, ...]
     bad: tuple[str, ...]
+    notes: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.file)
@@ -99,12 +101,19 @@ def load_index(source: PictureSource, progress: Progress = lambda share: None) -
     kept = kept_index(source)
     if kept is not None:
         return kept
-    stamp = _stamp(source)  # before the scan: what changes during it is scanned again
-    found: list[FoundPicture] = []
     files = source_files(source.path, source.format, source.key)
-    for number, file in enumerate(files):
-        found += scanned(file, source.format)
-        progress((number + 1) / len(files) / 2)
+    root, notes = Path(source.path).expanduser(), [files.left_out]
+    # As they were before the scan: what changes during it is scanned again.
+    stamps: dict[str, Any] = {str(folder): time for folder, time in files.folders.items()}
+    found: list[FoundPicture] = []
+    if source.format == "folder" and root.is_dir():
+        found, empty = classed(root, files)
+        notes += [f"; no picture is in {name}" for name in empty]
+    else:
+        stamps |= {str(file): _stamp(file) for file in files.paths}
+        for number, file in enumerate(files.paths):
+            found += scanned(file, source.format)
+            progress((number + 1) / len(files.paths) / 2)
     good, bad = [one for one in found if not one.why], [one for one in found if one.why]
     if source.bad == "refuse" and bad:
         raise refused_picture(f"{bad[0].place}: {bad[0].why}")
@@ -114,17 +123,20 @@ def load_index(source: PictureSource, progress: Progress = lambda share: None) -
     if not good:
         first = f" ({bad[0].place}: {bad[0].why})" if bad else ""
         raise InputError(f"{source.key}={source.path} holds no picture{first}; name another")
-    index = _index(good, bad)
-    _keep(source, stamp, index)
+    index = replace(_index(good, bad), notes=tuple(notes))
+    _keep(source, stamps, index)
     return index
 
 
 def kept_index(source: PictureSource) -> PictureIndex | None:
     """Return the index that is kept, if it is still valid; raises InputError as `load_index`."""
-    stamp = _stamp(source)
+    files = None
+    if not Path(source.path).expanduser().is_dir():  # a glob may fit other files now
+        files = set(map(str, source_files(source.path, source.format, source.key).paths))
     try:
         found: dict[str, Any] = dict(read_arrays(_home(source)))
-        if json.loads(found.pop("stamp").tobytes()) != stamp:
+        stamps = json.loads(found.pop("stamps").tobytes())
+        if files not in (None, stamps.keys()) or stamps != {p: _stamp(Path(p)) for p in stamps}:
             return None
         texts = json.loads(found.pop("texts").tobytes())
         found |= {name: tuple(text) for name, text in texts.items()}
@@ -170,6 +182,7 @@ def _index(good: list[FoundPicture], bad: list[FoundPicture]) -> PictureIndex:
         np.array(labels, np.int64),
         tuple(classes),
         tuple(f"{one.place}: {one.why}" for one in bad),
+        (),
     )
 
 
@@ -196,10 +209,10 @@ def _whole(
     return good, bad
 
 
-def _keep(source: PictureSource, stamp: str, index: PictureIndex) -> None:
-    texts = {name: getattr(index, name) for name in ("files", "names", "classes", "bad")}
+def _keep(source: PictureSource, stamps: Mapping[str, Any], index: PictureIndex) -> None:
+    texts = {name: getattr(index, name) for name in ("files", "names", "classes", "bad", "notes")}
     arrays = {name: getattr(index, name) for name in ("file", "start", "size", "label")}
-    arrays |= {"texts": _bytes(texts), "stamp": _bytes(stamp)}
+    arrays |= {"texts": _bytes(texts), "stamps": _bytes(stamps)}
     with suppress(OSError):  # without a cache it is made at each start
         home = _home(source)
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -211,18 +224,13 @@ def _bytes(value: object) -> np.ndarray:
 
 
 def _home(source: PictureSource) -> Path:
-    whole = [os.path.abspath(os.path.expanduser(source.path)), source.format, source.bad]
+    path = os.path.abspath(os.path.expanduser(source.path))
+    whole = [_FORMAT, path, source.format, source.bad]
     name = hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:32]
     return cache_folder() / "pictures" / f"{name}.npz"
 
 
-def _stamp(source: PictureSource) -> str:
-    """Return a stamp that changes with the files, or with the folders and their entries."""
-    files: Iterable[Path] = source_files(source.path, source.format, source.key)
-    lines = [str(_FORMAT)]
-    for file in files:
-        below = sorted(p for p in file.iterdir() if p.is_dir()) if file.is_dir() else []
-        for path in (file, *below):
-            status = path.stat()
-            lines.append(f"{path} {status.st_size} {status.st_mtime_ns}")
-    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:32]
+def _stamp(path: Path) -> int | list[int]:
+    """Return the time of a folder's last change, and of a file its size, too."""
+    status = path.stat()
+    return status.st_mtime_ns if path.is_dir() else [status.st_size, status.st_mtime_ns]

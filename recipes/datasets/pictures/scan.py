@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import glob
 import itertools
-import os
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ import numpy as np
 from launcher.arrays.npz import read_arrays, read_headers
 from launcher.base import DamagedError
 from launcher.recipes import InputError
-from launcher.recipes.data.files import named_files
+from launcher.recipes.data.files import NamedFiles, is_hidden, named_files, with_ending
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"}
 _CLASS = "cls"  # the ending of a member that holds a class
@@ -49,53 +47,51 @@ class FoundPicture:
         return f"{self.file}, {self.name}" if self.name else self.file
 
 
-def source_files(path: str, format: str, key: str = "dataset.path") -> list[Path]:
-    """Return the files or folders that `path` names, by name.
+def source_files(path: str, format: str, key: str = "dataset.path") -> NamedFiles:
+    """Return the files that `path` names, by name; of a folder of pictures these.
 
     Raises:
         InputError: there are none.
+        OSError: a folder cannot be read.
     """
-    root, suffix = Path(path).expanduser(), f".{format}"
-    if format == "folder" and (root.exists() or glob.has_magic(path)):
-        if not root.is_dir() and not (root.is_file() and root.suffix == _LIST):
-            raise InputError(
-                f"{key}={path} is neither a folder of pictures nor a list of them ({_LIST}); "
-                "name one, or say dataset.format"
-            )
-        return [root]
-    found = named_files(
-        f"{key}={path}",
-        path,
-        lambda root: (p for p in root.iterdir() if p.suffix == suffix),
-        "name a file, a folder or a glob, or say dataset.format",
-    )
-    if not found:
-        raise InputError(f"{key}={path} names no file *{suffix}; name a file, a folder or a glob")
+    root, is_folder = Path(path).expanduser(), format == "folder"
+    fits = with_ending(SUFFIXES if is_folder else [f".{format}"])
+    remedy = "name a file, a folder or a glob, or say dataset.format"
+    splits = "folders" if is_folder else "refused"
+    found = named_files(f"{key}={path}", path, fits, remedy, splits)
+    if is_folder and not root.is_dir() and any(file.suffix != _LIST for file in found.paths):
+        raise InputError(
+            f"{key}={path} is neither a folder of pictures nor a list of them ({_LIST}); "
+            "name one, or say dataset.format"
+        )
+    if not found.paths:
+        what = "holds no picture" if is_folder else f"names no file *.{format}"
+        raise InputError(f"{key}={path} {what}{found.left_out}; name a file, a folder or a glob")
     return found
 
 
 def scanned(file: Path, format: str) -> Iterator[FoundPicture]:
-    """Yield the pictures of a file or folder of `source_files`, bad ones too, in order.
+    """Yield the pictures of a tar or `.npz` file or a list, bad ones too, in order.
 
     Raises:
         OSError: it cannot be read.
     """
-    if format == "tar":
-        yield from _tar(file)
-    elif format == "npz":
-        yield from _npz(file)
-    else:
-        yield from _list(file) if file.is_file() else _folder(file)
+    return {"tar": _tar, "npz": _npz, "folder": _list}[format](file)
 
 
-def _folder(root: Path) -> Iterator[FoundPicture]:
-    """Yield the pictures of each class's folder; those without one, where there are no folders."""
-    folders = sorted(p for p in root.iterdir() if p.is_dir() and p.name[0] != ".")
-    for folder in folders or [root]:
-        with os.scandir(folder) as entries:
-            files = sorted(e.name for e in entries if Path(e.name).suffix.lower() in SUFFIXES)
-        for name in files:
-            yield _file(folder / name, folder.name if folders else None)
+def classed(root: Path, found: NamedFiles) -> tuple[list[FoundPicture], list[str]]:
+    """Return the pictures below a folder, and the folders that would be classes but have none.
+
+    The class is the first folder below the root, or below the only one there; a picture in the root
+    itself has none.
+    """
+    below, depth = [path.relative_to(root).parts for path in found.paths], 0
+    while len({parts[depth] for parts in below}) == 1 and any(len(p) > depth + 2 for p in below):
+        depth += 1
+    labels = [parts[depth] if len(parts) > depth + 1 else None for parts in below]
+    folders = (folder.relative_to(root).parts for folder in found.folders)
+    empty = {parts[depth] for parts in folders if len(parts) == depth + 1} - set(labels)
+    return list(map(_file, found.paths, labels)), sorted(empty)
 
 
 def _list(path: Path) -> Iterator[FoundPicture]:
@@ -135,7 +131,8 @@ def _tar(path: Path) -> Iterator[FoundPicture]:
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                if member.isfile() or member.islnk() or member.issym():
+                is_file = member.isfile() or member.islnk() or member.issym()
+                if is_file and not any(map(is_hidden, Path(member.name).parts)):
                     members.append(member)
     except tarfile.TarError as error:  # what comes before the damage is known
         problem = f"it is not a whole, uncompressed tar file ({error})"

@@ -62,8 +62,8 @@ class Text(Bytes):
         Switch(
             ("dataset.pattern",),
             ("dataset.path",),
-            lambda config: not Path(config.dataset.path).is_file(),
-            "dataset.path is one file",
+            lambda config: Path(config.dataset.path).expanduser().is_dir(),
+            "dataset.path is no folder",
             "name a folder",
         ),
     )

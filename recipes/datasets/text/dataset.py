@@ -34,6 +34,7 @@ class _Text(NamedTuple):
     source: str
     train: list[FileSlice]
     validation: list[FileSlice]
+    left_out: str = ""
 
 
 def check(options: StdlibText | Text, model_options: Any, validation: bool) -> None:
@@ -97,7 +98,7 @@ def tokenizer(options: StdlibText | Text) -> Tokenizer:
 def fingerprint(options: StdlibText | Text) -> str:
     """Return a digest of the text, from samples of its files."""
     if isinstance(options, Text):
-        pieces = find_text(options.path, options.pattern)
+        pieces, _ = find_text(options.path, options.pattern)
     else:
         pieces = find_stdlib()
     return fingerprint_of([piece.path for piece in pieces])
@@ -114,10 +115,12 @@ def _find(options: Any, model_options: Any) -> _Text:
             f"model.vocab_size={model_options.vocab_size} is too small for text read as bytes; "
             f"set model.vocab_size={VOCABULARY} or more"
         )
+    left_out = ""
     if options.name == "stdlib_text":
         source, pieces = f"the standard library in {stdlib_folder()}", find_stdlib()
     else:
-        source, pieces = f"dataset.path={options.path}", find_text(options.path, options.pattern)
+        source = f"dataset.path={options.path}"
+        pieces, left_out = find_text(options.path, options.pattern)
 
     sequence = model_options.sequence_length + 1
     if total_size(pieces) < sequence:
@@ -125,7 +128,8 @@ def _find(options: Any, model_options: Any) -> _Text:
             f"{source} holds {total_size(pieces):,} bytes, less than one sequence of "
             f"{sequence - 1} + 1 bytes; give more text or lower model.sequence_length"
         )
-    text = _Text(source, *split(pieces, options.validation_fraction, minimum=sequence))
+    parts = split(pieces, options.validation_fraction, minimum=sequence)
+    text = _Text(source, *parts, left_out)
     if total_size(text.train) < sequence:
         raise InputError(
             f"dataset.validation_fraction={options.validation_fraction} leaves "
@@ -163,4 +167,5 @@ def _describe(text: _Text) -> str:
         how = f"its last {held_out} held out for validation"
     else:
         how = f"{len(text.validation)} of them ({held_out}) held out for validation"
-    return f"{text.source}: {files} file{'s' if files > 1 else ''}, {size:,} bytes, {how}"
+    said = f"{text.source}: {files} file{'s' if files > 1 else ''}, {size:,} bytes, {how}"
+    return said + text.left_out

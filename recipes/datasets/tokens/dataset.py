@@ -208,5 +208,5 @@ def _describe(ranges: TokenRanges, count: int, held: int) -> str:
     size += f", {corpus.meta.documents:,} documents" if corpus.meta is not None else ""
     return (
         f"{corpus.source}: {files} file{'s' if files > 1 else ''}, {size}; "
-        f"{count:,} examples, {end if held else 'none held out'}"
+        f"{count:,} examples, {end if held else 'none held out'}{corpus.left_out}"
     )

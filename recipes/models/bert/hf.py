@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,13 @@ from launcher.recipes.models.hugging_face import (
 
 MODEL_TYPES = ("bert",)
 CHOICES = ("mask_token",)
+TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+UNREAD = re.compile(r"^(bert\.)?pooler\.|^cls\.seq_relationship\.|(^|\.)position_ids$")
+RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+AUTO_CLASS = "AutoModelForMaskedLM"
 
 _KINDS = 2  # of sentences; a model here gets one kind only
 _FIXED = {
@@ -25,9 +33,6 @@ _FIXED = {
     "type_vocab_size": _KINDS,
     "tie_word_embeddings": True,
 }
-# Of published files: heads that this model lacks, and its own arrays written twice.
-_UNREAD = ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.decoder.")
-_UNREAD_ENDS = (".position_ids",)
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,15 +66,6 @@ def config_of(options: BERTOptions) -> dict[str, Any]:
         "attention_probs_dropout_prob": 0.0,
         "mask_token_id": options.mask_token,
     }
-
-
-def current_name(name: str) -> str | None:
-    """Return the name that an array of older files has today; None if it is not read."""
-    if name.startswith(_UNREAD) or name.endswith(_UNREAD_ENDS):
-        return None
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
-        "LayerNorm.beta", "LayerNorm.bias"
-    )
 
 
 def tensors(options: BERTOptions) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,9 @@ from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.hugging_face import Tensor, expect, in_layers, layer_norm, ratio_of
 
 MODEL_TYPES = ("gpt2",)
+TIED = {"lm_head.weight": "transformer.wte.weight"}
+UNREAD = re.compile(r"(^|\.)attn\.(masked_)?bias$")  # the causal mask, and what it masks with
+AUTO_CLASS = "AutoModelForCausalLM"
 
 _NAMES = {
     "vocab_size": "vocab_size",

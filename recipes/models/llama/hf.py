@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from launcher.recipes.models.hugging_face import NAMES, Tensor, in_layers
 from launcher.recipes.models.llama import LlamaOptions
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+UNREAD = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+AUTO_CLASS = "AutoModelForCausalLM"
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu"}
 _LENGTH = "max_position_embeddings"

@@ -16,6 +16,7 @@ from launcher.recipes.models.moe import MoEOptions
 
 MODEL_TYPES = ("mixtral", "qwen3_moe")
 CHOICES = ("capacity_factor",)
+TIED, UNREAD, AUTO_CLASS = llama_hf.TIED, llama_hf.UNREAD, llama_hf.AUTO_CLASS
 
 # The prefix of a layer's router and experts, and the names of the kernels
 # that are gate, up and down here.

@@ -37,7 +37,7 @@ def splits(folder, *names):
 
 
 def found(folder, pattern=None):
-    paths = find_sources(str(folder), pattern, "arrow")
+    paths = find_sources(str(folder), pattern, "arrow").paths
     return [path.relative_to(folder).as_posix() for path in paths]
 
 
@@ -63,19 +63,19 @@ def test_of_several_splits_train_is_read_or_the_only_one(tmp_path):
     assert found(three / "test") == ["data-00000-of-00001.arrow"]
     options = Documents(path=str(three), format="arrow", tokens=str(tmp_path / "out"))
     said = prepare(options, 1, lambda share: None)
-    assert said.startswith("the split train is read, of train, validation, test\n1 document, ")
+    assert said.startswith("1 document, ")
+    for split in ("validation", "test"):
+        assert f"2 of the split {split} ({three}/{split}/cache-0123456789abcdef.arrow, …)" in said
+    assert f"1 not listed ({three}/train/cache-0123456789abcdef.arrow)" in said
 
 
 def test_the_split_of_every_dictionary_below_a_folder_is_said(tmp_path):
     splits(tmp_path / "data" / "a", "train", "test")
     splits(tmp_path / "data" / "b", "talks")
     options = Documents(path=str(tmp_path / "data"), format="arrow", tokens=str(tmp_path / "out"))
-    said = prepare(options, 1, lambda share: None).splitlines()
-    assert said[:2] == [
-        "the split train is read, of train, test",
-        "the split talks is read, of talks",
-    ]
-    assert said[2].startswith("2 documents, ")
+    said = prepare(options, 1, lambda share: None)
+    assert said.startswith("2 documents, ")
+    assert f"2 of the split test ({tmp_path}/data/a/test/" in said
 
 
 def test_a_folder_that_datasets_did_not_write_is_all_its_files(tmp_path):
