@@ -102,7 +102,13 @@ class Peer:
             The address from which the others get arrays; None if the transport needs none.
         """
         bind_collectives(address)
-        jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            cluster_detection_method="deactivate",  # it would take a device a process
+            coordinator_bind_address=coordinator,
+        )
         self._transport = make_transport(transport, address)
         return self._transport.address
 
