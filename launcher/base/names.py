@@ -21,10 +21,10 @@ TRANSPORTS = {
 # Variables of the environment that Slurm's commands read, and those of a job, which what is called
 # in one inherits.
 OF_SLURM = re.compile(r"_?(SLURMD?|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SCONTROL)_")
-# Those by which another launcher tells a process of its own which one it is.
-OF_A_RANK = re.compile(
-    "OMPI_COMM_WORLD_|OMPI_MCA_(orte|ess)_|PMIX?_"
-    "|JAX_(COORDINATOR_|(LOCAL_DEVICE_IDS|NUM_PROCESSES|PROCESS_ID|(PARTITION|SLICE)_INDEX)$)"
+# The same, and those by which another launcher tells a process of its own which one it is.
+OF_ANOTHER = re.compile(
+    f"{OF_SLURM.pattern}|OMPI_COMM_|OMPI_MCA_(orte|ess)_|PMIX?_"
+    "|JAX_(COORDINATOR_|LOCAL_DEVICE_IDS|NUM_PROCESSES|PROCESS_ID|(PARTITION|SLICE)_INDEX)"
 )
 REMAT_NAMES = (
     "none",

@@ -93,11 +93,6 @@ class Slurm:
         whole = self.exclusive and _EXCLUSIVE[0].isdisjoint(o.lstrip("-") for o in self.extra)
         return self.mem or ("0" if whole else None)
 
-    @staticmethod
-    def setting(option: str) -> str:
-        """Return the name of the setting for an option of sbatch; "" if the launcher decides."""
-        return _SBATCH_OPTIONS.get(option, f"cluster.slurm.extra.{option}")
-
 
 # The pattern of each text setting of `Slurm`, and the remedy for a value that does not match.
 _TEXTS = {
@@ -135,17 +130,12 @@ _SBATCH_OPTIONS = {
     ),
 }
 # Options of sbatch and srun of which a job may have one, by their manuals.
-_EXCLUSIVE = [
-    frozenset(options.split())
-    for options in (
-        "mem mem-per-cpu mem-per-gpu",
-        "cpus-per-task cpus-per-gpu",
-        "exclusive oversubscribe",
-        "core-spec thread-spec",
-        *("hint threads-per-core", "hint ntasks-per-core", "hint extra-node-info"),
-        *("extra-node-info threads-per-core", "extra-node-info ntasks-per-core"),
-    )
-]
+_ALTERNATIVES = (
+    "mem mem-per-cpu mem-per-gpu, cpus-per-task cpus-per-gpu, exclusive oversubscribe, "
+    "core-spec thread-spec, hint threads-per-core, hint ntasks-per-core, hint extra-node-info, "
+    "extra-node-info threads-per-core, extra-node-info ntasks-per-core"
+)
+_EXCLUSIVE = [frozenset(options.split()) for options in _ALTERNATIVES.split(",")]
 _KNOWN = frozenset(_SBATCH_OPTIONS).union(*_EXCLUSIVE)
 
 
@@ -188,10 +178,8 @@ def _check_slurm(slurm: Slurm) -> Iterator[ConfigError]:
 
 def _contradictions(slurm: Slurm) -> Iterator[ConfigError]:
     """Yield an error for options of the job, or of its step, that exclude each other."""
-    set_here = {"mem": slurm.mem, "cpus-per-task": slurm.cpus}
-    job = {
-        option: f"{slurm.setting(option)}={value}" for option, value in set_here.items() if value
-    }
+    job = {"mem": f"cluster.slurm.mem={slurm.mem}"} if slurm.mem else {}
+    job |= {"cpus-per-task": f"cluster.slurm.cpus={slurm.cpus}"} if slurm.cpus else {}
     job |= {"exclusive": "cluster.slurm.exclusive=true"} if slurm.exclusive else {}
     job |= {option.lstrip("-"): f"cluster.slurm.extra.{option}" for option in slurm.extra}
     words = (word for word in slurm.srun_args if word.startswith("--"))

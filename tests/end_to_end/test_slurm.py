@@ -442,6 +442,20 @@ def test_no_variable_of_the_submitters_changes_a_job(
 
 
 @pytest.mark.slurm
+def test_a_preflight_compares_the_nodes_of_a_job_and_ends(user: User) -> None:
+    """Both nodes are this machine, so neither is slower; the run can then be trained."""
+    words = ("run.id=preflight", "cluster.slurm.wait=true")
+    result = user.launcher(*TWO_NODES, *words, "task=preflight")
+    assert result.returncode == 0, result.stderr
+    assert "comparing the hosts ..." in result.stdout
+    assert "exclude" not in result.stdout + result.stderr
+    run = Submitted(user.slurm, user.folder / "outputs" / "preflight")
+    assert run.summary()["steps"] == 0
+    assert user.launcher(*TWO_NODES, *words, "train.steps=2").returncode == 0
+    assert len(lines(run.home)) == 2
+
+
+@pytest.mark.slurm
 def test_a_run_that_is_a_job_already_is_refused(user: User) -> None:
     held = ("cluster.gpus=2", "run.id=held", "cluster.slurm.extra={hold: ''}")
     run = user.submit("held", *ON_SLURM, *held)

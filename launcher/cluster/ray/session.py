@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import psutil
 
-from launcher.base import OF_A_RANK, OF_SLURM, Advance, open_own
+from launcher.base import OF_ANOTHER, Advance, open_own
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.ray import ray_compat, worker_actor
@@ -368,11 +368,7 @@ def worker_environment(
     """
     variables = _plain(environ, addresses)
     # JAX assumes that a process of a Slurm step or of mpirun owns a single device.
-    variables = {
-        name: value
-        for name, value in variables.items()
-        if not OF_SLURM.match(name) and not OF_A_RANK.match(name)
-    }
+    variables = {name: value for name, value in variables.items() if not OF_ANOTHER.match(name)}
     if pool.kind == "gpu":
         variables.pop("CUDA_VISIBLE_DEVICES", None)
         first = host * pool.devices_per_host

@@ -135,20 +135,14 @@ def _quoted(word: str) -> str:
 _CLUSTERS = frozenset(["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
 # Slurm's variables that say which controller is asked, and prove who asks.
 _KEPT = _CLUSTERS | {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}
-# Those by which srun would start the job's step otherwise, after SLURM_ or SRUN_.
-_OF_STEPS = re.compile(
-    "ACCTG|BCAST|COMPRESS|CONTAINER|CORE_SPEC|CPU_FREQ|CPUS_PER|DIST|EPILOG|EXACT|EXCLUSIVE|EXPORT"
-    "|GPU_|GPUS$|GPUS_PER|GRES|HINT|HOSTFILE|LABELIO|MEM_|MPI_TYPE|NETWORK|NTASKS_PER_[CGST]"
-    "|OPEN_MODE|OVER|PROFILE|PROLOG|REMOTE_CWD|RESV|SEND_LIBS|SIGNAL|SPREAD|STD(ERR|OUT)|STEP_GRES"
-    "|TASK_(EPI|PRO)LOG|THREAD|TIMELIMIT|TRES_PER|UMASK|UNBUFFERED|USE_MIN|WAIT|WORKING_DIR"
+# Those that would change a job, by sbatch's manual, or the step that srun starts in it.
+_CHANGING = re.compile(
+    "SBATCH_(?!DEBUG$)|(SLURM|SRUN)_(ACCTG|BCAST|COMPRESS|CONTAINER|CORE_SPEC|CPU_FREQ|CPUS_PER"
+    "|DIST|EPILOG|EXACT|EXCLUSIVE|EXPORT|GPU_|GPUS$|GPUS_PER|GRES|HINT|HOSTFILE|LABELIO|MEM_"
+    "|MPI_TYPE|NETWORK|NTASKS_PER_[CGST]|OPEN_MODE|OVER|PROFILE|PROLOG|REMOTE_CWD|RESV|SEND_LIBS"
+    "|SIGNAL|SPREAD|STD(ERR|OUT)|STEP_GRES|TASK_(EPI|PRO)LOG|THREAD|TIMELIMIT|TRES_PER|UMASK"
+    "|UNBUFFERED|USE_MIN|WAIT|WORKING_DIR)"
 )
-_OPTIONS = {  # of sbatch, where the variable has another name
-    "array-inx": "array",
-    "mem-per-node": "mem",
-    "req-switch": "switches",
-    "timelimit": "time",
-    "wait4switch": "switches",
-}
 # Messages of Slurm's commands when the controller, and not the request, is at fault.
 _OUTAGE = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Connection refused|Connection timed out"
@@ -194,8 +188,8 @@ def check_installed() -> None:
             "Submit from a login node, or use cluster=local.",
             ["cluster.kind"],
         )
-    if line := unheeded(os.environ):
-        complain(line)
+    if names := unheeded(os.environ):
+        complain(f"not passed on to the job: {', '.join(names)}; cluster.slurm says what it needs")
 
 
 def check_partition(slurm: Slurm) -> None:
@@ -230,24 +224,9 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k in _KEPT or not OF_SLURM.match(k)}
 
 
-def unheeded(environ: Mapping[str, str]) -> str:
-    """Return the line about variables that would change a job if `surroundings` kept them.
-
-    It is "" if there are none.
-    """
-    settings = {}
-    for name in sorted(environ.keys() - surroundings(environ).keys()):
-        prefix, _, of = name.partition("_")
-        option = of.lower().replace("_", "-")
-        if prefix == "SBATCH" and of != "DEBUG":  # which prints more, and does no more
-            settings[name] = Slurm.setting(_OPTIONS.get(option, option))
-        elif prefix in ("SLURM", "SRUN") and _OF_STEPS.match(of):
-            settings[name] = "cluster.slurm.srun_args"
-    if not settings:
-        return ""
-    instead = ", ".join(dict.fromkeys(filter(None, settings.values())))
-    remedy = f"; what the job needs of them goes into {instead}" if instead else ""
-    return f"not passed on to the job: {', '.join(settings)}{remedy}"
+def unheeded(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that would change a job if `surroundings` kept them."""
+    return sorted(filter(_CHANGING.match, environ.keys() - surroundings(environ).keys()))
 
 
 def sbatch(script: Path, sleep: Callable[[float], None] = time.sleep) -> str:
