@@ -426,7 +426,7 @@ def test_no_variable_of_the_submitters_changes_a_job(
         found = dict(
             line.partition("=")[::2] for line in (tmp_path / job_id).read_text().splitlines()
         )
-        own = re.compile(".*(JOBID|JOB_ID|PID|PORT|NODENAME|NODELIST)|SLURM_TASK_PID")
+        own = re.compile(".*(JOBID|JOB_ID|PID|PORT|NODENAME|NODELIST|_TIME)")
         return {
             name: value
             for name, value in found.items()
