@@ -23,6 +23,8 @@ from launcher.base.libraries import CONF as CONF
 from launcher.base.libraries import DISTRIBUTION as DISTRIBUTION
 from launcher.base.libraries import installing as installing
 from launcher.base.libraries import lacking as lacking
+from launcher.base.names import OF_ANOTHER as OF_ANOTHER
+from launcher.base.names import OF_SLURM as OF_SLURM
 from launcher.base.names import REMAT_NAMES as REMAT_NAMES
 from launcher.base.names import TRANSPORTS as TRANSPORTS
 from launcher.base.names import parse_remat as parse_remat

@@ -1,4 +1,4 @@
-"""Names in settings whose meaning lies elsewhere: transports, and policies of rematerialisation.
+"""Names that others define: transports, rematerialisation policies, variables of other programs.
 
 A remat string is a policy, and how many layers it takes together, or at all: `full` recomputes
 every layer by itself, `full/2` every two layers together, and `full:2` the first two layers of each
@@ -18,6 +18,14 @@ TRANSPORTS = {
     "pull": "launcher.runtime.transport.pull:PullTransport",
     "collective": "launcher.runtime.transport.permute:PermuteTransport",
 }
+# Variables of the environment that Slurm's commands read, and those of a job, which what is called
+# in one inherits.
+OF_SLURM = re.compile(r"_?(SLURMD?|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SCONTROL)_")
+# The same, and those by which another launcher tells a process of its own which one it is.
+OF_ANOTHER = re.compile(
+    f"{OF_SLURM.pattern}|OMPI_COMM_|OMPI_MCA_(orte|ess)_|PMIX?_"
+    "|JAX_(COORDINATOR_|LOCAL_DEVICE_IDS|NUM_PROCESSES|PROCESS_ID|(PARTITION|SLICE)_INDEX)"
+)
 REMAT_NAMES = (
     "none",
     "full",

@@ -165,7 +165,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         from launcher.submit.job import sweep_status
 
         return sweep_status(config.sweep)
-    if config.task in ("train", "submit"):
+    if config.task in ("train", "submit", "preflight"):
         from launcher.cluster.kinds import kind_of
 
         if (kind := kind_of(config.cluster)).batch:

@@ -14,18 +14,32 @@ number of 62 bits.
 from __future__ import annotations
 
 import os
+import platform
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import jax
+import numpy as np
+import psutil
 
+from launcher.base import DISTRIBUTION
 from launcher.base.jax_compat import bind_collectives
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.parameter_server import ServerClient
+from launcher.cluster.ray.worker_actor import machine_id
+from launcher.hardware import HostReport
 from launcher.runtime import Transport, keep_compiled, make_transport
+
+_PACKAGES = frozenset([DISTRIBUTION, "jax", "jaxlib", "flax", "optax", "numpy", "ray"])
+_SIDE = 8192, 256  # of the matrices: on GPUs, on CPU devices
+_ROUNDS = 6  # the first compiles
 
 
 class Peer:
@@ -71,6 +85,28 @@ class Peer:
     def clock(self) -> int:
         """Return this host's clock, in nanoseconds since the epoch."""
         return time.time_ns()
+
+    def measure_host(self, folder: str) -> HostReport:
+        """Return this host's state, with each device's rates; it takes a second or a few.
+
+        Args:
+            folder: the run's folder.
+        """
+        rates = [_rates(device) for device in jax.local_devices()]
+        versions = {one.name: one.version for one in distributions() if one.name in _PACKAGES}
+        with suppress(OSError):  # no such driver
+            driver = Path("/proc/driver/nvidia/version").read_text()
+            versions["GPU driver"] = driver.splitlines()[0]
+        return HostReport(
+            machine=machine_id(),
+            versions={"Python": platform.python_version(), **versions},
+            free={path: psutil.disk_usage(path).free for path in (folder, tempfile.gettempdir())},
+            amounts={
+                "free memory": (float(psutil.virtual_memory().available),),
+                "rate of matrix products": tuple(products for products, _ in rates),
+                "rate of transfers to a device": tuple(transfers for _, transfers in rates),
+            },
+        )
 
     def coordinator(self, address: str | None) -> str:
         """Return an address for JAX's coordination service.
@@ -118,3 +154,21 @@ class Peer:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
+
+
+def _rates(device: jax.Device) -> tuple[float, float]:
+    """Return a device's rates in products of square matrices and in transfers from the host.
+
+    They are those of the fastest round, so that other work on the host counts little.
+    """
+    size = _SIDE[device.platform == "cpu"]
+    block = np.ones((size, size), np.float32)
+    product, rounds = jax.jit(lambda x: x @ x), []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        there = jax.block_until_ready(jax.device_put(block, device))
+        moved = time.perf_counter()
+        jax.block_until_ready(product(there))
+        rounds.append((time.perf_counter() - moved, moved - began))
+    products, transfers = map(min, zip(*rounds, strict=True))
+    return 2.0 * size**3 / products, block.nbytes / transfers

@@ -86,6 +86,7 @@ WAITS = {  # calls before the first step that are limited by their time without 
     "meet": Wait("it connects to the parameter servers", ANSWER),
     "process": Wait("it reports its process", ANSWER),
     "clock": Wait("it reports its clock", ANSWER),
+    "measure_host": Wait("it measures its host", ALONE),
     "measure": Wait("it measures its devices and links", TOGETHER),
     "build": Wait("it reads the first data and traces the step", ALONE),
     "begin_setup": Wait("it partitions the step into programs", ALONE),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -86,6 +87,12 @@ class Slurm:
     dry_run: bool = False
     wait: bool = False
 
+    @property
+    def node_memory(self) -> str | None:
+        """The memory of a node to ask for: all of a whole one, unless the user says otherwise."""
+        whole = self.exclusive and _EXCLUSIVE[0].isdisjoint(o.lstrip("-") for o in self.extra)
+        return self.mem or ("0" if whole else None)
+
 
 # The pattern of each text setting of `Slurm`, and the remedy for a value that does not match.
 _TEXTS = {
@@ -115,10 +122,21 @@ _SBATCH_OPTIONS = {
     "requeue": "cluster.slurm.max_requeues",
     "no-requeue": "cluster.slurm.max_requeues",
     **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "chdir", "parsable", "wait"),
+        (
+            *("ntasks", "ntasks-per-node", "ntasks-per-gpu", "output", "error", "open-mode"),
+            *("chdir", "parsable", "wait", "wrap", "test-only"),
+        ),
         "",
     ),
 }
+# Options of sbatch and srun of which a job may have one, by their manuals.
+_ALTERNATIVES = (
+    "mem mem-per-cpu mem-per-gpu, cpus-per-task cpus-per-gpu, exclusive oversubscribe, "
+    "core-spec thread-spec, hint threads-per-core, hint ntasks-per-core, hint extra-node-info, "
+    "extra-node-info threads-per-core, extra-node-info ntasks-per-core"
+)
+_EXCLUSIVE = [frozenset(options.split()) for options in _ALTERNATIVES.split(",")]
+_KNOWN = frozenset(_SBATCH_OPTIONS).union(*_EXCLUSIVE)
 
 
 def minutes(time: str) -> int:
@@ -155,12 +173,30 @@ def _check_slurm(slurm: Slurm) -> Iterator[ConfigError]:
     for option in slurm.extra:
         if problem := _extra_problem(option):
             yield ConfigError(*problem, ["cluster.slurm.extra"])
+    yield from _contradictions(slurm)
+
+
+def _contradictions(slurm: Slurm) -> Iterator[ConfigError]:
+    """Yield an error for options of the job, or of its step, that exclude each other."""
+    job = {"mem": f"cluster.slurm.mem={slurm.mem}"} if slurm.mem else {}
+    job |= {"cpus-per-task": f"cluster.slurm.cpus={slurm.cpus}"} if slurm.cpus else {}
+    job |= {"exclusive": "cluster.slurm.exclusive=true"} if slurm.exclusive else {}
+    job |= {option.lstrip("-"): f"cluster.slurm.extra.{option}" for option in slurm.extra}
+    words = (word for word in slurm.srun_args if word.startswith("--"))
+    step = {word[2:].partition("=")[0]: f"{word} of cluster.slurm.srun_args" for word in words}
+    for options, places in itertools.product(_EXCLUSIVE, (job, step)):
+        if len(found := [places[option] for option in sorted(options & places.keys())]) > 1:
+            yield ConfigError(
+                f"{' and '.join(found)} exclude each other",
+                "Leave one out" + (", or set exclusive=false." if "exclusive" in options else "."),
+                [text.partition(" of ")[2] or text.partition("=")[0] for text in found],
+            )
 
 
 def _extra_problem(option: str) -> tuple[str, str] | None:
     """Return what is wrong with an option of `Slurm.extra`, and the remedy."""
     name = option.lstrip("-")
-    longer = [known for known in _SBATCH_OPTIONS if known.startswith(name)]
+    longer = [known for known in sorted(_KNOWN) if known.startswith(name)]
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
         problem = f"cluster.slurm.extra: {option!r} cannot name an option of sbatch"
         return problem, "Write its name alone, such as mail-type, and its value behind it."
@@ -168,7 +204,7 @@ def _extra_problem(option: str) -> tuple[str, str] | None:
         setting = _SBATCH_OPTIONS[name]
         remedy = f"Use {setting}." if setting else "The launcher sets it itself."
         return f"cluster.slurm.extra.{option} cannot be set here", remedy
-    if longer:  # which sbatch takes it for
+    if longer and name not in _KNOWN:  # which sbatch takes it for
         return f"cluster.slurm.extra.{option} is short for {longer[0]}", "Write options in full."
     return None
 

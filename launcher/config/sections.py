@@ -120,7 +120,7 @@ class Train:
 
 # The values of `task`; `launcher.driver.tasks` adds those that are registered from outside.
 TASKS = ["train", "plan", "check", "calibrate", "export", "generate", "evaluate"]
-TASKS += ["submit", "sweep_status", "prepare_data", "tokenize"]
+TASKS += ["submit", "sweep_status", "prepare_data", "tokenize", "preflight"]
 _LONGEST_NAME = 255  # bytes, of a folder
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 

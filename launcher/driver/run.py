@@ -174,6 +174,12 @@ class TrainTask(TaskKind):
             return train_in(home, config, ready, console, stop, rendezvous, session)
 
 
+class Preflight(TrainTask):
+    """Do what a training does in its first seconds, up to the comparison of its hosts."""
+
+    name = "preflight"
+
+
 def _trace_and_plan(
     config: Config,
     home: RunFolder,

@@ -39,6 +39,7 @@ from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
 from launcher.driver.record.run_log import RunLog
 from launcher.driver.record.step_log import DivergedError
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
+from launcher.hardware import differing_versions, shortages
 from launcher.plan import Plan, Trial, describe_plan
 from launcher.plan.profile.trials import fastest, keep_trial, kept_trial, trial_of
 from launcher.recipes import fingerprint_dataset
@@ -214,6 +215,12 @@ class _Job:
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers", Phase.STARTING) as advance:
                 workers = self._start_workers(stack, advance)
+            is_preflight = self._config.task == "preflight"
+            if is_preflight or (self._ready.pool and self._ready.pool.hosts > 1):
+                with status(self._console, "comparing the hosts", Phase.STARTING):
+                    self._compare_hosts(workers)
+            if is_preflight:
+                return
             built = workers.submit("build", to_dict(self._config))
             if usable := self._tried(workers, built):
                 self._train_on(workers, built, finished)
@@ -236,6 +243,28 @@ class _Job:
         workers = Workers(handles, self.plan, check, cluster.step_timeout, transport, servers)
         workers.connect(advance)
         return workers
+
+    def _compare_hosts(self, workers: Workers) -> None:
+        """Log a warning for each host that falls short of the others, and how to do without them.
+
+        Raises:
+            ConfigError: versions differ between the hosts.
+        """
+        reports = workers.submit("measure_host", str(self._home.path)).each()
+        nodes = self._rendezvous and self._rendezvous.allocation.nodes
+        names = nodes or [handle.name for handle in workers.handles]
+        hosts = [
+            replace(report, name=name, clock=clock.offset / 1e9)
+            for report, name, clock in zip(reports, names, workers.clocks(), strict=True)
+        ]
+        if problems := "; ".join(differing_versions(hosts)):
+            raise ConfigError(f"The hosts differ: {problems}", "Give them the same environment.")
+        short = list(shortages(hosts))
+        for name, line in short:
+            _log.warning(f"{name}: {line}")
+        if short and (slurm := getattr(self._config.cluster, "slurm", None)):
+            left_out = dict.fromkeys([*filter(None, [slurm.exclude]), *(name for name, _ in short)])
+            _log.warning(f"to do without: \"cluster.slurm.exclude='{','.join(left_out)}'\"")
 
     def _start(self) -> RaySession:
         assert self._ready.pool is not None, "nothing to train on"

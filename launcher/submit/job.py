@@ -264,7 +264,8 @@ def _settled(config: Config) -> Config:
     cluster = slurm_cluster(config.cluster)
     cluster = replace(cluster, slurm=replace(cluster.slurm, dry_run=False, wait=False))
     resume = "auto" if config.run.resume == "never" else config.run.resume
-    return replace(config, task="train", cluster=cluster, run=replace(config.run, resume=resume))
+    task = "preflight" if config.task == "preflight" else "train"
+    return replace(config, task=task, cluster=cluster, run=replace(config.run, resume=resume))
 
 
 def _check_idle(config: Config) -> None:

@@ -324,6 +324,11 @@ COMMAND_LINES = [
         "cluster.slurm.extra.nodes cannot be set here (on the command line). Use cluster.hosts.",
     ),
     (
+        "cluster=slurm cluster.slurm.mem=4G cluster.slurm.extra={mem-per-gpu:8G}",
+        "cluster.slurm.mem=4G and cluster.slurm.extra.mem-per-gpu exclude each other "
+        f"{CLI}. Leave one out.",
+    ),
+    (
         "cluster=slurm cluster.slurm.env={1A:b}",
         f"cluster.slurm.env: '1A' cannot name an environment variable {CLI}. "
         "Use letters, digits and '_'.",

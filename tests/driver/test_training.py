@@ -1,10 +1,13 @@
 """A run in its folder, up to and after the workers: what is read, kept and told of it."""
 
 import json
+import shlex
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
+from launcher.base import Clock
 from launcher.checkpoint import layout
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
@@ -12,6 +15,7 @@ from launcher.cluster.slurm.allocation import Allocation, read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.cluster import Emulated
 from launcher.config.compose import load, load_frozen, to_dict
+from launcher.config.errors import ConfigError
 from launcher.driver import training
 from launcher.driver.failures import FailedError
 from launcher.driver.folder import folder
@@ -20,6 +24,7 @@ from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record import run_log
 from launcher.driver.record.step_log import DivergedError
+from launcher.hardware import HostReport
 from launcher.plan import Plan, local_shape
 from launcher.report import TRACKERS
 from launcher.report.console import make_console
@@ -122,6 +127,47 @@ def counted(function, calls):
         return function(*arguments)
 
     return call
+
+
+class Measured:
+    """Workers of two hosts, the second of which is half as fast, or of another JAX."""
+
+    handles = (SimpleNamespace(name="worker_0"), SimpleNamespace(name="worker_1"))
+
+    def __init__(self, jax):
+        self.reports = [
+            HostReport(str(k), {"jax": one}, {}, {"rate of products": (1.0 / (1 + k),)})
+            for k, one in enumerate(("0.12.0", jax))
+        ]
+
+    def submit(self, method, folder):
+        assert method == "measure_host"
+        return SimpleNamespace(each=lambda: self.reports)
+
+    def clocks(self):
+        return [Clock(), Clock(offset=-3_000_000_000)]
+
+
+@pytest.mark.parametrize("excluded", [None, "node[3,5]"])
+def test_the_hosts_are_compared_before_a_run(tmp_path, plan, monkeypatch, caplog, excluded):
+    """The advice is taken as it is shown."""
+    words = ["cluster=slurm", "cluster.gpus=2", "cluster.hosts=2"]
+    words += [f"cluster.slurm.exclude='{excluded}'"] if excluded else []
+    run = Run(tmp_path, plan, monkeypatch, words=words)
+    home, console = folder.RunFolder(tmp_path), make_console()
+    job = training._Job(home, run.config, run.ready, console, run.stop, two_nodes())
+    job._compare_hosts(Measured("0.12.0"))
+    clock, slow, advice = caplog.messages
+    assert clock == "b: its clock is 3.0 s behind the driver's"
+    assert slow == "b: its rate of products is 67% of the median of all hosts"
+    (word,) = shlex.split(advice.removeprefix("to do without: "))
+    assert load(["cluster=slurm", word]).cluster.slurm.exclude == f"{excluded},b".removeprefix(
+        "None,"
+    )
+    with pytest.raises(
+        ConfigError, match=r"The hosts differ: jax 0.12.0 on a and 0.11.1 on b\. Give"
+    ):
+        job._compare_hosts(Measured("0.11.1"))
 
 
 def test_several_nodes_are_started_again_and_a_lost_one_is_not_waited_for_as_long(

@@ -4,6 +4,7 @@ The cluster is this machine, under the names of two nodes. All runs are of one t
 one undisturbed run in a process of its own says what the others must come to.
 """
 
+import getpass
 import json
 import os
 import re
@@ -17,6 +18,9 @@ import psutil
 import pytest
 from launched import lines, losses, summary, typed
 from slurm_cluster import SEARCH, SlurmCluster, missing, wait_until
+
+from launcher.cluster.slurm.commands import render, sbatch
+from launcher.config.compose import load
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}")
 
@@ -328,6 +332,127 @@ def test_the_script_that_is_submitted_by_hand(user: User) -> None:
     output = (user.folder / f"slurm-{wrong}.out").read_text()
     assert output.count("train.stepz is not a setting") == 1
     assert "Traceback" not in output
+
+
+# For each variable of sbatch's manual that this Slurm heeds: a value that changes a job.
+OF_SBATCH = {
+    "ACCOUNT": "a",
+    "ARRAY_INX": "0-1",
+    "CONSTRAINT": "x",
+    "CORE_SPEC": "1",
+    "DELAY_BOOT": "9",
+    "CPUS_PER_GPU": "2",
+    "DISTRIBUTION": "cyclic",
+    "ERROR": "/tmp/e",
+    "EXCLUSIVE": "",
+    "HINT": "",
+    "GPUS": "1",
+    "GPUS_PER_NODE": "1",
+    "GPUS_PER_TASK": "1",
+    "GRES": "gpu:1",
+    "INPUT": "/tmp/i",
+    "JOB_NAME": "n",
+    "MEM_PER_CPU": "9",
+    "MEM_PER_GPU": "9",
+    "MEM_PER_NODE": "9",
+    "NETWORK": "x",
+    "NO_REQUEUE": "",
+    "OPEN_MODE": "truncate",
+    "OUTPUT": "/tmp/o",
+    "OVERCOMMIT": "",
+    "QOS": "q",
+    "PARTITION": "urgent",
+    "POWER": "level",
+    "PROFILE": "task",
+    "REQ_SWITCH": "1",
+    "SIGNAL": "2",
+    "RESERVATION": "r",
+    "SPREAD_JOB": "",
+    "THREAD_SPEC": "1",
+    "THREADS_PER_CORE": "1",
+    "TIMELIMIT": "5",
+    "USE_MIN_NODES": "",
+    "WCKEY": "w",
+    "CONTAINER": "/tmp/c",
+    "NO_KILL": "",
+    "ACCTG_FREQ": "9",
+    "BATCH": "x",
+    "EXPORT": "NONE",
+    "GET_USER_ENV": "",
+    "GPU_BIND": "none",
+}
+OF_SRUN = ("MEM_PER_CPU", "CPU_BIND", "GRES", "TIMELIMIT", "EXPORT_ENV", "NTASKS_PER_GPU", "HINT")
+
+
+@pytest.mark.slow
+def test_no_variable_of_the_submitters_changes_a_job(
+    user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the controller knows of it, and what its step sees, is as from a plain shell."""
+    for name, value in user.slurm.environ.items():
+        monkeypatch.setenv(name, value)
+
+    def written(word: str, *extra: str) -> Path:
+        cluster = load([*ON_SLURM, "cluster.gpus=2", "cluster.slurm.mem=1G", *extra]).cluster
+        text = render(cluster, "j", tmp_path, tmp_path / "%j", [word])
+        (tmp_path / word).write_text(text)
+        return tmp_path / word
+
+    def described(job_id: str) -> dict[str, str]:
+        own = re.compile("JobId|.*Time|LastSchedEval|Priority")
+        return {
+            key: value.replace(f"{tmp_path}/{job_id}", "%j")
+            for key, value in user.slurm.job(job_id).items()
+            if not own.fullmatch(key) or key == "TimeLimit"
+        }
+
+    held, changing = written("true", "cluster.slurm.extra={hold: ''}"), set()
+    plain = described(sbatch(held))
+    for name, value in OF_SBATCH.items():
+        with monkeypatch.context() as shell:
+            shell.setenv(f"SBATCH_{name}", value)
+            assert described(sbatch(held)) == plain
+            direct = user.slurm.run(
+                "sbatch", "--parsable", str(held), check=False, **{f"SBATCH_{name}": value}
+            )
+            if not direct or described(direct) != plain:
+                changing.add(name)
+    user.slurm.run("scancel", "--user", getpass.getuser())
+    assert changing >= {"PARTITION", "TIMELIMIT", "MEM_PER_NODE", "EXCLUSIVE", "GRES", "ARRAY_INX"}
+    assert len(changing) > 20, changing
+
+    def seen(job_id: str) -> dict[str, str]:
+        wait_until(lambda: user.slurm.job(job_id)["JobState"] == "COMPLETED", SECONDS)
+        found = dict(
+            line.partition("=")[::2] for line in (tmp_path / job_id).read_text().splitlines()
+        )
+        own = re.compile(".*(JOBID|JOB_ID|PID|PORT|NODENAME|NODELIST|_TIME)")
+        return {
+            name: value
+            for name, value in found.items()
+            if name.startswith("SLURM_") and not own.fullmatch(name)
+        }
+
+    step = written("env")
+    plain = seen(sbatch(step))
+    assert plain["SLURM_MEM_PER_NODE"] == "1024"
+    for name in [f"SBATCH_{name}" for name in OF_SBATCH] + [f"SLURM_{name}" for name in OF_SRUN]:
+        monkeypatch.setenv(name, OF_SBATCH.get(name.partition("_")[2], "4096"))
+    assert seen(sbatch(step)) == plain
+
+
+@pytest.mark.slurm
+def test_a_preflight_compares_the_nodes_of_a_job_and_ends(user: User) -> None:
+    """Both nodes are this machine, so neither is slower; the run can then be trained."""
+    words = ("run.id=preflight", "cluster.slurm.wait=true")
+    result = user.launcher(*TWO_NODES, *words, "task=preflight")
+    assert result.returncode == 0, result.stderr
+    assert "comparing the hosts ..." in result.stdout
+    assert "exclude" not in result.stdout + result.stderr
+    run = Submitted(user.slurm, user.folder / "outputs" / "preflight")
+    assert run.summary()["steps"] == 0
+    assert user.launcher(*TWO_NODES, *words, "train.steps=2").returncode == 0
+    assert len(lines(run.home)) == 2
 
 
 @pytest.mark.slurm

@@ -89,11 +89,15 @@ def test_a_wrong_partition_is_found_before_anything_is_planned(
         (commands / name).write_text(f"#!/bin/sh\n{script}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(commands))
+    for variable in ("SBATCH_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_JOB_ID"):
+        monkeypatch.setenv(variable, "7")
     monkeypatch.setattr(
         "launcher.driver.planning.prepare.prepare", lambda *_, **__: pytest.fail("planned")
     )
     assert main((*sweep, *SETTINGS, "cluster.slurm.partition=gpus")) == 2
     assert capsys.readouterr().err == (
+        "launcher: not passed on to the job: SBATCH_PARTITION, SLURM_MEM_PER_CPU; "
+        "cluster.slurm says what it needs\n"
         "launcher: cluster.slurm.partition=gpus: Slurm has no partition gpus. Did you mean gpu?\n"
     )
     assert [path.name for path in folder.iterdir()] == ["bin"]

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import psutil
 
-from launcher.base import Advance, open_own
+from launcher.base import OF_ANOTHER, Advance, open_own
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.ray import ray_compat, worker_actor
@@ -367,8 +367,8 @@ def worker_environment(
         addresses: the addresses of the other hosts, which are exempt from proxies.
     """
     variables = _plain(environ, addresses)
-    # JAX assumes that a process of a Slurm step owns a single device.
-    variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
+    # JAX assumes that a process of a Slurm step or of mpirun owns a single device.
+    variables = {name: value for name, value in variables.items() if not OF_ANOTHER.match(name)}
     if pool.kind == "gpu":
         variables.pop("CUDA_VISIBLE_DEVICES", None)
         first = host * pool.devices_per_host

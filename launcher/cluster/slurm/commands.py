@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.base import OF_SLURM, complain
 from launcher.cluster.errors import ClusterError
 from launcher.config.cluster import Slurm, SlurmCluster, minutes
 from launcher.config.errors import ConfigError, advice
@@ -90,7 +91,7 @@ def _options(cluster: SlurmCluster) -> dict[str, Any]:
         "ntasks-per-node": 1,
         **gpus,
         "cpus-per-task": slurm.cpus,
-        "mem": slurm.mem or ("0" if slurm.exclusive else None),
+        "mem": slurm.node_memory,
         "exclusive": slurm.exclusive or None,
         "time": slurm.time and duration(slurm.time),
         **{name: getattr(slurm, name) for name in (*plain, "dependency")},
@@ -131,6 +132,17 @@ def _quoted(word: str) -> str:
 
 # -- Commands -------------------------------------------------------------------------------------
 
+_CLUSTERS = frozenset(["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
+# Slurm's variables that say which controller is asked, and prove who asks.
+_KEPT = _CLUSTERS | {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}
+# Those that would change a job, by sbatch's manual, or the step that srun starts in it.
+_CHANGING = re.compile(
+    "SBATCH_(?!DEBUG$)|(SLURM|SRUN)_(ACCTG|BCAST|COMPRESS|CONTAINER|CORE_SPEC|CPU_FREQ|CPUS_PER"
+    "|DIST|EPILOG|EXACT|EXCLUSIVE|EXPORT|GPU_|GPUS$|GPUS_PER|GRES|HINT|HOSTFILE|LABELIO|MEM_"
+    "|MPI_TYPE|NETWORK|NTASKS_PER_[CGST]|OOMKILL|OPEN_MODE|OVER|PROFILE|PROLOG|REMOTE_CWD|RESV"
+    "|SEND_LIBS|SIGNAL|SPREAD|STD(ERR|OUT)|STEP_GRES|TASK_(EPI|PRO)LOG|THREAD|TIMELIMIT|TRES_"
+    "|UMASK|UNBUFFERED|USE_MIN|WAIT|WORKING_DIR)"
+)
 # Messages of Slurm's commands when the controller, and not the request, is at fault.
 _OUTAGE = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Connection refused|Connection timed out"
@@ -165,7 +177,7 @@ class JobState:
 
 
 def check_installed() -> None:
-    """Check that Slurm's commands are on this machine.
+    """Check that Slurm's commands are on this machine, and name variables that a job does not get.
 
     Raises:
         ConfigError: they are not.
@@ -176,6 +188,8 @@ def check_installed() -> None:
             "Submit from a login node, or use cluster=local.",
             ["cluster.kind"],
         )
+    if names := unheeded(os.environ):
+        complain(f"not passed on to the job: {', '.join(names)}; cluster.slurm says what it needs")
 
 
 def check_partition(slurm: Slurm) -> None:
@@ -185,8 +199,8 @@ def check_partition(slurm: Slurm) -> None:
         ConfigError: Slurm has no such partition.
         SlurmError: the controller does not answer.
     """
-    elsewhere = {"clusters", "M"} & {option.lstrip("-") for option in slurm.extra}
-    if slurm.partition is None or elsewhere or "SBATCH_CLUSTERS" in os.environ:
+    elsewhere = "clusters" in {option.lstrip("-") for option in slurm.extra}
+    if slurm.partition is None or elsewhere or not _CLUSTERS.isdisjoint(os.environ):
         return  # a partition of another cluster
     try:
         known = set(_call(["sinfo", "--all", "--noheader", "--format=%R"]).split())
@@ -199,6 +213,20 @@ def check_partition(slurm: Slurm) -> None:
                 advice(name, sorted(known), "It has"),
                 ["cluster.slurm.partition"],
             )
+
+
+def surroundings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which to call Slurm: `environ` without any job's state.
+
+    A job inherits it from sbatch. Variables of sbatch would win over the lines of its script, and
+    those of another job over what this one asks for.
+    """
+    return {k: v for k, v in environ.items() if k in _KEPT or not OF_SLURM.match(k)}
+
+
+def unheeded(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that would change a job if `surroundings` kept them."""
+    return sorted(filter(_CHANGING.match, environ.keys() - surroundings(environ).keys()))
 
 
 def sbatch(script: Path, sleep: Callable[[float], None] = time.sleep) -> str:
@@ -251,7 +279,12 @@ def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -
     """
     for pause in (*_PAUSES, None):
         result = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, process_group=0
+            command,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            env=surroundings(os.environ),
         )
         if not result.returncode:
             return result.stdout

@@ -95,6 +95,7 @@ def check_new(key: str, named: str, what: str = "file") -> None:
 TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the task runs
     "train": "launcher.driver.run.TrainTask",
     "plan": "launcher.driver.run.PlanOnly",
+    "preflight": "launcher.driver.run.Preflight",
     "calibrate": "launcher.driver.tasks.calibrate.Calibrate",
     "evaluate": "launcher.driver.tasks.evaluate.EvaluateTask",
     "export": "launcher.driver.tasks.export.ExportTask",

@@ -103,6 +103,23 @@ def test_a_time_limit_has_one_reading(text: str, slurm: str) -> None:
     assert duration(text) == slurm
 
 
+@pytest.mark.parametrize(
+    ("words", "memory"),
+    [
+        ([], ["--mem=0"]),
+        (["cluster.slurm.mem=64G"], ["--mem=64G"]),
+        (["cluster.slurm.extra={mem-per-gpu: 64G}"], ["--mem-per-gpu=64G"]),
+        (["cluster.slurm.extra={--mem-per-cpu: 4G}"], ["--mem-per-cpu=4G"]),
+        (["cluster.slurm.exclusive=false"], []),
+    ],
+)
+def test_the_memory_of_whole_nodes_gives_way_to_the_users(
+    words: list[str], memory: list[str]
+) -> None:
+    text = render(load(["cluster=slurm", *words]).cluster, *ONE_RUN)
+    assert [line.split()[1] for line in text.splitlines() if "SBATCH --mem" in line] == memory
+
+
 def test_values_reach_bash_as_they_were_set() -> None:
     """The variables and the words of srun, as bash itself sees them."""
     script = rendered("everything_set")
