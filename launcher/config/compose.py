@@ -47,6 +47,7 @@ from launcher.config.sources import (
     Source,
     Tree,
     choices,
+    refuse_unread,
     refuse_useless,
     short,
     with_runs_settings,
@@ -243,12 +244,13 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
         with searching(folders) as loader:
             tree = cast(Tree, OmegaConf.to_container(composed(loader, PRIMARY, said, look)))
         tree = without_leftovers(tree, sources, overrides, groups)
+        origin = Origin(sources, overrides, groups)
+        refuse_unread(tree, origin)
         tree = with_runs_settings(tree, sources, overrides)
         tree, texts = resolved(OmegaConf.create(tree))
         _refuse_misplaced(tree, groups, sources)
         check_sizes(texts)
         config = from_dict(tree | allowed, texts)
-        origin = Origin(sources, overrides, groups)
         for command in () if config.allow_commands else commands_in(config):
             if origin.rank(command) != ON_COMMAND_LINE:
                 raise not_allowed(command)

@@ -118,9 +118,21 @@ class Train:
             )
 
 
-# The values of `task`; `launcher.driver.tasks` adds those that are registered from outside.
-TASKS = ["train", "plan", "check", "calibrate", "export", "generate", "evaluate"]
-TASKS += ["submit", "sweep_status", "prepare_data", "tokenize"]
+# By the values of `task`, the settings and sections that it reads from the command line; None: all.
+# The others it takes from the run `run.id`, or not at all. `launcher.driver.tasks` adds those that
+# are registered from outside.
+TASKS: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("train", "plan", "check", "submit", "prepare_data")),
+    "calibrate": ("cluster",),
+    "tokenize": ("dataset", "tokenize"),
+    "sweep_status": ("sweep.dir",),
+    "export": ("run.id", "run.dir", "run.shared", "export"),
+    "generate": ("run.id", "run.dir", "cluster", "generate", "prompt"),
+    "evaluate": (
+        *("run.id", "run.dir", "run.shared", "run.seed", "cluster", "dataset", "prepare"),
+        *("train.global_batch_size", "train.precision", "evaluate"),
+    ),
+}
 _LONGEST_NAME = 255  # bytes, of a folder
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 
@@ -312,8 +324,8 @@ class Prepare:
         Switch(
             ("prepare",),
             ("task",),
-            lambda c: c.task in ("prepare_data", "train"),
-            "that is for task=prepare_data, and for a training, which prepares its data first",
+            lambda c: c.task in ("prepare_data", "train", "evaluate"),
+            "that is for task=prepare_data, and for tasks that prepare their data first",
             "use that task",
         ),
     )
