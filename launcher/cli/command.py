@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,6 +70,8 @@ def run(argv: Sequence[str], stop: Stop) -> int:
             return write_new(argv[1:])
         return _run(_parse(argv), stop)
     except ConfigError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # as Hydra's own programs do
+            traceback.print_exc()
         if os.environ.get("SLURM_NODEID", "0") == "0":  # only by one task of a job
             complain(str(error))
         return 2

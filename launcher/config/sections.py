@@ -182,10 +182,13 @@ _WANDB = tuple(f"wandb.{name}" for name in ("project", "entity", "group", "name"
 
 @dataclass(frozen=True)
 class Wandb:
-    """Weights & Biases. `mode` null: online where the user is logged in, else offline."""
+    """Weights & Biases. What is null or empty, its variables such as WANDB_PROJECT decide.
+
+    `mode` null without WANDB_MODE: online where the user is logged in, else offline.
+    """
 
     mode: str | None = field(default=None, metadata={"choices": ("online", "offline", "disabled")})
-    project: str = "launcher"
+    project: str | None = None  # null: launcher
     entity: str | None = None
     group: str | None = None
     name: str | None = None  # null: the run id

@@ -26,6 +26,12 @@ ONLINE_TIMEOUT = 10  # seconds that connecting to the server may delay the start
 AXES = ("step", "perf/tokens")  # what charts may be drawn against; the first one unless asked
 UPLOAD_TIMEOUT = 60  # seconds that the last uploads may delay its end; the rest stays on disk
 
+# Variables of wandb's without effect, as the arguments of `WandbTracker` decide it.
+_OURS = (
+    *("RUN_ID", "DIR", "RESUME", "REINIT", "SILENT", "CONSOLE", "X_DISABLE_META", "DISABLE_GIT"),
+    *("SAVE_CODE", "INIT_TIMEOUT", "FINISH_TIMEOUT"),
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,6 +52,8 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
     if asked not in ("", "online", "offline"):
         return None
     mode: Mode = "offline" if asked == "offline" else "online"
+    if ours := [f"WANDB_{name}" for name in _OURS if f"WANDB_{name}" in os.environ]:
+        _log.warning(f"wandb: without effect, as each run decides this itself: {', '.join(ours)}")
     try:
         import wandb
 
@@ -92,11 +100,11 @@ class WandbTracker(Tracker):
 
         self._run: wandb.Run | None = wandb.init(
             id=run.id,
-            name=settings.name or run.id,
-            project=settings.project,
+            name=settings.name or os.environ.get("WANDB_NAME") or run.id,
+            project=settings.project or os.environ.get("WANDB_PROJECT") or "launcher",
             entity=settings.entity,
             group=settings.group,
-            tags=settings.tags,
+            tags=settings.tags or None,
             config=dict(run.config),
             dir=run.folder,
             mode=mode,
