@@ -262,9 +262,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _settings(config: Config, arguments: argparse.Namespace) -> str:
     """Return the settings, or one section of them, as YAML."""
-    import yaml
-
-    from launcher.config.compose import to_dict, to_written
+    from launcher.config.compose import to_dict, to_written, to_yaml
 
     package = arguments.package
     tree = to_dict(config) if arguments.resolve else to_written(config)
@@ -273,7 +271,7 @@ def _settings(config: Config, arguments: argparse.Namespace) -> str:
             remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
             raise ConfigError(f"--package {package} is not a section", remedy)
         tree = tree[name]
-    return yaml.safe_dump(tree, sort_keys=False)
+    return to_yaml(tree)
 
 
 def _checked(config: Config) -> str:

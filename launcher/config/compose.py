@@ -201,6 +201,22 @@ def to_written(config: Config) -> dict[str, Any]:
     return unresolved(to_dict(config), config.from_environment)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that only OmegaConf, which reads users' files, takes for numbers: 12e5."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    [*"-+.0123456789"],
+)
+
+
+def to_yaml(tree: Any) -> str:
+    """Return plain data as YAML for a file of settings."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+
+
 def redacted(config: Config) -> dict[str, Any]:
     """Return `to_written` for a file that others may read.
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from launcher.base import to_type
 from launcher.config.cluster import Cluster
 from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Switch, choice, number
@@ -218,7 +219,8 @@ def check_code(
     if not any(f"{module}.".startswith(f"{allowed}.") for allowed in allow_modules):
         yield ConfigError(
             f"{named} is code that this run is not allowed to load",
-            f"If you trust it, add allow_modules=[{module}] on the command line.",
+            f"If you trust it, add {to_type(('allow_modules', [*allow_modules, module]))} on the "
+            "command line.",
             [key],
         )
 

@@ -20,12 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.base import answer, complain, end_with_parent, make_private
+from launcher.base import answer, complain, end_with_parent, make_private, setting_word
 from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
-from launcher.config.overrides import written
 from launcher.config.schema import Config
 from launcher.config.sections import TASKS
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
@@ -380,10 +379,10 @@ def _command(
     command += [text for text in point.overrides if not of_sweep.match(text)]
     if TASKS[point.config.task] is not None:
         return command  # it makes no run
-    command += [f"run.dir={written(str(folder))}", f"run.id={written(run_id)}"]
+    command += [setting_word("run.dir", str(folder)), setting_word("run.id", run_id)]
     wandb, is_used = point.config.wandb, "wandb" in (point.config.report.trackers or ())
     if is_used and wandb.group is None and wandb.mode != "disabled":
-        command += [f"wandb.group={written(sweep_id)}"]
+        command += [setting_word("wandb.group", sweep_id)]
     return command
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.base import to_type
 from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
 from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
@@ -131,8 +131,8 @@ class WandbTracker(Tracker):
         if mode == "online":
             self.url = self._run.url
         else:
-            folder = shlex.quote(str(run.folder / "wandb"))
-            self.sync_command = f"wandb sync {folder}/offline-run-*"
+            folder = to_type("wandb", "sync", str(run.folder / "wandb"))
+            self.sync_command = f"{folder}/offline-run-*"
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Record a table together with the next step, or with the last one after it."""
