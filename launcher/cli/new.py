@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 def training_command(name: str) -> str:
     """Return the command that trains a project, for its own folder."""
-    settings = ("recipe", name), ("allow_modules", [name])
-    return to_type(*LAUNCH, "--config-dir", "conf", *settings)
+    return to_type(*LAUNCH, "--config-dir", "conf", ("recipe", name), ("allow_modules", [name]))
 
 
 def write_project(folder: Path) -> list[str]:

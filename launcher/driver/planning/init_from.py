@@ -102,8 +102,8 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
         InitError: its `config.json` cannot be used.
     """
     name = config.model.name
-    settings = ("model", name), ("model.size", f"{PREFIX}{path}")
-    remedy = f"Take them from there: {to_type(*settings)}"
+    words = to_type(("model", name), ("model.size", f"{PREFIX}{path}"))
+    remedy = f"Take them from there: {words}"
     try:
         stored = read_config(path)
         family = family_of(stored)
