@@ -28,13 +28,16 @@ from launcher.base.names import OF_SLURM as OF_SLURM
 from launcher.base.names import REMAT_NAMES as REMAT_NAMES
 from launcher.base.names import TRANSPORTS as TRANSPORTS
 from launcher.base.names import parse_remat as parse_remat
+from launcher.base.output import LAUNCH as LAUNCH
 from launcher.base.output import Advance as Advance
 from launcher.base.output import answer as answer
 from launcher.base.output import complain as complain
 from launcher.base.output import discard as discard
 from launcher.base.output import held_back as held_back
 from launcher.base.output import lines_to as lines_to
+from launcher.base.output import setting_word as setting_word
 from launcher.base.output import take_over as take_over
+from launcher.base.output import to_type as to_type
 from launcher.base.output import warn_once as warn_once
 from launcher.base.output import without_control as without_control
 from launcher.base.parent_death import end_with_parent as end_with_parent

@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
+import shlex
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -25,8 +27,42 @@ Advance: TypeAlias = Callable[..., None]
 
 _LAUNCHER = logging.getLogger("launcher")
 # Control characters, lone surrogates, and what separates lines and paragraphs.
+LAUNCH = ("python", "-m", "launcher")
+_PLAIN = re.compile(r"(?!(?:null|true|false)$)[\w./-]+", re.ASCII | re.IGNORECASE)
+_SPECIAL = re.compile(r'(\\*)("|\$\{|\Z)')  # with what escapes it in a quoted text of Hydra's
 _OBEYED = "Cc", "Cs", "Zl", "Zp"
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def to_type(*words: str | tuple[str, object]) -> str:
+    """Return words of a shell that a message advises to type; a pair is a setting with its value.
+
+    Every message that names a command, or a setting with a value of the user's, has it from here.
+    """
+    return shlex.join(word if isinstance(word, str) else setting_word(*word) for word in words)
+
+
+def setting_word(key: str, value: object) -> str:
+    """Return the word of a command line, in Hydra's grammar, that sets `key` to `value`."""
+    return f"{key}={_in_grammar(value)}"
+
+
+def _in_grammar(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_in_grammar, value))}]"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value).lower()
+    if _PLAIN.fullmatch(value) and not _is_number(value):
+        return value
+    return '"' + _SPECIAL.sub(lambda m: m[1] * 2 + (m[2] and "\\" + m[2]), value) + '"'
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def answer(text: str, end: str = "\n") -> int:

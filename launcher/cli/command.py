@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,6 +70,8 @@ def run(argv: Sequence[str], stop: Stop) -> int:
             return write_new(argv[1:])
         return _run(_parse(argv), stop)
     except ConfigError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # as Hydra's own programs do
+            traceback.print_exc()
         if os.environ.get("SLURM_NODEID", "0") == "0":  # only by one task of a job
             complain(str(error))
         return 2
@@ -259,9 +262,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _settings(config: Config, arguments: argparse.Namespace) -> str:
     """Return the settings, or one section of them, as YAML."""
-    import yaml
-
-    from launcher.config.compose import to_dict, to_written
+    from launcher.config.compose import to_dict, to_written, to_yaml
 
     package = arguments.package
     tree = to_dict(config) if arguments.resolve else to_written(config)
@@ -270,7 +271,7 @@ def _settings(config: Config, arguments: argparse.Namespace) -> str:
             remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
             raise ConfigError(f"--package {package} is not a section", remedy)
         tree = tree[name]
-    return yaml.safe_dump(tree, sort_keys=False)
+    return to_yaml(tree)
 
 
 def _checked(config: Config) -> str:

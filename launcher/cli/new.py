@@ -9,7 +9,6 @@ import importlib.util
 import keyword
 import math
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from launcher.base import answer
+from launcher.base import LAUNCH, answer, to_type
 from launcher.cli import Parser
 from launcher.config.errors import ConfigError
 
@@ -52,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
     name = folder.absolute().name
     lines = [f"{folder}/ holds {name}:"]
     lines += [f"  {path}" for path in files]
-    lines += ["", "to train it:", f"  cd {shlex.quote(str(folder))}", f"  {training_command(name)}"]
+    lines += ["", "to train it:", f"  {to_type('cd', str(folder))}", f"  {training_command(name)}"]
     return answer("\n".join(lines))
 
 
 def training_command(name: str) -> str:
     """Return the command that trains a project, for its own folder."""
-    return f"python -m launcher --config-dir conf recipe={name} 'allow_modules=[{name}]'"
+    return to_type(*LAUNCH, "--config-dir", "conf", ("recipe", name), ("allow_modules", [name]))
 
 
 def write_project(folder: Path) -> list[str]:

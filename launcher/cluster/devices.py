@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from launcher.base import installing
 from launcher.config.cluster import Cluster
@@ -59,8 +60,10 @@ class DevicePool:
         note: one line about them for the user.
         gpu_ids: one CUDA_VISIBLE_DEVICES entry a GPU, in order; empty for CPU devices, and if each
             host chooses its own GPUs.
+        count_flag: of XLA, for the number of emulated devices.
     """
 
+    count_flag: ClassVar[str] = "--xla_force_host_platform_device_count"
     kind: str  # "gpu" | "cpu"
     hosts: int
     devices_per_host: int

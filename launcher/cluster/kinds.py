@@ -123,6 +123,18 @@ class ClusterKind(Generic[C]):
         del environ
         yield from ()
 
+    def ignored(self, environ: Mapping[str, str]) -> Iterator[str]:
+        """Yield a line for each variable of `environ` that a default takes no account of."""
+        if "RAY_ADDRESS" in environ and self.name != "ray":
+            yield "RAY_ADDRESS has no effect: a run starts a Ray of its own; cluster=ray uses one"
+        for name in (DevicePool.count_flag, "JAX_NUM_CPU_DEVICES"):
+            is_set = name in environ or name in environ.get("XLA_FLAGS", "")
+            if is_set and getattr(self.cluster, "gpus", None) is None:
+                yield f"{name} has no effect: cluster.gpus is the number of devices"
+        platforms = environ.get("JAX_PLATFORMS", "")
+        if set(platforms.split(",")) - {"", "cpu", "cuda", "gpu"}:
+            yield f"JAX_PLATFORMS={platforms} has no effect: devices are CUDA's GPUs, or the CPU's"
+
 
 KINDS: dict[str, type[ClusterKind[Any]]] = {}
 K = TypeVar("K", bound=type[ClusterKind[Any]])

@@ -47,6 +47,7 @@ from launcher.config.sources import (
     Source,
     Tree,
     choices,
+    refuse_unread,
     refuse_useless,
     short,
     with_runs_settings,
@@ -200,6 +201,22 @@ def to_written(config: Config) -> dict[str, Any]:
     return unresolved(to_dict(config), config.from_environment)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that only OmegaConf, which reads users' files, takes for numbers: 12e5."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    [*"-+.0123456789"],
+)
+
+
+def to_yaml(tree: Any) -> str:
+    """Return plain data as YAML for a file of settings."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+
+
 def redacted(config: Config) -> dict[str, Any]:
     """Return `to_written` for a file that others may read.
 
@@ -243,12 +260,13 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
         with searching(folders) as loader:
             tree = cast(Tree, OmegaConf.to_container(composed(loader, PRIMARY, said, look)))
         tree = without_leftovers(tree, sources, overrides, groups)
+        origin = Origin(sources, overrides, groups)
+        refuse_unread(tree, origin)
         tree = with_runs_settings(tree, sources, overrides)
         tree, texts = resolved(OmegaConf.create(tree))
         _refuse_misplaced(tree, groups, sources)
         check_sizes(texts)
         config = from_dict(tree | allowed, texts)
-        origin = Origin(sources, overrides, groups)
         for command in () if config.allow_commands else commands_in(config):
             if origin.rank(command) != ON_COMMAND_LINE:
                 raise not_allowed(command)

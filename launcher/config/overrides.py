@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import OverrideParseException
 
+from launcher.base import to_type
 from launcher.config.errors import ConfigError, shown
 from launcher.config.folders import PARTS, find_groups
 from launcher.config.reader import text_keys
@@ -46,22 +47,17 @@ def _parse_one(parser: OverridesParser, text: str) -> Override:
         if len(text) > _LONGEST:
             remedy = "Write what is as long as that in a file of settings."
         elif equals:
-            quoted = _quoted(key, value)
-            remedy = f"Quote special characters, inside the shell's own quotes: {quoted}."
+            inner = value.strip()
+            is_list = inner[:1] == "[" and inner[-1:] == "]"
+            items = [item.strip() for item in inner[1:-1].split(",")]
+            quoted = to_type((key, items if is_list else value))
+            remedy = f"Quote special characters, for example {quoted}"
         else:
             remedy = "Settings are written key=value, for example train.steps=100."
         problem = f"{shown(text)} cannot be read as key=value"
         raise ConfigError(problem, remedy, where=COMMAND_LINE) from None
     _refuse_useless(override, text)
     return override
-
-
-def _quoted(key: str, value: str) -> str:
-    """Return an argument quoted for the shell and for Hydra."""
-    if "'" in value and '"' not in value:
-        return f'"{key}=\\"{value}\\""'
-    inner = value.replace("'", "\\'").replace('"', '\\"')
-    return f"\"{key}='{inner}'\""
 
 
 def _refuse_useless(override: Override, text: str) -> None:
@@ -133,12 +129,6 @@ def _for_hydra(
 def quoted(value: str) -> str:
     """Return `value` as a quoted string of the override grammar."""
     return QuotedString(value, Quote.single).with_quotes()
-
-
-def written(value: str) -> str:
-    """Return the text `value` for a command line, in quotes only if it needs them."""
-    plain = re.fullmatch(r"[\w./-]+", value) and value.casefold() != "null"
-    return value if plain else quoted(value)
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> None:

@@ -107,6 +107,13 @@ class Config:
     )
 
 
+def read_by(task: str) -> tuple[str, ...] | None:
+    """Return the settings and sections that a task reads from the command line; None: all."""
+    reads = TASKS.get(task)
+    of_all = ("task", "allow_modules", "allow_commands", "sweep.jobs", "sweep.objective")
+    return None if reads is None else (*reads, *of_all)
+
+
 def check(config: Config) -> None:
     """Raise the first contradiction between settings as a ConfigError.
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from launcher.base import to_type
 from launcher.config.cluster import Cluster
 from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Switch, choice, number
@@ -118,9 +119,21 @@ class Train:
             )
 
 
-# The values of `task`; `launcher.driver.tasks` adds those that are registered from outside.
-TASKS = ["train", "plan", "check", "calibrate", "export", "generate", "evaluate"]
-TASKS += ["submit", "sweep_status", "prepare_data", "tokenize", "preflight"]
+# By the values of `task`, the settings and sections that it reads from the command line; None: all.
+# The others it takes from the run `run.id`, or not at all. `launcher.driver.tasks` adds those that
+# are registered from outside.
+TASKS: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("train", "plan", "check", "submit", "prepare_data", "preflight")),
+    "calibrate": ("cluster",),
+    "tokenize": ("dataset", "tokenize"),
+    "sweep_status": ("sweep.dir",),
+    "export": ("run.id", "run.dir", "run.shared", "export"),
+    "generate": ("run.id", "run.dir", "cluster", "generate", "prompt"),
+    "evaluate": (
+        *("run.id", "run.dir", "run.shared", "run.seed", "cluster", "dataset", "prepare"),
+        *("train.global_batch_size", "train.precision", "evaluate"),
+    ),
+}
 _LONGEST_NAME = 255  # bytes, of a folder
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 
@@ -170,10 +183,13 @@ _WANDB = tuple(f"wandb.{name}" for name in ("project", "entity", "group", "name"
 
 @dataclass(frozen=True)
 class Wandb:
-    """Weights & Biases. `mode` null: online where the user is logged in, else offline."""
+    """Weights & Biases. What is null or empty, its variables such as WANDB_PROJECT decide.
+
+    `mode` null without WANDB_MODE: online where the user is logged in, else offline.
+    """
 
     mode: str | None = field(default=None, metadata={"choices": ("online", "offline", "disabled")})
-    project: str = "launcher"
+    project: str | None = None  # null: launcher
     entity: str | None = None
     group: str | None = None
     name: str | None = None  # null: the run id
@@ -203,7 +219,8 @@ def check_code(
     if not any(f"{module}.".startswith(f"{allowed}.") for allowed in allow_modules):
         yield ConfigError(
             f"{named} is code that this run is not allowed to load",
-            f"If you trust it, add allow_modules=[{module}] on the command line.",
+            f"If you trust it, add {to_type(('allow_modules', [*allow_modules, module]))} on the "
+            "command line.",
             [key],
         )
 
@@ -312,8 +329,8 @@ class Prepare:
         Switch(
             ("prepare",),
             ("task",),
-            lambda c: c.task in ("prepare_data", "train"),
-            "that is for task=prepare_data, and for a training, which prepares its data first",
+            lambda c: c.task in ("prepare_data", "train", "evaluate"),
+            "that is for task=prepare_data, and for tasks that prepare their data first",
             "use that task",
         ),
     )

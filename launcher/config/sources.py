@@ -26,11 +26,11 @@ from launcher.base import DamagedError
 from launcher.base.reading import join_key, read_yaml, yaml_node
 from launcher.config.cluster import CLUSTERS, Emulated, Local
 from launcher.config.environment import COMMAND_LINE_ONLY, below, command_at, leaves, not_allowed
-from launcher.config.errors import ConfigError
+from launcher.config.errors import ConfigError, shown
 from launcher.config.overrides import COMMAND_LINE
 from launcher.config.parallel import METHODS, Replay
-from launcher.config.reader import collections, text_keys
-from launcher.config.schema import MODELS, Config
+from launcher.config.reader import collections, setting_keys, text_keys
+from launcher.config.schema import MODELS, Config, read_by
 
 Tree = dict[str, Any]
 
@@ -122,8 +122,8 @@ class Origin:
         for override in self.overrides:
             said, value = override.key_or_group, override.value()
             is_option = said in self.groups and not isinstance(value, dict)
-            if is_option and key in (said, f"{said}.name") and key != "cluster.name":
-                return ON_COMMAND_LINE  # that one is no option's name
+            if is_option and key in (said, _kind_key(said)):
+                return ON_COMMAND_LINE
             if not is_option and any(
                 below(one, (key,)) or below(key, (one,)) for one, _ in leaves(said, value)
             ):
@@ -404,10 +404,9 @@ def with_runs_settings(
     They are the model, the data, the optimizer and more, unless the command line or a recipe sets
     them. `tree` is not yet resolved.
     """
-    parallel, plan = tree.get("parallel"), None
+    parallel, plan, reads = tree.get("parallel"), None, read_by(str(tree.get("task")))
     if tree.get("task") in ("evaluate", "generate"):
-        run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
-        plan = Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
+        plan = _plan_of_run(tree)
     elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
         plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
     if plan is None:
@@ -421,6 +420,7 @@ def with_runs_settings(
             said |= choices(source.content).keys() | {
                 key for name, value in source.content.items() for key, _ in leaves(str(name), value)
             }
+    said = {key for key in said if reads is None or below(key, reads)}
     for shorthand, names in shorthands_of(tree.get("model")).items():
         if f"model.{shorthand}" in said:
             said |= {f"model.{name}" for name in names}
@@ -438,11 +438,71 @@ def with_runs_settings(
     return {**tree, **taken}
 
 
+def refuse_unread(tree: Tree, origin: Origin) -> None:
+    """Raise ConfigError for a setting that the task does not read.
+
+    It may say what the run has: so the command that trained a run serves other tasks, too. A file's
+    setting counts where the file, or one below it, sets `task`.
+
+    Args:
+        tree: composed, and not yet resolved.
+        origin: the files and overrides that it is composed of.
+    """
+    task = str(tree.get("task"))
+    reads = read_by(task)
+    plan = _plan_of_run(tree)
+    needs_run = reads is not None and "run.id" in reads
+    if reads is None or (needs_run and plan is None):
+        return
+    run, whole = settings_beside(str(plan)) if needs_run else {}, OmegaConf.create(tree)
+    for key in _said_after(origin, "task"):
+        if below(key, reads):
+            continue
+        theirs = _at(run, key)
+        if str(OmegaConf.select(whole, key)) == str(theirs) and run:
+            continue
+        why = f"task={task} does not read it"
+        if needs_run and key.partition(".")[0] in (*OF_PROGRAM, "train", "parallel"):
+            why = f"task={task} uses the run's" + (f", {shown(theirs)}" if run else "")
+        raise ConfigError(f"{key} has no effect: {why}", "Leave it out.", [key])
+
+
+def _said_after(origin: Origin, key: str) -> Iterator[str]:
+    """Yield the settings that users' files say from the one on that sets `key`, and overrides."""
+    for source in origin.sources[origin.rank(key) :]:
+        if not source.is_own:
+            yield from (name for name in source.lines if name in setting_keys())
+    for override in origin.overrides:
+        said, value = override.key_or_group, override.value()
+        if said not in origin.groups or isinstance(value, dict):
+            yield from (name for name, _ in leaves(said, value))
+        elif kind := _kind_key(said):
+            yield kind
+
+
+def _plan_of_run(tree: Tree) -> Path | None:
+    """Return the plan of the run `run.id`, None if none is named."""
+    run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
+    return Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
+
+
+def _at(tree: Any, key: str) -> Any:
+    """Return the value of a setting in a tree; None if there is none."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _kind_key(section: str) -> str | None:
+    """Return the setting that names the kind of a section; None if it has no kinds."""
+    fields = (field for field in dataclasses.fields(Config) if field.name == section)
+    variants = next((field.metadata.get("variants") for field in fields), None)
+    return variants and f"{section}.{variants.key}"
+
+
 def _names_kind(section: str, said: Set[str]) -> bool:
     """Return whether the kind of a section is set, and so all of it."""
-    (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
-    variants = field.metadata.get("variants")
-    return variants is not None and f"{section}.{variants.key}" in said
+    return _kind_key(section) in said
 
 
 def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from launcher.base import to_type
 from launcher.config.schema import Config
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.files import META, read_meta
@@ -90,7 +91,7 @@ def warn_of_other_tokens(settings: Config, asked: Config) -> None:
         _log.warning(
             f"the run's tokens were made by {theirs}, and dataset={asked.dataset.name} has those "
             f"of {ours}: unless both make the same tokens, the loss says nothing; "
-            f"prepare the data with dataset.tokenizer={theirs}"
+            f"prepare the data with {to_type(('dataset.tokenizer', str(theirs)))}"
         )
 
 

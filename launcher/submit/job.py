@@ -20,7 +20,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base import DamagedError, answer, complain, lines_to, read_json, write_whole
+from launcher.base import (
+    LAUNCH,
+    DamagedError,
+    answer,
+    complain,
+    lines_to,
+    read_json,
+    to_type,
+    write_whole,
+)
 from launcher.base.reading import read
 from launcher.cluster.slurm.allocation import read_attempts
 from launcher.cluster.slurm.commands import (
@@ -102,7 +111,7 @@ def _submit(config: Config, stop: Stop) -> int:
             f"submitted job {job_id}\n"
             f"  run folder  {home.path}\n"
             f"  log         {output}\n"
-            f"  follow      tail -F {shlex.quote(str(output))}\n"
+            f"  follow      {to_type('tail', '-F', str(output))}\n"
             f"  cancel      scancel {job_id}"
         )
 
@@ -145,7 +154,8 @@ def _submit_sweep(
             hand_in(config, path, text, {"": home}, said, made, stop)
             made = []  # if a later one is refused, the first is submitted already
     answer(f"  folder  {folder}")
-    answer(f"  status  python -m launcher task=sweep_status sweep.dir={shlex.quote(str(folder))}")
+    status = to_type(*LAUNCH, ("task", "sweep_status"), ("sweep.dir", str(folder)))
+    answer(f"  status  {status}")
     return 0
 
 

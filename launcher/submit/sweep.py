@@ -9,6 +9,7 @@ runs share the user's compilation cache; each starts a Ray of its own.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,14 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.base import answer, complain, end_with_parent, make_private
+from launcher.base import answer, complain, end_with_parent, make_private, setting_word
 from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
-from launcher.config.overrides import written
 from launcher.config.schema import Config
-from launcher.config.sections import Run
+from launcher.config.sections import TASKS
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 from launcher.driver.folder.make_folder import private_files
 from launcher.driver.planning.check import check
@@ -208,7 +208,7 @@ class RunningSweep:
             _check_objective(point.config)
         find_slots([point.config for point in points], os.environ)
         self._id, folder = place_sweep(points)
-        _make(folder, config.run)
+        _make(folder, config.run.shared)
         self._stack.enter_context(private_files(config.run))
         self._points = self._stack.enter_context(open_points(folder))
         self._stack.enter_context(self._stop.heeded(_say_nothing, until="asked"))
@@ -329,14 +329,14 @@ def _say_nothing(text: str) -> None:
     del text  # the runs say that they heard a signal
 
 
-def _make(folder: Path, run: Run) -> None:
-    """Make the sweep's folder; only its user may read it, unless the runs are shared.
+def _make(folder: Path, shared: bool) -> None:
+    """Make the sweep's folder; only its user may read it, unless the runs are `shared`.
 
     Raises:
         ConfigError: it cannot be made.
     """
     try:
-        if run.shared:
+        if shared:
             folder.mkdir(parents=True, exist_ok=True)
         elif not folder.is_dir():
             make_private(folder)
@@ -375,11 +375,14 @@ def _command(
     command = [sys.executable, "-m", "launcher"]
     for config_dir in config_dirs:
         command += ["--config-dir", config_dir]
-    command += [text for text in point.overrides if not text.lstrip("+").startswith("sweep.")]
-    command += [f"run.dir={written(str(folder))}", f"run.id={written(run_id)}"]
+    of_sweep = re.compile(r"\+*sweep(\.jobs|\.objective)?=")
+    command += [text for text in point.overrides if not of_sweep.match(text)]
+    if TASKS[point.config.task] is not None:
+        return command  # it makes no run
+    command += [setting_word("run.dir", str(folder)), setting_word("run.id", run_id)]
     wandb, is_used = point.config.wandb, "wandb" in (point.config.report.trackers or ())
     if is_used and wandb.group is None and wandb.mode != "disabled":
-        command += [f"wandb.group={written(sweep_id)}"]
+        command += [setting_word("wandb.group", sweep_id)]
     return command
 
 

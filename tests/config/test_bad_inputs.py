@@ -110,7 +110,7 @@ def wrong_values():
         for value in values:
             yield Case(key, value, key, {k: v for k, v in beside.items() if k != key})
         if "choices" in metadata:
-            right = metadata["choices"][-1]
+            right = [*metadata["choices"]][-1]
             wrong = right[:-1] + "X" if isinstance(right, str) else right + 1
             yield Case(key, wrong, str(right), beside)
         if (minimum := metadata.get("minimum")) is not None:

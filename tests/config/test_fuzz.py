@@ -52,7 +52,7 @@ def value(setting, draw):
         dict: [{}, {"a": 1}, {"a": {"b": [1, 2]}}],
     }[setting.kind]
     if (choices := setting.metadata.get("choices")) and draw.random() < 0.8:
-        return draw.choice(choices)
+        return draw.choice([*choices])
     anything = [one for values in WRONG.values() for one in values]
     wrong = WRONG[setting.kind]
     return draw.choice(draw.choice([of_kind, of_kind, of_kind, wrong, anything, [None]]))

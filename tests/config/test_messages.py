@@ -98,12 +98,12 @@ COMMAND_LINES = [
     (
         "model=custom model.module=os",
         f"model.module=os is code that this run is not allowed to load {CLI}. "
-        "If you trust it, add allow_modules=[os] on the command line.",
+        "If you trust it, add 'allow_modules=[os]' on the command line.",
     ),
     (
         "dataset=custom dataset.module=my_pkg.data allow_modules=[my_pkg.da]",
         f"dataset.module=my_pkg.data is code that this run is not allowed to load {CLI}. "
-        "If you trust it, add allow_modules=[my_pkg.data] on the command line.",
+        "If you trust it, add 'allow_modules=[my_pkg.da,my_pkg.data]' on the command line.",
     ),
     (
         "model=custom model.module=a-b",
@@ -119,12 +119,12 @@ COMMAND_LINES = [
     (
         "wandb.name=(x",
         f"'wandb.name=(x' cannot be read as key=value {CLI}. "
-        "Quote special characters, inside the shell's own quotes: \"wandb.name='(x'\".",
+        "Quote special characters, for example 'wandb.name=\"(x\"'",
     ),
     (
         "prompt=it's",
         f'"prompt=it\'s" cannot be read as key=value {CLI}. '
-        'Quote special characters, inside the shell\'s own quotes: "prompt=\\"it\'s\\"".',
+        "Quote special characters, for example 'prompt=\"it'\"'\"'s\"'",
     ),
     (
         "prompt=42",

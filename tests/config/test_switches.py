@@ -1,12 +1,24 @@
 """What depends on a switch is refused while that is off, but not what a file says below it."""
 
+import ast
+import functools
+import inspect
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
-from launcher.config.compose import load
+from launcher.config.compose import load, to_dict
+from launcher.config.environment import below
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config
+from launcher.config.overrides import parse
+from launcher.config.reader import setting_keys
+from launcher.config.schema import Config, read_by
+from launcher.config.sections import TASKS
+from launcher.config.sources import OF_PROGRAM, Origin, refuse_unread
+from launcher.driver.tasks import task as tasks
 
 CLI = "(on the command line)"
 MLP = "model=mlp dataset=synthetic model.widths=[8,8]"
@@ -105,3 +117,79 @@ def test_a_file_that_contradicts_itself_is_refused(mine):
 def test_defaults_that_a_file_writes_out_are_no_contradiction(mine):
     folder = mine("train: {eval_every: 0, eval_batches: 8}\nsweep: {dir: null}")
     assert load(["recipe=mine"], folder).train.eval_every == 0
+
+
+def run_of(folder, *words):
+    """A run's settings, as its folder has them."""
+    settings = load([*words, "run.id=r", f"run.dir={folder}"])
+    (folder / "r").mkdir(exist_ok=True)
+    (folder / "r" / "config.yaml").write_text(yaml.safe_dump(to_dict(settings)))
+    return settings
+
+
+EACH = functools.cache(lambda: parse([f"{key}=another" for key in setting_keys()]))
+
+
+@pytest.mark.parametrize("task", [name for name, reads in TASKS.items() if reads is not None])
+def test_a_task_refuses_each_setting_that_it_does_not_read(task):
+    reads = read_by(task)
+    assert all(below(key, (*setting_keys(), *vars(Config()))) for key in reads)
+    for override in EACH():
+        key, origin = override.key_or_group, Origin([], [override], ())
+        tree = OmegaConf.create({"run": {"id": "r", "dir": "none"}})
+        OmegaConf.update(tree, key, "another", force_add=True)
+        tree = {**OmegaConf.to_container(tree), "task": task}
+        if below(key, reads):
+            refuse_unread(tree, origin)
+            continue
+        with pytest.raises(ConfigError, match=rf"^{key} has no effect: task={task} .* Leave it"):
+            refuse_unread(tree, origin)
+
+
+def settings_in(cls):
+    """The settings that the methods and functions of a class's module read from `config`."""
+    for node in ast.walk(ast.parse(Path(inspect.getsourcefile(cls)).read_text())):
+        if isinstance(node, ast.Attribute):
+            key = ast.unparse(node).removeprefix("config.")
+            if f"config.{key}" == ast.unparse(node) and key.partition(".")[0] in vars(Config()):
+                yield key
+
+
+TAKEN = {  # of the run's settings, composed below those that are read
+    "evaluate": OF_PROGRAM,
+    "generate": (*OF_PROGRAM, "parallel"),  # a stand-in: the run's plan places the model
+    "tokenize": ("prepare",),  # of the other task in its module
+}
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_what_a_task_reads_is_what_its_code_reads(name):
+    cls, reads = tasks.task_named(name), read_by(name)
+    assert not (issubclass(cls, tasks.CheckpointTask) and reads is None), "say what it reads"
+    for key in settings_in(cls) if reads is not None else ():
+        known = (*reads, *TAKEN.get(name, ()))
+        assert below(key, known) or any(below(one, (key,)) for one in reads), key
+
+
+@pytest.mark.parametrize("task", ["export", "generate", "evaluate"])
+def test_the_command_of_a_run_serves_other_tasks(task, tmp_path, mine):
+    words = ["recipe=smoke", "model.num_layers=3", "train.precision=bf16", "parallel.remat=none"]
+    theirs = run_of(tmp_path, *words)
+    asked = [f"task={task}", "run.id=r", f"run.dir={tmp_path}"]
+    assert load([*words, *asked]).task == task
+    assert task == "export" or load(asked).model == theirs.model
+    folder = mine("model: {name: gpt, size: nano, num_layers: 7}\nwandb: {project: p}")
+    assert task == "export" or load(["recipe=mine", *asked], folder).model == theirs.model
+    for word, where in {
+        "model.num_layers=6": "uses the run's, 3",
+        "parallel=zero3": "uses the run's, 'manual'",
+        "model=mlp": "uses the run's, 'gpt'",
+        "report.timeline_steps=[1]": "does not read it",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"task={task} {where} \(on the command line\)\. L"):
+            load([*words, *asked, word])
+    in_file = f"task: {task}\nrun: {{id: r, dir: {tmp_path}}}\ntrain: {{precision: fp32}}"
+    folder = mine(in_file)
+    if task != "evaluate":
+        with pytest.raises(ConfigError, match=r"train\.precision has no effect: .*mine\.yaml:4\)"):
+            load(["recipe=mine"], folder)

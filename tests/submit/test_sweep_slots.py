@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster.devices import Gpus
-from launcher.config.compose import Point, load
+from launcher.config.compose import Asked, load, load_points
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.config.sections import TASKS
 from launcher.submit import sweep
 
 
@@ -64,8 +65,29 @@ def test_what_does_not_fit_is_refused(words: tuple[str, ...], error: str) -> Non
     assert str(caught.value) == error
 
 
-@pytest.mark.parametrize("words", [("report=none",), ("wandb.mode=disabled",), ()])
-def test_a_run_gets_the_sweeps_group_where_it_can_have_one(words: tuple[str, ...]) -> None:
-    given = ("recipe=smoke", "task=plan", *words)
-    command = sweep._command(Point(given, "", load(given)), (), Path("home"), "s-0", "s")
-    assert load(command[3:]).wandb.group == (None if words else "s")
+WITH_GROUP = ((), ("wandb.group=null",), ("report.trackers=[wandb,mlflow]",))
+WITHOUT = (
+    *(("report=none",), ("report=tensorboard",), ("report=mlflow",), ("report.trackers=[]",)),
+    *(("report.trackers=null",), ("report.trackers=[mlflow]",), ("wandb.mode=disabled",)),
+)
+
+
+@pytest.mark.parametrize("words", [*WITH_GROUP, *WITHOUT])
+@pytest.mark.parametrize("task", ["train", "plan"])
+def test_a_run_gets_the_sweeps_group_where_it_can_have_one(
+    task: str, words: tuple[str, ...]
+) -> None:
+    given = ("recipe=smoke", f"task={task}", "sweep={jobs: 2}", "+sweep.jobs=3", *words)
+    [point], _ = load_points([Asked((), given)])
+    found = load(sweep._command(point, (), Path("a home=1"), "s-0", "s")[3:])
+    assert found.wandb.group == ("s" if words in WITH_GROUP else None)
+    assert (found.run.dir, found.run.id, found.sweep.jobs) == ("a home=1", "s-0", 1)
+
+
+@pytest.mark.parametrize("task", [name for name, reads in TASKS.items() if reads is not None])
+def test_what_a_sweep_adds_to_a_task_is_what_it_reads(task: str) -> None:
+    needed = {"sweep_status": ("sweep.dir=a",), "calibrate": (), "tokenize": ()}
+    given = (f"task={task}", *needed.get(task, ("run.id=of_mine",)))
+    [point], _ = load_points([Asked((), given)])
+    found = load(sweep._command(point, (), Path("home"), "s-0", "s")[3:])
+    assert found.run == point.config.run

@@ -31,7 +31,6 @@ _POLL_SECONDS = 0.2
 _SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports
 # An emulated device's arrays are fresh memory each time: pages of 2 MiB spare most of its faults.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
-_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 _log = logging.getLogger(__name__)
 
@@ -378,7 +377,7 @@ def worker_environment(
     kept = [
         flag
         for flag in variables.get("XLA_FLAGS", "").split()
-        if flag.partition("=")[0] != _DEVICE_COUNT_FLAG
+        if flag.partition("=")[0] != pool.count_flag
     ]
     variables.pop("JAX_NUM_CPU_DEVICES", None)  # JAX refuses both it and the flag
     # Each device that waits in a collective blocks one of XLA's threads. Without a spare one, the
@@ -391,7 +390,7 @@ def worker_environment(
         **variables,
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={pool.devices_per_host}"]),
+        "XLA_FLAGS": " ".join([*kept, f"{pool.count_flag}={pool.devices_per_host}"]),
     }
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.base import FULL, exposed, named
+from launcher.base import FULL, exposed, named, to_type
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.config.sections import Run
@@ -132,7 +132,8 @@ def _check_exposed(config: Config) -> None:
     if (folder := exposed(there.resolve(), trust_group=True)) is not None:
         raise ConfigError(
             f"run.dir={run.dir} cannot hold a private job: anybody may rename what is in {folder}",
-            f"Run 'chmod o-w {folder}', choose another run.dir, or set run.shared=true.",
+            "Choose another run.dir, set run.shared=true, or run: "
+            f"{to_type('chmod', 'o-w', str(folder))}",
             ["run.dir"],
         )
 

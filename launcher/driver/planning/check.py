@@ -7,6 +7,7 @@ module. A run begins with the same checks, in `look`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,6 +135,8 @@ def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
     cluster = config.cluster
     pool = kind_of(cluster).pool(planning=plan_only)
     if pool:
+        for line in kind_of(cluster).ignored(os.environ):
+            _log.warning(line)
         if pool.note:
             _log.info(pool.note)
         cluster = replace(cluster, gpus=pool.num_devices)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import checkpoint
-from launcher.base import DamagedError
+from launcher.base import DamagedError, to_type
 from launcher.checkpoint.layout import METADATA
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
@@ -101,7 +101,8 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
         InitError: its `config.json` cannot be used.
     """
     name = config.model.name
-    remedy = f"Take them from there: model={name} model.size={PREFIX}{path}."
+    words = to_type(("model", name), ("model.size", f"{PREFIX}{path}"))
+    remedy = f"Take them from there: {words}"
     try:
         stored = read_config(path)
         family = family_of(stored)
@@ -234,9 +235,9 @@ def _share(theirs: list[int], ours: list[int]) -> float:
 
 
 def _tokenizer_remedy(dataset: Any, path: Path) -> str:
-    setting = f"dataset.tokenizer={path}"
+    setting = to_type(("dataset.tokenizer", str(path)))
     if isinstance(dataset, Documents):
-        return f"Set {setting}."
+        return f"Set {setting} here."
     if isinstance(dataset, Bytes):
-        return f"Use dataset=jsonl, parquet, arrow or documents, with {setting}."
-    return f"Prepare the data with {setting}."
+        return f"Use dataset=jsonl, parquet, arrow or documents, with {setting} here."
+    return f"Prepare the data with {setting} first."

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from launcher.base import DamagedError, held_back, read_json
+from launcher.base import LAUNCH, DamagedError, held_back, read_json, to_type
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
 from launcher.config.parallel import Auto, Planned
@@ -223,7 +223,7 @@ def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -
             return calibrated(nominal, measure_first(nominal))
     if not is_nominal(nominal):  # else there is a warning that says more
         _log.info(
-            "predictions rest on nominal rates: the first training here, or python -m launcher "
-            "task=calibrate, measures these devices"
+            "predictions rest on nominal rates: the first training here, or "
+            f"{to_type(*LAUNCH, ('task', 'calibrate'))}, measures these devices"
         )
     return calibrated(nominal)

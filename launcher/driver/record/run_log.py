@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-import shlex
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from launcher.base import write_whole
+from launcher.base import LAUNCH, to_type, write_whole
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.commands import SCRIPT
 from launcher.config.compose import redacted
@@ -332,11 +332,12 @@ class RunLog:
             return None
         if self._allocation is not None:
             script = self._home.path / SCRIPT
-            return shlex.join(["sbatch", str(script)]) if script.exists() else None
+            return to_type("sbatch", str(script)) if script.exists() else None
         program = Path(sys.argv[0]).name
-        command = [program] if program == "launcher" else ["python", "-m", "launcher"]
-        settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]
-        return shlex.join([*command, *settings, f"run.id={self._home.id}"])
+        command = [program] if program == "launcher" else LAUNCH
+        of_start = re.compile(r"\+*run\.(id|resume)=")
+        settings = [word for word in sys.argv[1:] if not of_start.match(word)]
+        return to_type(*command, *settings, ("run.id", self._home.id))
 
 
 def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:

@@ -43,7 +43,6 @@ class EvaluateTask(CheckpointTask):
             InputError: the data cannot be used, or holds nothing out.
             OSError: a file cannot be read or written.
         """
-        _check_model_is_theirs(config, home)
         settings = run_settings(config, home)
         target = _target(
             config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
@@ -154,14 +153,3 @@ def _derived(config: Config, loss: float, rows: int) -> dict[str, float]:
     if size := bytes_per_target(config.dataset, config.model, rows):
         found["bits_per_byte"] = loss / (math.log(2) * size)
     return found
-
-
-def _check_model_is_theirs(config: Config, home: Path) -> None:
-    """Raise ConfigError if the settings say another model than the run's."""
-    theirs = run_settings(config, home).model
-    if theirs != config.model:
-        raise ConfigError(
-            f"the settings of the model are not those of run.id={config.run.id}",
-            "Leave them out: they are the run's own.",
-            ["model.name"],
-        )

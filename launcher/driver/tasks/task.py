@@ -28,6 +28,8 @@ class TaskKind(ABC):
         name: the value.
         answers: whether standard output is the answer alone, and progress goes to standard error.
         interruptible: whether a signal ends it at once; if not, it handles signals itself.
+        reads: the settings and sections that it reads from the command line, where others are
+            refused; None: all.
         stop: the signals received.
         rendezvous: with the other tasks of the Slurm job that this process belongs to.
     """
@@ -35,6 +37,7 @@ class TaskKind(ABC):
     name: ClassVar[str]
     answers: ClassVar[bool] = False
     interruptible: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...] | None] = None
     stop: Stop = field(default_factory=Stop)
     rendezvous: Rendezvous | None = None
 
@@ -108,8 +111,7 @@ TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the
 def register(task: type[TaskKind]) -> type[TaskKind]:
     """Register a task by its name, a value of the setting `task`, as a decorator of its class."""
     TASKS[task.name] = task
-    if task.name not in sections.TASKS:
-        sections.TASKS.append(task.name)
+    sections.TASKS[task.name] = task.reads
     return task
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from filelock import FileLock
 
-from launcher.base import make_private, measurements, parent_death, warn_once
+from launcher.base import LAUNCH, make_private, measurements, parent_death, to_type, warn_once
 from launcher.hardware import ClusterShape, gpu_memory_variables, is_nominal
 from launcher.partition import PlanError
 from launcher.plan.profile import measure_devices
@@ -45,7 +45,8 @@ _PATIENCE = 120.0  # seconds that another process may take to measure
 
 _TIME_OUT = 600.0  # seconds
 _QUICK_TIME_OUT = 120.0  # seconds; a GPU takes long to start
-_BY_TASK = "python -m launcher task=calibrate measures again"
+_CALIBRATE = to_type(*LAUNCH, ("task", "calibrate"))
+_BY_TASK = f"{_CALIBRATE} measures again"
 _LEAST_LATENCY = 1e-6
 _SIZES = 2  # of the sums that show a link's latency and its rate
 
@@ -205,8 +206,7 @@ def calibrated(shape: ClusterShape, measured: Calibration | None = None) -> Clus
         warn_once(
             _log,
             f"the rates and the memory of {shape.device_kind} are not known: predictions are "
-            "nominal, and memory is not bounded, until python -m launcher task=calibrate measures "
-            "them there",
+            f"nominal, and memory is not bounded, until {_CALIBRATE} measures them there",
         )
     if shape.hosts > 1:
         file = _hosts_file(shape, StoreRates)

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 RUN_TAG = "launcher.run"  # the run's folder: by it a resumed run is found
 _LONGEST_PARAM = 500  # characters
 _MOST_PARAMS = 100  # a call
+# Variables that only MLflow's own `start_run` reads, as it reads those of the experiment.
+_WITHOUT_EFFECT = ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT", "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING")
+
+_log = logging.getLogger(__name__)
 
 
 class MlflowTracker(Tracker):
-    """One MLflow run, in the experiment MLFLOW_EXPERIMENT_NAME, else "launcher".
+    """One MLflow run, in the experiment of MLFLOW_EXPERIMENT_NAME or _ID, else in "launcher".
 
     MLflow takes seconds to import and to make a database: that begins with the first call, which
     is not on the thread of the training.
@@ -98,10 +102,14 @@ class MlflowTracker(Tracker):
             tracked, own = self._tracked, "MLFLOW_TRACKING_URI" not in os.environ
             place = f"sqlite:///{tracked.folder.absolute() / 'mlflow.db'}" if own else None
             client = MlflowClient(tracking_uri=place)
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "launcher")
-            experiment = client.get_experiment_by_name(name)
+            if ours := [name for name in _WITHOUT_EFFECT if name in os.environ]:
+                _log.warning(f"mlflow: without effect, as the folder is the run: {', '.join(ours)}")
+            name, number = os.environ.get("MLFLOW_EXPERIMENT_NAME"), None
+            if name is None:
+                name, number = "launcher", os.environ.get("MLFLOW_EXPERIMENT_ID")
+            if number is None and (experiment := client.get_experiment_by_name(name)):
+                number = experiment.experiment_id
             files = (tracked.folder.absolute() / "mlflow").as_uri() if own else None
-            number = experiment.experiment_id if experiment else None
             number = number or client.create_experiment(name, artifact_location=files)
             self._begun = client, self._run(client, number)
         return self._begun

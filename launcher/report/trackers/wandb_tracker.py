@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.base import to_type
 from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
 from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
@@ -25,6 +25,12 @@ Mode = Literal["online", "offline"]
 ONLINE_TIMEOUT = 10  # seconds that connecting to the server may delay the start of a run
 AXES = ("step", "perf/tokens")  # what charts may be drawn against; the first one unless asked
 UPLOAD_TIMEOUT = 60  # seconds that the last uploads may delay its end; the rest stays on disk
+
+# Variables of wandb's without effect, as the arguments of `WandbTracker` decide it.
+_OURS = (
+    *("RUN_ID", "DIR", "RESUME", "REINIT", "SILENT", "CONSOLE", "X_DISABLE_META", "DISABLE_GIT"),
+    *("SAVE_CODE", "INIT_TIMEOUT", "FINISH_TIMEOUT"),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +52,8 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
     if asked not in ("", "online", "offline"):
         return None
     mode: Mode = "offline" if asked == "offline" else "online"
+    if ours := [f"WANDB_{name}" for name in _OURS if f"WANDB_{name}" in os.environ]:
+        _log.warning(f"wandb: without effect, as each run decides this itself: {', '.join(ours)}")
     try:
         import wandb
 
@@ -92,11 +100,11 @@ class WandbTracker(Tracker):
 
         self._run: wandb.Run | None = wandb.init(
             id=run.id,
-            name=settings.name or run.id,
-            project=settings.project,
+            name=settings.name or os.environ.get("WANDB_NAME") or run.id,
+            project=settings.project or os.environ.get("WANDB_PROJECT") or "launcher",
             entity=settings.entity,
             group=settings.group,
-            tags=settings.tags,
+            tags=settings.tags or None,
             config=dict(run.config),
             dir=run.folder,
             mode=mode,
@@ -123,8 +131,8 @@ class WandbTracker(Tracker):
         if mode == "online":
             self.url = self._run.url
         else:
-            folder = shlex.quote(str(run.folder / "wandb"))
-            self.sync_command = f"wandb sync {folder}/offline-run-*"
+            folder = to_type("wandb", "sync", str(run.folder / "wandb"))
+            self.sync_command = f"{folder}/offline-run-*"
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Record a table together with the next step, or with the last one after it."""

@@ -304,7 +304,7 @@ def test_a_private_job_is_where_nobody_can_replace_it(config, mode):
     above.chmod(mode)
     assert folder.check(config) == 0
     config = replace(config, task="submit")
-    told = r"^run\.dir=.* anybody may rename .* 'chmod o-w "
+    told = r"^run\.dir=.* anybody may rename .* run: chmod o-w "
     assert mode != 0o777 or refuses(config, told)
     shared = named(config, shared=mode == 0o777)
     assert folder.check(shared) == 0

@@ -27,7 +27,7 @@ def count_layers(monkeypatch):
             return 0
 
     yield load(["model=gpt", "model.num_layers=3", "task=count_layers"])
-    sections.TASKS.remove("count_layers")
+    del sections.TASKS["count_layers"]
 
 
 def test_a_task_from_outside_runs_and_answers(count_layers, capsys):

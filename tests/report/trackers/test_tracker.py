@@ -389,7 +389,7 @@ def test_a_library_that_is_missing_is_named(name, library, monkeypatch):
     ("words", "problem"),
     [
         ("report.trackers=[tensorbord]", "Did you mean tensorboard?"),
-        ("report.trackers=[my_pkg.Mine]", "add allow_modules=[my_pkg] on the command line"),
+        ("report.trackers=[my_pkg.Mine]", "add 'allow_modules=[my_pkg]' on the command line"),
         ("report.trackers=[wandb,wandb]", "names a tracker twice"),
         ("report=none wandb.project=p", "wandb.project has no effect"),
     ],
