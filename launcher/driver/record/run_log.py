@@ -168,7 +168,8 @@ class RunLog:
             callbacks=self._callbacks,
         )
         if home.status:
-            home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
+            known = {"forked_from": home.forked_from, "step": home.finished_steps}
+            home.status.tell(plan=describe_plan(plan), **known)
         self.step_log.begin(home.finished_steps)
 
     def saved(self, step: int) -> None:
@@ -312,6 +313,7 @@ class RunLog:
             restarts=(allocation.restarts if allocation else 0) + restarts,
             failed_saves=len(self.failed_saves),
             save_error=self.failed_saves[-1] if self.failed_saves else None,
+            forked_from=self._home.forked_from,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
             **found,
