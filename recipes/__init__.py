@@ -117,7 +117,7 @@ def rows_taken(
         before: that section as it was.
         data: the fingerprint of the data as they were.
         rows: the rows that were taken by those settings, of all sources.
-        taken: those of each source that were taken before them.
+        taken: by source, the rows that were taken before them.
 
     Raises:
         InputError: the data cannot be used.

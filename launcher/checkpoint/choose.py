@@ -123,7 +123,7 @@ def _own(folder: Path, step: int, run_id: str) -> tuple[RunMetadata | None, str 
     return run, None
 
 
-def named(folder: Path, name: str, thorough: bool = True) -> NewestIntact:
+def checkpoint_named(folder: Path, name: str, thorough: bool = True) -> NewestIntact:
     """Return an intact checkpoint in `folder`, with its metadata.
 
     Args:

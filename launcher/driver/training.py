@@ -350,8 +350,8 @@ class _Job:
             return folder.contents(self._config, plan, step, position)
 
         settings, log = self._config.train.checkpoint, self.run_log
-        folder, failures = self._home.checkpoints, log.failed_saves
-        return Saving(workers, folder, settings, describe, failures, log.sync, log.saved)
+        checkpoints, failures = self._home.checkpoints, log.failed_saves
+        return Saving(workers, checkpoints, settings, describe, failures, log.sync, log.saved)
 
 
 class Tries:

@@ -177,7 +177,7 @@ def check(config: Config, thorough: bool = True) -> int:
         _log.info(f"a new run begins with the state of {parent.name}")
         for key, (before, now) in changes.items():
             if not _is_below(key, _UNLISTED):
-                _log.info(f"  {key}: {shown(before)} -> {shown(now)}")
+                _log.info(f"  {key}: {before} -> {now}")
         return int(parent.path.name)
     if path is None:
         return 0
@@ -346,7 +346,7 @@ def parent_of(config: Config, thorough: bool = False) -> Parent | None:
     try:
         if not there:
             raise checkpoint.InitError(missing_path(places[0]))
-        found = checkpoint.named(there[0].absolute() / _CHECKPOINTS, name, thorough)
+        found = checkpoint.checkpoint_named(there[0].absolute() / _CHECKPOINTS, name, thorough)
     except (checkpoint.InitError, OSError) as error:
         raise ConfigError(
             f"run.fork={run.fork} {error}",
@@ -373,13 +373,13 @@ def _is_start(fork: str, began: str) -> bool:
     return Path(named).name == Path(parent).name and name in (step, "latest", "best")
 
 
-def _check_fork(config: Config, parent: Parent) -> dict[str, tuple[Any, Any]]:
+def _check_fork(config: Config, parent: Parent) -> dict[str, tuple[str, str]]:
     """Check that a run can begin with another's checkpoint; return the settings that differ."""
     fork, changes = f"run.fork={config.run.fork}", differences(parent.run, config)
     for key, (before, now) in changes.items():
         if _is_below(key, _FIXED_IN_FORKS):
             raise ConfigError(
-                f"{key}={shown(now)} does not fit {fork}, a run with {key}={shown(before)}",
+                f"{key}={now} does not fit {fork}, a run with {key}={before}",
                 "Set it back; or begin with the parameters alone, if they fit: "
                 f"train.init_from={parent.path} in place of run.fork.",
                 [key, "run.fork"],
@@ -472,8 +472,8 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
     for key, (before, now) in differences(stored, config).items():
         if _is_below(key, _FIXED):
             raise ConfigError(
-                f"{key}={shown(now)} does not fit run.id={path.name}, which reached step {step} "
-                f"with {key}={shown(before)}",
+                f"{key}={now} does not fit run.id={path.name}, which reached step {step} "
+                f"with {key}={before}",
                 "Set it back to resume that run, or choose another run.id"
                 + ("." if _is_below(key, ("model", *_FIXED_IN_FORKS)) else f" and {asked}."),
                 [key],
@@ -495,8 +495,8 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         )
 
 
-def differences(stored: RunMetadata, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that are others now than in a checkpoint: both values, by key."""
+def differences(stored: RunMetadata, config: Config) -> dict[str, tuple[str, str]]:
+    """Return the settings that are others now than in a checkpoint: both as written, by key."""
     before, written, now = flat(stored.config), flat(redacted(config)), flat(to_dict(config))
 
     def is_same(key: str) -> bool:
@@ -505,11 +505,11 @@ def differences(stored: RunMetadata, config: Config) -> dict[str, tuple[Any, Any
             return _matches(stored.fingerprints[key], json.dumps(value))
         return before.get(key) in (written.get(key), unresolved({key: value}, {})[key])
 
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[str, str]] = {}
     for key in sorted(before.keys() | now.keys()):
         if not is_same(key):  # a variable that has another value is written as before
-            texts = before.get(key), written.get(key)
-            found[key] = texts if texts[0] != texts[1] else (texts[0], now.get(key))
+            was, text = before.get(key), written.get(key)
+            found[key] = shown(was), shown(now.get(key) if text == was else text)
     return found
 
 

@@ -12,7 +12,7 @@ from launcher import checkpoint
 from launcher.base import DamagedError
 from launcher.checkpoint.layout import METADATA
 from launcher.config.compose import from_dict
-from launcher.config.errors import ConfigError, shown
+from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder import folder
 from launcher.recipes import InputError
@@ -148,15 +148,15 @@ def _find_parent(config: Config) -> Path | None:
     return parent.path
 
 
-def check_state(config: Config, path: Path, state: Any) -> None:
+def check_parent_state(config: Config, path: Path, state: Any) -> None:
     """Check that the checkpoint that `run.fork` names holds such a state; raises ConfigError."""
     try:
         checkpoint.check_state(path, state)
     except checkpoint.Mismatch as error:
-        run = checkpoint.named(path.parent, path.name, thorough=False).run
+        run = checkpoint.checkpoint_named(path.parent, path.name, thorough=False).run
         changed = folder.differences(run, config) if run else {}
         keys = [key for key in changed if key.startswith(("model.", "optimizer."))]
-        was = "".join(f"; {key} was {shown(changed[key][0])}" for key in keys)
+        was = "".join(f"; {key} was {changed[key][0]}" for key in keys)
         raise ConfigError(
             f"run.fork={config.run.fork} does not fit this state: {error}{was}",
             "Set that back; or begin with the parameters alone, if they fit: "

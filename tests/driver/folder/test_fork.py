@@ -15,7 +15,7 @@ from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.driver.folder import folder
-from launcher.driver.planning.init_from import check_state, find_start
+from launcher.driver.planning.init_from import check_parent_state, find_start
 from launcher.recipes import Dataset, build_dataset, fingerprint_dataset, rows_taken
 from launcher.train.feed import after
 from launcher.train.program import build_program
@@ -61,7 +61,7 @@ def test_a_fork_needs_its_parent_only_to_begin(tmp_path):
     assert (home.finished_steps, home.next_batch, home.forked_from) == (4, 4, began)
     copied = layout.files_below(home.checkpoints / "4" / "default")
     assert {os.stat(file).st_ino for file in copied} == {*arrays.values()}
-    assert checkpoint.named(path, "4").run.run_id == "a"
+    assert checkpoint.checkpoint_named(path, "4").run.run_id == "a"
     shutil.rmtree(path.parent)
     for run in ("outputs/a@4", "a", "null"):  # the same command, and any that resumes
         again = fork(run=run)
@@ -144,14 +144,14 @@ def test_a_state_of_other_shapes_is_refused_by_the_keys_that_changed():
     program = build_program(load(words))
     saved(*words, state=program.init(program.seed))
     same = load([*words, "run.fork=a", "optimizer.learning_rate=1e-4", "optimizer.b2=0.5"])
-    check_state(same, find_start(same, 8), build_program(same).state)
+    check_parent_state(same, find_start(same, 8), build_program(same).state)
     for word, problem in {
         "model.hidden_size=24": r"is \(.*\) there and \(.*; model.hidden_size was 16\.",
         "optimizer.ema=0.9": r"it has no ema\..*; optimizer.ema was null\.",
     }.items():
         other = load([*words, "run.fork=a", word])
         with pytest.raises(ConfigError, match=f"run.fork=a does not fit this state: .*{problem}"):
-            check_state(other, find_start(other, 8), build_program(other).state)
+            check_parent_state(other, find_start(other, 8), build_program(other).state)
 
 
 def rows_from(batches, count, size):
@@ -199,7 +199,7 @@ def test_a_mixture_goes_on_in_each_part_where_it_was(tmp_path):
     changed = rows_taken(
         config.dataset,
         {"name": "mixture", "parts": before.dataset.parts},
-        checkpoint.named(Path("outputs/a/checkpoints"), "8").run.data,
+        checkpoint.checkpoint_named(Path("outputs/a/checkpoints"), "8").run.data,
         64,
         {},
     )
