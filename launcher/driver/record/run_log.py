@@ -194,7 +194,7 @@ class RunLog:
         self._metrics = JsonlTracker(path / METRICS, first_step)
         # Nothing in `wandb` may be a secret, and its tracker obeys the values.
         config = redacted(self._config) | {"wandb": dataclasses.asdict(self._config.wandb)}
-        run = TrackedRun(self._home.id, path, config)
+        run = TrackedRun(self._home.id, path, config, self._metrics.records())
         chosen = openers(self._config.report.trackers or ())
         self._registered = open_trackers(run, chosen)
         for name, table in plan_tables(self._plan).items():
