@@ -304,7 +304,7 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     assert Path("talks.jsonl.tokens/meta.json").exists()
     with pytest.raises(ConfigError, match=r"the model are not those of run\.id=one"):
         EvaluateTask().run(load([*words, "model.num_heads=4"]), make_console())
-    with pytest.raises(ConfigError, match=r"evaluate\.path=no/a\.json cannot be written: no is no"):
+    with pytest.raises(ConfigError, match=r"evaluate\.path=no/a\.json cannot be made: no is no"):
         EvaluateTask().run(load([*words, "evaluate.path=no/a.json"]), make_console())
 
 
