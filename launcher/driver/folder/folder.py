@@ -174,7 +174,7 @@ def check(config: Config, thorough: bool = True) -> int:
     path = check_folder(config)
     if (parent := parent_of(config)) is not None:
         changes = _check_fork(config, parent)
-        _log.info(f"a new run begins with the state of {parent.name}")
+        _log.info(f"a new run begins with the state of {parent.path}")
         for key, (before, now) in changes.items():
             if not _is_below(key, _UNLISTED):
                 _log.info(f"  {key}: {before} -> {now}")
@@ -321,11 +321,6 @@ class Parent(NamedTuple):
     path: Path
     run: RunMetadata
 
-    @property
-    def name(self) -> str:
-        """The checkpoint as `run.fork` names it, whatever the working directory."""
-        return f"{self.path.parent.parent}@{self.path.name}"
-
 
 def parent_of(config: Config, thorough: bool = False) -> Parent | None:
     """Return what `run.fork` names; None without it, or if the run has a checkpoint of its own.
@@ -343,6 +338,7 @@ def parent_of(config: Config, thorough: bool = False) -> Parent | None:
     named, name = _run_and_step(run.fork)
     places = [Path(named).expanduser(), Path(run.dir, named), Path(type(run).dir, named)]
     there = [path for path in places if path.exists()]
+    there.sort(key=lambda path: not Path(path, _CHECKPOINTS).is_dir())
     try:
         if not there:
             raise checkpoint.InitError(missing_path(places[0]))
@@ -370,7 +366,7 @@ def _run_and_step(fork: str) -> tuple[str, str]:
 def _is_start(fork: str, began: str) -> bool:
     """Return whether a run that began with that checkpoint is what `run.fork` asks for."""
     (named, name), (parent, step) = _run_and_step(fork), _run_and_step(began)
-    return Path(named).name == Path(parent).name and name in (step, "latest", "best")
+    return Path(named).absolute().name == Path(parent).name and name in (step, "latest", "best")
 
 
 def _check_fork(config: Config, parent: Parent) -> dict[str, tuple[str, str]]:
@@ -405,7 +401,7 @@ def _adopt(parent: Parent, config: Config, home: RunFolder) -> None:
         position |= {"next_batch": 0, "taken": taken}
         counts = ", ".join(f"{of}: {n:,}".removeprefix(": ") for of, n in taken.items())
         _log.info(f"rows of the data that are taken as used: {counts}")
-    config = replace(config, run=replace(config.run, fork=parent.name))
+    config = replace(config, run=replace(config.run, fork=f"{path.parents[1]}@{step}"))
     plan = checkpoint.read_metadata(path.parent, step)["plan"]
     home.checkpoints.mkdir(exist_ok=True)
     about = contents(config, plan, step, position)

@@ -243,7 +243,11 @@ class RunLog:
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
         if tokens := batch_tokens(self._config):
-            metrics = {**metrics, "perf/tokens": step * tokens}
+            batches, rows = step, sum(self._home.taken.values())
+            if self._home.taken:  # it began on other batches
+                batches += self._home.next_batch - self._home.finished_steps
+            taken = rows * tokens // self._config.train.global_batch_size
+            metrics = {**metrics, "perf/tokens": taken + batches * tokens}
         self._trackers.log(step, metrics)
         for key in FINITE:
             if not math.isfinite(metrics.get(key) or 0.0):

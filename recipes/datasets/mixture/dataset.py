@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
 
 _MOST = 2**40  # rows of a part
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class _MixedPart(NamedTuple):
@@ -64,7 +62,6 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         seed: picks the order of the training data.
     """
     parts = list(_parts(options, model_options))
-    numbers = _mixed(parts, global_batch_size, seed)
     held = [part.held for part in parts]
     masks = (part.mask_token for part in parts)  # all made by one tokenizer, where known
     mask = next((mask for mask in masks if mask is not None), None)
@@ -72,18 +69,20 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         as_the_model_takes(model_options, _gather([part.makers[i] for part in parts], counts), mask)
         for i, counts in enumerate(([part.train for part in parts], held))
     )
+
+    def after(taken: Mapping[str, int]) -> Batches:
+        return Batches(_mixed(parts, global_batch_size, seed, taken), train, a_sample=0)
+
     total = sum(part.weight for part in parts)
     shares = ", ".join(
         f"{part.name} {part.weight / total:.0%} of {part.train:,} examples" for part in parts
     )
     end = f"{sum(held):,} examples held out for validation" if any(held) else "none held out"
     return Dataset(
-        train=Batches(numbers, train, a_sample=0),
+        train=after({}),
         validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
         describe=f"a mixture: {shares}; {end}",
-        after=lambda taken: Batches(
-            _mixed(parts, global_batch_size, seed, taken), train, a_sample=0
-        ),
+        after=after,
     )
 
 
@@ -160,7 +159,7 @@ def check_tokenizers(options: Mixture) -> None:
 
 
 def _mixed(
-    parts: Sequence[_MixedPart], batch_size: int, seed: int, taken: Mapping[str, int] = _NOTHING
+    parts: Sequence[_MixedPart], batch_size: int, seed: int, taken: Mapping[str, int]
 ) -> Callable[[int], np.ndarray]:
     """Return a function from k to the sample numbers of batch k.
 
