@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,31 @@ def fingerprint_dataset(options: Any) -> str:
         return ""
     fingerprint = further_function("dataset", options, "fingerprint")
     return fingerprint() if fingerprint else ""
+
+
+def rows_taken(
+    options: Any, before: Mapping[str, Any], data: str, rows: int, taken: Mapping[str, int]
+) -> dict[str, int]:
+    """Return how many rows of each source were taken, for `Dataset.after` by other settings.
+
+    Args:
+        options: the settings of the section `dataset` now.
+        before: that section as it was.
+        data: the fingerprint of the data as they were.
+        rows: the rows that were taken by those settings, of all sources.
+        taken: by source, the rows that were taken before them.
+
+    Raises:
+        InputError: the data cannot be used.
+        OSError: a file cannot be read.
+    """
+    if before["name"] != options.name:
+        return {"": 0}
+    if options.name != "custom" and (own := further_function("dataset", options, "rows_taken")):
+        counts: dict[str, int] = own(before, data, rows, taken)
+        return counts
+    is_same = data == fingerprint_dataset(options)
+    return {"": taken.get("", 0) + rows if is_same else 0}
 
 
 def needs_preparing(options: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,11 +76,15 @@ class Dataset(NamedTuple):
             None where nothing is held out. A batch with fewer rows than `global_batch_size`, or
             with none, is the last one.
         describe: one line that says what the data is.
+        after: takes how many rows of each source were taken before, and returns what `train` is
+            after these; None: there is one source, "", and its rows follow one another, whatever
+            the size of a batch.
     """
 
     train: Callable[[int], Batch]
     validation: Callable[[int], Batch] | None
     describe: str
+    after: Callable[[Mapping[str, int]], Callable[[int], Batch]] | None = None
 
 
 class Tokenizer(NamedTuple):

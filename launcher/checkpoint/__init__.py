@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 from launcher.checkpoint.choose import InitError as InitError
 from launcher.checkpoint.choose import NewestIntact as NewestIntact
 from launcher.checkpoint.choose import RunMetadata as RunMetadata
+from launcher.checkpoint.choose import checkpoint_named as checkpoint_named
 from launcher.checkpoint.choose import newest as newest
 from launcher.checkpoint.choose import resolve as resolve
 from launcher.checkpoint.layout import best_step as best_step
 from launcher.checkpoint.layout import clear_partial_saves as clear_partial_saves
+from launcher.checkpoint.layout import copy_checkpoint as copy_checkpoint
 from launcher.checkpoint.layout import damage as damage
 from launcher.checkpoint.layout import read_metadata as read_metadata
+from launcher.checkpoint.layout import steps_in as steps_in
 from launcher.checkpoint.layout import write_best as write_best
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from launcher.checkpoint.flat import write_flat as write_flat
     from launcher.checkpoint.orbax_compat import PLACEHOLDER as PLACEHOLDER
     from launcher.checkpoint.read import check_model as check_model
+    from launcher.checkpoint.read import check_state as check_state
     from launcher.checkpoint.read import first_of as first_of
     from launcher.checkpoint.read import restore as restore
     from launcher.checkpoint.read import restore_model as restore_model
@@ -54,6 +58,7 @@ _HOMES = {
     "SaveError": "write",
     "Writers": "write",
     "check_model": "read",
+    "check_state": "read",
     "copy_to_host": "shards",
     "export_hugging_face": "finished",
     "first_of": "read",

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher.base import parse_json, read_json, read_text, write_whole
+from launcher.base import parse_json, read_json, read_text, sync_folder, write_whole
 
 CHECKSUMS = "checksums.json"
 METADATA = "_CHECKPOINT_METADATA"
@@ -83,6 +83,36 @@ def best_step(folder: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
+
+
+def copy_checkpoint(source: Path, final: Path, metadata: dict[str, Any], link: bool) -> None:
+    """Copy an intact checkpoint with other `metadata`, completely or not at all.
+
+    Args:
+        source: the checkpoint.
+        final: its copy, which is not there yet.
+        metadata: JSON-able metadata.
+        link: whether its other files may be hard links, which take no room: nobody changes them.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    partial = partial_path(final, "copy")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial, copy_function=_link if link else shutil.copyfile)
+    step, sums = _read(source / CHECKSUMS)
+    tree = {**read_json(source / METADATA), "custom_metadata": metadata}
+    write_whole(partial / METADATA, json.dumps(tree, allow_nan=False))
+    write_checksums(partial, step, {**sums, **checksums(partial, [partial / METADATA])})
+    partial.rename(final)
+    sync_folder(final.parent)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, another user's, or a file system without links
+        shutil.copyfile(source, target)
 
 
 def stays(folder: Path, step: int) -> bool:

@@ -115,6 +115,22 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
             raise Mismatch(f"{name} is of type {one.dtype} there and {leaf.dtype} in the model")
 
 
+def check_state(path: Path, like: TrainState) -> None:
+    """Check that the checkpoint `path` holds the arrays of a state; read none of them.
+
+    Raises:
+        Mismatch: names or shapes differ, or it cannot be read.
+    """
+    stored, wanted = leaf_shapes(stored_shapes(path)), leaf_shapes(leaves_of(stored_parts(like)))
+    if missing := sorted(wanted.keys() - stored.keys()):
+        raise Mismatch(f"it has no {first_of(missing)}")
+    if further := sorted(stored.keys() - wanted.keys()):
+        raise Mismatch(f"it has {first_of(further)} besides")
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            raise Mismatch(f"{name} is {stored[name]} there and {shape} here")
+
+
 def _stored_leaves(path: Path) -> dict[str, Any]:
     """Return what describes each stored array of the model, by its flat name."""
     if weights := find_weights(path):

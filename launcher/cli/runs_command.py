@@ -110,15 +110,18 @@ def _as_json(content: Any) -> int:
 def _print(console: Console, records: Sequence[RunRecord]) -> None:
     headers = ["run", "state", "step", "loss", "eval", "step time", "age", "plan"]
     notes = ["note"] if any(record.note for record in records) else []
+    begins = ["from"] if any(record.forked_from for record in records) else []
     rows: list[list[str | Text]] = [
         [
             *(r.id, _state_text(r), _steps(r), loss_text(r.loss), loss_text(r.eval_loss)),
             *(seconds_text(r.step_seconds), _age(r.updated_at), r.plan or "-"),
+            *([Path(r.forked_from or "").name] if begins else []),
             *([r.note or ""] if notes else []),
         ]
         for r in records
     ]
-    console.print(table_of(headers + notes, rows, ("run", "state", "plan", "note")))
+    left = ("run", "state", "plan", "from", "note")
+    console.print(table_of(headers + begins + notes, rows, left))
     for record in records:
         if record.problem:
             console.print(f"{record.id}: {record.problem}", soft_wrap=True)

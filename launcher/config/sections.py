@@ -21,6 +21,24 @@ class Run:
     resume: str = choice("auto", "auto", "never", "must")
     seed: int = number(0, minimum=0, maximum=2**32 - 1)
     shared: bool = False  # others may read the folder, as far as the user's umask lets them
+    # A run's folder or id, and @<step>, @best or @latest: begin with the whole state of that step.
+    fork: str | None = None
+    switches = (
+        Switch(
+            ("run.fork",),
+            ("task",),
+            lambda c: c.task in ("train", "plan", "check", "submit"),
+            "that is for a training",
+            "use task=train",
+        ),
+        Switch(
+            ("train.init_from",),
+            ("run.fork",),
+            lambda c: c.run.fork is None,
+            "run.fork begins with the whole state of a run",
+            "leave out run.fork to begin with its parameters alone",
+        ),
+    )
 
     def check(self) -> Iterator[ConfigError]:
         """Yield errors of the id."""
@@ -37,6 +55,11 @@ class Run:
             )
         if self.resume == "must" and self.id is None:
             yield ConfigError("run.resume=must does not say which run", "Give run.id=VALUE.")
+        if self.resume == "must" and self.fork is not None:
+            yield ConfigError(
+                f"run.fork={self.fork} begins a new run, and run.resume=must resumes one",
+                "Leave one of them out.",
+            )
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,10 @@ import jax
 from launcher.checkpoint import SaveError, clear_partial_saves
 from launcher.checkpoint.layout import read_metadata
 from launcher.cluster.errors import HungError
-from launcher.config.compose import redacted
-from launcher.config.schema import Config
 from launcher.config.sections import Checkpoint, Train
-from launcher.driver.folder.folder import fingerprints
 from launcher.driver.record.best import Best
 from launcher.driver.record.samples import Samples
 from launcher.driver.record.step_log import StepLog, is_evaluated, profiled_step
-from launcher.plan import Plan
 from launcher.report.text import shown_path
 from launcher.stop import Stop
 
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
-FORMAT = 1  # of the result of `contents`
 _POLL_SECONDS = 0.5  # how often a worker that writes is asked
 _LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
 
@@ -148,33 +143,6 @@ class Cadence:
         if by_step or late:
             self._saved_at = now
         return by_step or late
-
-
-def contents(
-    config: Config, plan: Plan, step: int, passed_over: int = 0, data: str = ""
-) -> dict[str, Any]:
-    """Return the JSON-able metadata of the checkpoint after `step` steps.
-
-    Args:
-        config: the run's settings.
-        plan: its plan.
-        step: the number of finished steps.
-        passed_over: how many batches no step has taken, because they led to values that are not
-            finite.
-        data: the fingerprint of the dataset's content.
-    """
-    settings = redacted(config)
-    settings["run"]["id"] = config.run.id  # resolved, even if it comes from a variable
-    # Resolved as well: a variable of a later start must not change which checkpoints stay.
-    settings["train"]["checkpoint"]["every_steps"] = config.train.checkpoint.every_steps
-    return {
-        "format": FORMAT,
-        "config": settings,
-        "fingerprints": fingerprints(config),
-        "plan": plan.to_dict(),
-        "data": {"next_batch": step + passed_over, "fingerprint": data},
-        "metrics": {"next_step": step + 1},
-    }
 
 
 def resuming(run_id: str, checkpoints: Path, step: int) -> str:

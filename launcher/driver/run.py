@@ -116,6 +116,8 @@ class PlanOnly(TaskKind):
         with PlotProcess() as plots:
             ready = plan(config, console, trace(config, console, found), plan_only=True)
             with folder.claim(config) as home:
+                if home.finished_steps and not home.created:
+                    _log.warning(f"the settings, plan and summary of run {home.id} are replaced")
                 write_plan(home, config, ready.plan)
                 planned = write_planned(home, config, ready.plan, ready.plan_seconds, plots)
         if planned.predicted_cost is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +34,7 @@ from launcher.driver.failures import (
 )
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
-from launcher.driver.loop import Saving, contents, resuming, train
+from launcher.driver.loop import Saving, resuming, train
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
 from launcher.driver.record.run_log import RunLog
 from launcher.driver.record.step_log import DivergedError
@@ -94,7 +94,7 @@ def train_in(
         KeyboardInterrupt: the user ended it.
         OSError: the run's folder cannot be written.
     """
-    config = replace(config, run=replace(config.run, id=home.id))
+    config = replace(config, run=replace(config.run, id=home.id, fork=home.forked_from))
     if rendezvous is not None:  # after a crash, the newest recorded step is after the checkpoint
         steps = [record["step"] for record in read_metrics(home.path / METRICS)]
         last_step = int(max([home.finished_steps, *steps]))
@@ -290,8 +290,9 @@ class _Job:
         """Train by the plan, save, and close the workers."""
         self._set_up(workers, built, finished)
         with status(self._console, "reading the first batch", Phase.READING) as advance:
-            if self._passed_over:
-                workers.submit("pass_over", self._passed_over, finished).result(advance)
+            if self._passed_over or self._home.taken:
+                passed = self._passed_over, dict(self._home.taken)
+                workers.submit("pass_over", finished, *passed).result(advance)
             workers.submit("first_batch", finished + 1).result(advance)
         if dry_steps := self._config.train.dry_steps:
             with status(self._console, "warming up", Phase.WARMING_UP):
@@ -370,13 +371,16 @@ class _Job:
             yield
 
     def _saving(self, workers: Workers) -> Saving:
-        data, passed = fingerprint_dataset(self._config.dataset), self._passed_over
-        describe = functools.partial(
-            contents, self._config, self.plan, passed_over=passed, data=data
-        )
+        data = fingerprint_dataset(self._config.dataset)
+        passed, taken, plan = self._passed_over, dict(self._home.taken), self.plan.to_dict()
+
+        def describe(step: int) -> dict[str, Any]:
+            position = {"next_batch": step + passed, "fingerprint": data, "taken": taken}
+            return folder.contents(self._config, plan, step, position)
+
         settings, log = self._config.train.checkpoint, self.run_log
-        folder, failures = self._home.checkpoints, log.failed_saves
-        return Saving(workers, folder, settings, describe, failures, log.sync, log.saved)
+        checkpoints, failures = self._home.checkpoints, log.failed_saves
+        return Saving(workers, checkpoints, settings, describe, failures, log.sync, log.saved)
 
 
 class Tries:

@@ -54,6 +54,7 @@ class RunRecord:
         plan: the plan in words.
         exit_reason: the full reason of its end.
         host: the host of its driver.
+        forked_from: the checkpoint of another run that it began with, `<folder>@<step>`.
         job_id: its Slurm job.
         updated_at: the last update, in seconds since the epoch.
         note: the user's note.
@@ -77,6 +78,7 @@ class RunRecord:
     plan: str | None = None
     exit_reason: str | None = None
     host: str | None = None
+    forked_from: str | None = None
     job_id: str | None = None
     updated_at: float | None = None
     note: str | None = None

@@ -57,6 +57,7 @@ class Summary:
         predicted_cost: what all steps cost, if each takes what was predicted.
         accounting: measured minus predicted seconds of a step, of each of its parts.
         differs: where the measured step differs from the predicted one by over 25 %: why.
+        forked_from: the checkpoint of another run that it began with, `<folder>@<step>`.
         job_id: the id of the Slurm job, None outside of one.
         nodes: the nodes of the Slurm job.
     """
@@ -94,6 +95,7 @@ class Summary:
     skipped_steps: int = 0
     failed_saves: int = 0
     save_error: str | None = None
+    forked_from: str | None = None
     job_id: str | None = None
     nodes: tuple[str, ...] = ()
     wandb_url: str | None = None

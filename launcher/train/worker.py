@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ from launcher.runtime import (
     with_first_replicas,
     with_values,
 )
-from launcher.train.feed import Feeder, filled, own_rows
+from launcher.train.feed import Feeder, after, filled, own_rows
 from launcher.train.program import Program, averaged_model, build_program, with_stored_model
 from launcher.train.sampling import Sample, Sampler
 from launcher.train.step_result import (
@@ -88,6 +88,7 @@ class TrainWorker(Peer):
         self._saver = Saver(self._spans)
         self._before_evaluation: StepResult | None = None
         self._passed_over = 0
+        self._taken: Mapping[str, int] = {}
         self._completed = 0.0
 
     def build(self, config: dict[str, Any]) -> None:
@@ -176,13 +177,18 @@ class TrainWorker(Peer):
         self._state = checkpoint.restore(Path(folder), step, self._placed())
         self._feed(start=step)
 
-    def pass_over(self, batches: int, step: int) -> None:
+    def pass_over(self, step: int, batches: int, taken: Mapping[str, int]) -> None:
         """Skip batches: from `step` on, take the batch `batches` after the one of a step's number.
 
         Call it after `create` or `restore`.
+
+        Args:
+            step: the number of finished steps.
+            batches: how many to skip; below 0 where the run began with the state of another.
+            taken: the rows that were taken before batch 0, as of `Dataset.after`.
         """
         self._feeder.close()
-        self._passed_over = batches
+        self._passed_over, self._taken = batches, taken
         self._feed(step)
 
     def first_batch(self, step: int) -> None:
@@ -325,7 +331,8 @@ class TrainWorker(Peer):
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
         program, rows = self._program, self._train.batch_rows()
-        self._feeder = Feeder(own_rows(program.dataset.train, program.batch, rows), first, stop)
+        batches = after(program.dataset, self._taken, self._config.train.global_batch_size)
+        self._feeder = Feeder(own_rows(batches, program.batch, rows), first, stop)
 
     def _finish(self) -> StepResult | None:
         if self._sent is None:

@@ -23,7 +23,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 from turns import ratio, table, worker_of  # noqa: E402
 
-from launcher.driver.loop import contents  # noqa: E402
+from launcher.driver.folder.folder import contents  # noqa: E402
 
 MODEL = (
     *("model.num_layers=8", "model.hidden_size=256", "model.sequence_length=128"),
@@ -53,7 +53,7 @@ class Timed:
             start = time.perf_counter()
             self.worker.step(self.step)
             if folder and k == 0:
-                described = contents(self.config, self.plan, self.step)
+                described = contents(self.config, self.plan.to_dict(), self.step)
                 assert self.worker.saved() is None
                 self.worker.save(folder, self.step, described, str(self.step))
                 saving = True

@@ -61,6 +61,8 @@ REFUSED = [
     ("task=generate run.id=r generate.temperature=0 generate.top_k=3", "generate.top_k"),
     ("sweep.dir=multirun/x", "sweep.dir"),
     ("sweep.jobs=2", "sweep.jobs"),
+    ("task=export run.id=r run.fork=a@7", "run.fork"),
+    ("run.fork=a@7 train.init_from=b", "train.init_from"),
     ("sweep.objective=mfu", "sweep.objective"),
     (
         "cluster=a100_8 cluster.links.inter_host_gb_per_second=3",

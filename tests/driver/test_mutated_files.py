@@ -24,7 +24,6 @@ from launcher.config.compose import load
 from launcher.config.parallel import Replay
 from launcher.driver import training
 from launcher.driver.folder import folder
-from launcher.driver.loop import contents
 from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
@@ -69,7 +68,7 @@ class Doors:
         params = {"w": jnp.ones(3)}
         for step in (3, 6):
             state = TrainState(jnp.int32(step), params, {}, jnp.zeros(2, jnp.uint32))
-            about = contents(self.config, self.plan, step)
+            about = folder.contents(self.config, self.plan.to_dict(), step)
             checkpoint.save(self.home / "checkpoints", step, checkpoint.copy_to_host(state), about)
         tracker = JsonlTracker(self.home / "metrics.jsonl")
         for step in range(1, 9):

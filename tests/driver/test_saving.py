@@ -14,6 +14,7 @@ from launcher.cluster.errors import HungError
 from launcher.config.compose import load
 from launcher.config.sections import Checkpoint
 from launcher.driver import loop as saving
+from launcher.driver.folder import folder
 from launcher.driver.loop import Saving
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
@@ -152,6 +153,6 @@ def test_a_checkpoint_holds_no_value_of_the_jobs_environment():
     words = ["cluster=slurm", "cluster.gpus=1", "cluster.slurm.env={API_KEY: s3cret}"]
     config = load(["model=mlp", "dataset=synthetic", "parallel=data", *words])
     plan = plan_of(config.parallel, build_program(config).train, local_shape(1, 1, "cpu"))
-    described = saving.contents(config, plan, 3)
+    described = folder.contents(config, plan.to_dict(), 3)
     assert described["config"]["cluster"]["slurm"]["env"] == {"API_KEY": "***"}
     assert "s3cret" not in json.dumps(described)

@@ -8,7 +8,8 @@ from launcher import checkpoint
 from launcher.base.output import lines_to
 from launcher.config.compose import load, to_dict
 from launcher.driver.callback import Callbacks
-from launcher.driver.loop import Saving, contents, train
+from launcher.driver.folder.folder import contents
+from launcher.driver.loop import Saving, train
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.step_log import StepLog
 from launcher.driver.workers import merged
@@ -93,7 +94,7 @@ class Training:
         self.handle = Handle(worker, plan)
         self.step_log = self.step_log_of(plan)
         try:
-            describe = functools.partial(contents, config, plan)
+            describe = functools.partial(contents, config, plan.to_dict())
             settings = config.train.checkpoint
             saving = Saving(self.handle, self.folder, settings, describe, self.failures)
             with lines_to(self.say):

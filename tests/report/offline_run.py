@@ -1,6 +1,6 @@
-"""Reads what wandb has recorded offline: a file of LevelDB's log format with protocol buffers.
+"""Reads what wandb has recorded offline, and TensorBoard's files: protocol buffers in both.
 
-wandb has no public reader: only its service reads them, to upload them.
+wandb has no public reader of its files, of LevelDB's log format: only its service reads them.
 """
 
 import json
@@ -69,3 +69,17 @@ def read_offline(run_dir):
                     names = [entry.path for entry in found.manifest.contents]
                     run.artifacts[found.name] = (found.type, names)
     return run
+
+
+def events(folder):
+    """Yield the events of all of TensorBoard's files, the oldest first: TFRecords of protobufs."""
+    from tensorboardX.proto import event_pb2
+
+    for path in sorted((folder / "tensorboard").glob("events.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack("<Q", data[at : at + 8])
+            event = event_pb2.Event()
+            event.ParseFromString(data[at + 12 : at + 12 + length])
+            at += 12 + length + 4
+            yield event

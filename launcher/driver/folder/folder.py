@@ -1,7 +1,8 @@
 """The run folder `<run.dir>/<run.id>/`: its lock, its open handle, its settings and plan.
 
 `check` only looks, so that a wrong setting fails fast and leaves nothing behind. `claim` makes the
-folder and locks it, so that no two runs share one.
+folder and locks it, so that no two runs share one. A run that begins with the state of another,
+`run.fork`, is given a copy of its checkpoint, and resumes from that like from one of its own.
 """
 
 from __future__ import annotations
@@ -11,34 +12,45 @@ import functools
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import yaml
 
 from launcher import checkpoint
-from launcher.base import aside, clear_partial, complain, open_own, set_aside, write_whole
+from launcher.base import (
+    aside,
+    clear_partial,
+    complain,
+    missing_path,
+    open_own,
+    set_aside,
+    write_whole,
+)
 from launcher.checkpoint import RunMetadata
 from launcher.cluster.slurm.allocation import attempt_folder
-from launcher.config.compose import to_dict, to_written
+from launcher.config.compose import redacted, to_dict, to_written
 from launcher.config.environment import dotted, unresolved
 from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config
 from launcher.driver.folder.make_folder import check_folder, make_folder, private_files
 from launcher.driver.folder.status import Status
-from launcher.recipes import fingerprint_dataset
+from launcher.recipes import fingerprint_dataset, rows_taken
 from launcher.report.text import flat
 
 if TYPE_CHECKING:
     from launcher.plan import Plan  # imports JAX
 
 LOCK = ".lock"
+FORMAT = 1  # of the result of `contents`
+_CHECKPOINTS = "checkpoints"
 # A run with other values of these is another run. A checkpoint holds values from the environment as
 # their interpolation and as a fingerprint, which shows that a value has changed but not what it is.
 _FIXED = (
@@ -49,6 +61,13 @@ _FIXED = (
     "train.precision",
     "run.seed",
 )
+_FIXED_IN_FORKS = ("model.name", "model.module", "optimizer.name", "optimizer.module")
+# Settings by which batch k depends on other rows.
+_OF_DATA = ("dataset", "train.global_batch_size", "run.seed", "model.sequence_length")
+# Settings that a fork does not list: they are no part of the training, or always others.
+_UNLISTED = ("task", "run.id", "run.dir", "run.resume", "run.fork", "sweep")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,8 @@ class RunFolder:
         attempt: the number of this start of a Slurm job's run, which has logs of its own.
         damaged: a line for each newer checkpoint that is damaged.
         next_batch: the index of the next batch, as that checkpoint says.
+        taken: the rows that were taken before batch 0, by their source.
+        forked_from: the checkpoint of another run that this one began with, `<folder>@<step>`.
         descriptor: of the open folder, while this process has claimed it.
         absolute: its path then, whatever the working directory becomes.
         created: the folders that this process made for it, innermost first; empty if it existed.
@@ -72,6 +93,8 @@ class RunFolder:
     attempt: int | None = None
     damaged: tuple[str, ...] = ()
     next_batch: int = 0
+    taken: Mapping[str, int] = field(default_factory=dict)
+    forked_from: str | None = None
     descriptor: int | None = None
     absolute: Path | None = None
     created: tuple[Path, ...] = ()
@@ -124,7 +147,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / _CHECKPOINTS
 
     @property
     def logs(self) -> Path:
@@ -137,6 +160,8 @@ class RunFolder:
 def check(config: Config, thorough: bool = True) -> int:
     """Return how many finished steps the run would resume from; 0 for a fresh start.
 
+    A run that is to begin with the state of another lists the settings that differ.
+
     Args:
         config: checked settings.
         thorough: whether to read all files of the checkpoint of a run that is complete. For other
@@ -147,6 +172,13 @@ def check(config: Config, thorough: bool = True) -> int:
         OSError: the disk is full or broken.
     """
     path = check_folder(config)
+    if (parent := parent_of(config)) is not None:
+        changes = _check_fork(config, parent)
+        _log.info(f"a new run begins with the state of {parent.path}")
+        for key, (before, now) in changes.items():
+            if not _is_below(key, _UNLISTED):
+                _log.info(f"  {key}: {before} -> {now}")
+        return int(parent.path.name)
     if path is None:
         return 0
     step = _choose(config, path, thorough=False).step or 0
@@ -184,11 +216,14 @@ def claim(config: Config) -> Iterator[RunFolder]:
         _lock(lock, path)
         for written in (path, path / "plots"):
             clear_partial(written)
+        home = RunFolder(path, descriptor=descriptor, absolute=path.absolute(), created=created)
         # `check` has looked already, but only now can nobody else be writing.
-        yield reload(
-            RunFolder(path, descriptor=descriptor, absolute=path.absolute(), created=created),
-            config,
-        )
+        with delete_on_error(created):
+            named = replace(config, run=replace(config.run, id=path.name))
+            if (parent := parent_of(named, thorough=True)) is not None:
+                _adopt(parent, named, home)
+            home = reload(home, config)
+        yield home
 
 
 @contextmanager
@@ -230,9 +265,11 @@ def reload(home: RunFolder, config: Config) -> RunFolder:
         f"checkpoint {set_aside(home.checkpoints / str(step), problem)}"
         for step, problem in choice.damaged
     )
-    next_batch = choice.run.next_batch if choice.run else 0
-    step = choice.step or 0
-    return replace(home, finished_steps=step, damaged=damaged, next_batch=next_batch)
+    home = replace(home, finished_steps=choice.step or 0, damaged=damaged, next_batch=0)
+    if (run := choice.run) is None:
+        return home
+    forked_from = run.config["run"].get("fork")
+    return replace(home, next_batch=run.next_batch, taken=run.taken, forked_from=forked_from)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -278,13 +315,106 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
     return choice
 
 
+class Parent(NamedTuple):
+    """A checkpoint of another run, which a run begins with, and its metadata."""
+
+    path: Path
+    run: RunMetadata
+
+
+def parent_of(config: Config, thorough: bool = False) -> Parent | None:
+    """Return what `run.fork` names; None without it, or if the run has a checkpoint of its own.
+
+    Args:
+        config: the settings.
+        thorough: whether to read all files of the checkpoint.
+
+    Raises:
+        ConfigError: it names no intact checkpoint.
+    """
+    run = config.run
+    if run.fork is None or (run.id and checkpoint.steps_in(Path(run.dir, run.id, _CHECKPOINTS))):
+        return None
+    named, name = _run_and_step(run.fork)
+    places = [Path(named).expanduser(), Path(run.dir, named), Path(type(run).dir, named)]
+    there = [path for path in places if path.exists()]
+    there.sort(key=lambda path: not Path(path, _CHECKPOINTS).is_dir())
+    try:
+        if not there:
+            raise checkpoint.InitError(missing_path(places[0]))
+        found = checkpoint.checkpoint_named(there[0].absolute() / _CHECKPOINTS, name, thorough)
+    except (checkpoint.InitError, OSError) as error:
+        raise ConfigError(
+            f"run.fork={run.fork} {error}",
+            "Name a run by its folder or id, and a checkpoint of it: outputs/ID@STEP, or @latest, "
+            "or @best where train.keep_best keeps one.",
+            ["run.fork"],
+        ) from None
+    if thorough:
+        for step, what in found.damaged:
+            _log.warning(f"checkpoint {step} of {there[0]} is damaged: {what}")
+    assert found.run is not None
+    return Parent(there[0].absolute() / _CHECKPOINTS / str(found.step), found.run)
+
+
+def _run_and_step(fork: str) -> tuple[str, str]:
+    """Return the run that `run.fork` names, and the name of its checkpoint."""
+    named, _, name = fork.rpartition("@")
+    return (named, name) if named and "/" not in name else (fork, "latest")
+
+
+def _is_start(fork: str, began: str) -> bool:
+    """Return whether a run that began with that checkpoint is what `run.fork` asks for."""
+    (named, name), (parent, step) = _run_and_step(fork), _run_and_step(began)
+    return Path(named).absolute().name == Path(parent).name and name in (step, "latest", "best")
+
+
+def _check_fork(config: Config, parent: Parent) -> dict[str, tuple[str, str]]:
+    """Check that a run can begin with another's checkpoint; return the settings that differ."""
+    fork, changes = f"run.fork={config.run.fork}", differences(parent.run, config)
+    for key, (before, now) in changes.items():
+        if _is_below(key, _FIXED_IN_FORKS):
+            raise ConfigError(
+                f"{key}={now} does not fit {fork}, a run with {key}={before}",
+                "Set it back; or begin with the parameters alone, if they fit: "
+                f"train.init_from={parent.path} in place of run.fork.",
+                [key, "run.fork"],
+            )
+    if config.train.steps <= int(parent.path.name):
+        raise ConfigError(
+            f"train.steps={config.train.steps} leaves nothing to train: {fork} begins after step "
+            f"{parent.path.name}",
+            "Raise train.steps, the number of the last step.",
+            ["train.steps", "run.fork"],
+        )
+    return changes
+
+
+def _adopt(parent: Parent, config: Config, home: RunFolder) -> None:
+    """Copy a parent's checkpoint into a run's folder, as one that the run itself has saved."""
+    changed, data = _check_fork(config, parent), fingerprint_dataset(config.dataset)
+    (path, run), step = parent, int(parent.path.name)
+    position = {"next_batch": run.next_batch, "fingerprint": data, "taken": run.taken}
+    if data != run.data or any(_is_below(key, _OF_DATA) for key in changed):
+        rows = run.next_batch * run.config["train"]["global_batch_size"]
+        taken = rows_taken(config.dataset, run.config["dataset"], run.data, rows, run.taken)
+        position |= {"next_batch": 0, "taken": taken}
+        counts = ", ".join(f"{of}: {n:,}".removeprefix(": ") for of, n in taken.items())
+        _log.info(f"rows of the data that are taken as used: {counts}")
+    config = replace(config, run=replace(config.run, fork=f"{path.parents[1]}@{step}"))
+    plan = checkpoint.read_metadata(path.parent, step)["plan"]
+    home.checkpoints.mkdir(exist_ok=True)
+    about = contents(config, plan, step, position)
+    checkpoint.copy_checkpoint(path, home.checkpoints / path.name, about, not config.run.shared)
+
+
 class LostFolderError(OSError):
     """The run's folder was deleted or renamed during training; the text is one line."""
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write `config.yaml`, resolved except for environment variables, and `plan.json`."""
-    tree = to_written(replace(config, run=replace(config.run, id=home.id)))
+    tree = to_written(replace(config, run=replace(config.run, id=home.id, fork=home.forked_from)))
     tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
     # Atomic, because another task of a Slurm job may be reading them.
     text = yaml.safe_dump(tree, sort_keys=False)
@@ -317,7 +447,7 @@ def fingerprints(config: Config) -> dict[str, str]:
     return {
         key: _fingerprint(json.dumps(value))
         for key, value in flat(to_dict(config)).items()
-        if _is_fixed(key) and any(f"{place}.".startswith(f"{key}.") for place in places)
+        if _is_below(key, _FIXED) and any(f"{place}.".startswith(f"{key}.") for place in places)
     }
 
 
@@ -334,20 +464,24 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         ConfigError: a setting that must not change has changed, or the data has.
         launcher.recipes.InputError: the data cannot be used.
     """
-    before, now = flat(stored.config), flat(to_dict(config))
-    for key in filter(_is_fixed, sorted(before.keys() | now.keys())):
-        value = now.get(key)
-        if key in stored.fingerprints:
-            is_same = _matches(stored.fingerprints[key], json.dumps(value))
-        else:
-            is_same = before.get(key) == unresolved({key: value}, {})[key]
-        if not is_same:
+    asked = f"run.fork={path}@{step} to begin with its state"
+    for key, (before, now) in differences(stored, config).items():
+        if _is_below(key, _FIXED):
             raise ConfigError(
-                f"{key}={shown(value)} does not fit run.id={path.name}, which reached step {step} "
-                f"with {key}={shown(before.get(key))}",
-                "Set it back to resume that run, or choose another run.id.",
+                f"{key}={now} does not fit run.id={path.name}, which reached step {step} "
+                f"with {key}={before}",
+                "Set it back to resume that run, or choose another run.id"
+                + ("." if _is_below(key, ("model", *_FIXED_IN_FORKS)) else f" and {asked}."),
                 [key],
             )
+    began = stored.config["run"].get("fork")
+    if config.run.fork is not None and not _is_start(config.run.fork, began or ""):
+        raise ConfigError(
+            f"run.fork={config.run.fork} does not fit run.id={path.name}, which began "
+            f"{f'with {began}' if began else 'afresh'} and reached step {step}",
+            "Leave it out to resume that run, or choose another run.id.",
+            ["run.fork", "run.id"],
+        )
     if stored.data and stored.data != fingerprint_dataset(config.dataset):
         raise ConfigError(
             f"the data of dataset={config.dataset.name} has changed since run.id={path.name} "
@@ -357,8 +491,52 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         )
 
 
-def _is_fixed(key: str) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in _FIXED)
+def differences(stored: RunMetadata, config: Config) -> dict[str, tuple[str, str]]:
+    """Return the settings that are others now than in a checkpoint: both as written, by key."""
+    before, written, now = flat(stored.config), flat(redacted(config)), flat(to_dict(config))
+
+    def is_same(key: str) -> bool:
+        value = now.get(key)
+        if key in stored.fingerprints:
+            return _matches(stored.fingerprints[key], json.dumps(value))
+        return before.get(key) in (written.get(key), unresolved({key: value}, {})[key])
+
+    found: dict[str, tuple[str, str]] = {}
+    for key in sorted(before.keys() | now.keys()):
+        if not is_same(key):  # a variable that has another value is written as before
+            was, text = before.get(key), written.get(key)
+            found[key] = shown(was), shown(now.get(key) if text == was else text)
+    return found
+
+
+def contents(
+    config: Config, plan: Mapping[str, Any], step: int, data: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the JSON-able metadata of the checkpoint after `step` steps.
+
+    Args:
+        config: the run's settings.
+        plan: its plan, as `Plan.to_dict` returns it.
+        step: the number of finished steps.
+        data: the position in its data, with the names of `RunMetadata`; None: after `step` batches.
+    """
+    settings = redacted(config)
+    # Resolved, even if it comes from a variable.
+    settings["run"] |= {"id": config.run.id, "fork": config.run.fork}
+    # Resolved as well: a variable of a later start must not change which checkpoints stay.
+    settings["train"]["checkpoint"]["every_steps"] = config.train.checkpoint.every_steps
+    return {
+        "format": FORMAT,
+        "config": settings,
+        "fingerprints": fingerprints(config),
+        "plan": plan,
+        "data": data or {"next_batch": step},
+        "metrics": {"next_step": step + 1},
+    }
+
+
+def _is_below(key: str, names: Sequence[str]) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
 @functools.cache  # slow on purpose, and called at every save

@@ -62,6 +62,7 @@ class Status(Callback):
             "pid": process.pid,
             "process_started": process.create_time(),
             "job_id": job_id,
+            "forked_from": None,
             "exit_reason": None,
         }
         self._made: deque[tuple[float, int]] = deque(maxlen=_WINDOW)

@@ -98,7 +98,8 @@ def os_error_text(error: OSError) -> str:
 
 def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     said: list[str] = []
-    finished = folder.check(config, thorough=False)
+    with lines_to(said.append):
+        finished = folder.check(config, thorough=False)
     if finished >= config.train.steps:
         yield f"run {config.run.id} is complete, {finished} of {config.train.steps} steps"
     for section, options in (("model", config.model), ("dataset", config.dataset)):

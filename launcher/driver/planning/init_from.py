@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from launcher import checkpoint
 from launcher.base import DamagedError, to_type
 from launcher.checkpoint.layout import METADATA
+from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.folder import folder
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.files import find_corpus
 from launcher.recipes.data.corpus.tokenizers import BYTES, load_tokenizer, tokenizer_fingerprint
@@ -51,7 +53,8 @@ _SAMPLE = (
 def find_start(config: Config, finished: int, thorough: bool = True) -> Path | None:
     """Return the checkpoint or `.npz` file to start from, or None for a fresh start.
 
-    It is None, too, if the run resumes from a checkpoint of its own.
+    It is None, too, if the run resumes from a checkpoint of its own. With `run.fork` it is the
+    checkpoint of the other run.
 
     Args:
         config: the settings.
@@ -63,6 +66,8 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
             that has learned other tokens than the data's.
         InputError: a tokenizer cannot be read.
     """
+    if config.run.fork is not None:
+        return _find_parent(config)
     named = config.train.init_from
     if named is None:
         return None
@@ -71,12 +76,12 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
             f"{_KEY} is not used: run {config.run.id} resumes from its own step {finished}"
         )
         return None
-    folder = folder_of(named)
+    theirs = folder_of(named)
     try:
-        path, damaged = checkpoint.resolve(folder or Path(named), thorough)
+        path, damaged = checkpoint.resolve(theirs or Path(named), thorough)
         if (path / CONFIG).exists():
             _check_settings(config, named, path)
-        elif folder is not None:
+        elif theirs is not None:
             raise checkpoint.InitError(f"has no {CONFIG}")
     except checkpoint.InitError as error:
         raise ConfigError(
@@ -123,6 +128,41 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
             raise ConfigError(
                 f"{_KEY}={named} has {key}={value}, and model.{key} is {own}", remedy, [_KEY]
             )
+
+
+def _find_parent(config: Config) -> Path | None:
+    """Return the checkpoint that `run.fork` names; raises ConfigError for another tokenizer's."""
+    if (parent := folder.parent_of(config)) is None:
+        return None
+    try:
+        theirs, ours = _maker(from_dict(parent.run.config).dataset), _maker(config.dataset)
+    except (ConfigError, InputError, OSError):  # data that has gone
+        return parent.path
+    if theirs and ours and theirs.fingerprint != ours.fingerprint:
+        raise ConfigError(
+            f"the tokens of dataset={config.dataset.name} are made by {ours.name}, and those of "
+            f"run.fork={config.run.fork} by {theirs.name}",
+            f"Prepare the data with dataset.tokenizer={theirs.name}.",
+            [ours.key, "run.fork"],
+        )
+    return parent.path
+
+
+def check_parent_state(config: Config, path: Path, state: Any) -> None:
+    """Check that the checkpoint that `run.fork` names holds such a state; raises ConfigError."""
+    try:
+        checkpoint.check_state(path, state)
+    except checkpoint.Mismatch as error:
+        run = checkpoint.checkpoint_named(path.parent, path.name, thorough=False).run
+        changed = folder.differences(run, config) if run else {}
+        keys = [key for key in changed if key.startswith(("model.", "optimizer."))]
+        was = "".join(f"; {key} was {changed[key][0]}" for key in keys)
+        raise ConfigError(
+            f"run.fork={config.run.fork} does not fit this state: {error}{was}",
+            "Set that back; or begin with the parameters alone, if they fit: "
+            f"train.init_from={path} in place of run.fork.",
+            [*keys, "run.fork"],
+        ) from None
 
 
 def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from launcher.cluster.kinds import kind_of
 from launcher.config.parallel import Auto, Planned
 from launcher.config.schema import Config
 from launcher.driver.planning.check import Inputs, look, measures_first
-from launcher.driver.planning.init_from import check_start
+from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
 from launcher.hardware import is_nominal
 from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
@@ -105,7 +105,9 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.device_kind)
-    if inputs.init_from is not None:
+    if inputs.init_from is not None and config.run.fork is not None:
+        check_parent_state(config, inputs.init_from, program.state)
+    elif inputs.init_from is not None:
         check_start(config.train.init_from, inputs.init_from, stored_part(program.state.model))
     return Traced(inputs, cluster, program, time.perf_counter() - began)
 

@@ -168,7 +168,8 @@ class RunLog:
             callbacks=self._callbacks,
         )
         if home.status:
-            home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
+            known = {"forked_from": home.forked_from, "step": home.finished_steps}
+            home.status.tell(plan=describe_plan(plan), **known)
         self.step_log.begin(home.finished_steps)
 
     def saved(self, step: int) -> None:
@@ -193,7 +194,7 @@ class RunLog:
         self._metrics = JsonlTracker(path / METRICS, first_step)
         # Nothing in `wandb` may be a secret, and its tracker obeys the values.
         config = redacted(self._config) | {"wandb": dataclasses.asdict(self._config.wandb)}
-        run = TrackedRun(self._home.id, path, config)
+        run = TrackedRun(self._home.id, path, config, self._metrics.records())
         chosen = openers(self._config.report.trackers or ())
         self._registered = open_trackers(run, chosen)
         for name, table in plan_tables(self._plan).items():
@@ -242,7 +243,11 @@ class RunLog:
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
         if tokens := batch_tokens(self._config):
-            metrics = {**metrics, "perf/tokens": step * tokens}
+            batches, rows = step, sum(self._home.taken.values())
+            if self._home.taken:  # it began on other batches
+                batches += self._home.next_batch - self._home.finished_steps
+            taken = rows * tokens // self._config.train.global_batch_size
+            metrics = {**metrics, "perf/tokens": taken + batches * tokens}
         self._trackers.log(step, metrics)
         for key in FINITE:
             if not math.isfinite(metrics.get(key) or 0.0):
@@ -312,6 +317,7 @@ class RunLog:
             restarts=(allocation.restarts if allocation else 0) + restarts,
             failed_saves=len(self.failed_saves),
             save_error=self.failed_saves[-1] if self.failed_saves else None,
+            forked_from=self._home.forked_from,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
             **found,

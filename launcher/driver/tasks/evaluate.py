@@ -19,7 +19,7 @@ from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.prepare_data import prepare_first
-from launcher.driver.tasks.task import CheckpointTask
+from launcher.driver.tasks.task import CheckpointTask, check_new
 from launcher.inference.answers import model_answers, stored_plan
 from launcher.inference.export_tokenizer import warn_of_other_tokens
 from launcher.inference.model_workers import EvaluationWorker, Means
@@ -47,6 +47,7 @@ class EvaluateTask(CheckpointTask):
         target = _target(
             config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
         )
+        earlier = target.exists()
         warn_of_other_tokens(settings, config)
         prepare_first(config, console)
         size = config.train.global_batch_size
@@ -69,7 +70,8 @@ class EvaluateTask(CheckpointTask):
         write_whole(target, json.dumps({**about, **found}, indent=2) + "\n", not config.run.shared)
         for name, value in found.items():
             console.print(f"{name:<14} {value:.6g}")
-        console.print(f"written to {target}", soft_wrap=True)
+        instead = ", in place of an earlier evaluation" if earlier else ""
+        console.print(f"written to {target}{instead}", soft_wrap=True)
         return 0
 
 
@@ -85,15 +87,8 @@ def _target(config: Config, default: Path) -> Path:
     """Return the file to write; raises ConfigError if it cannot be made, before all the work."""
     if config.evaluate.path is None:
         return default
-    target = Path(config.evaluate.path).expanduser()
-    if not target.parent.is_dir() or target.is_dir():
-        what = "it is a folder" if target.is_dir() else f"{target.parent} is not a folder"
-        raise ConfigError(
-            f"evaluate.path={config.evaluate.path} cannot be written: {what}",
-            "Name a file in an existing folder.",
-            ["evaluate.path"],
-        )
-    return target
+    check_new("evaluate.path", config.evaluate.path)
+    return Path(config.evaluate.path).expanduser()
 
 
 def means(batches: Iterable[list[Means]]) -> dict[str, float]:

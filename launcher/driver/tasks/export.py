@@ -36,7 +36,7 @@ class ExportTask(CheckpointTask):
             OSError: it cannot be written.
         """
         target = _target(config, home, source)
-        private = not config.run.shared
+        private, earlier = not config.run.shared, target.exists()
         theirs = _theirs(config, home) if config.export.format == "hf" else None
         with private_files(config.run), status(console, f"writing {target}"):
             is_there = (home / "config.yaml").exists()
@@ -49,7 +49,8 @@ class ExportTask(CheckpointTask):
                 count = checkpoint.export_hugging_face(
                     model, target, theirs, dtype=dtype, private=private
                 )
-        console.print(f"{count} arrays of {source} are in {target}", soft_wrap=True)
+        instead = ", in place of an earlier export" if earlier else ""
+        console.print(f"{count} arrays of {source} are in {target}{instead}", soft_wrap=True)
         return 0
 
 

@@ -39,7 +39,7 @@ class MlflowTracker(Tracker):
     needs = ("mlflow", "sqlalchemy", "alembic")
 
     def __init__(self, run: TrackedRun) -> None:
-        self._tracked = run
+        self._tracked, self._earlier = run, run.earlier
         self._begun: tuple[MlflowClient, str] | None = None
         self._newest = self._alerts = 0
         self._tables: list[dict[str, str]] = []
@@ -58,6 +58,9 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         client, run = self._open()
+        earlier, self._earlier = self._earlier, ()
+        for record in earlier:
+            self.log(record["step"], record)
         if step <= self._newest:  # what is logged cannot be taken back
             return
         self._newest, now = step, int(time.time() * 1000)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 FOLDER = "tensorboard"
+_FLUSH = 10  # seconds of records that are lost with a process that is killed
 
 
 class TensorBoardTracker(Tracker):
@@ -77,7 +78,9 @@ class TensorBoardTracker(Tracker):
             from tensorboardX import SummaryWriter
 
             is_new = not self._folder.exists()
-            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+            number = len(list(self._folder.glob("events.*")))  # names have the second alone
+            named = {"filename_suffix": f".{number}", "flush_secs": _FLUSH}
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step, **named)
             if is_new:
                 self._writer.add_text("config", _code(self._config), 0)
         return self._writer

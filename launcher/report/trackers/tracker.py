@@ -51,11 +51,13 @@ class TrackedRun:
         id: the run's id.
         folder: the run's folder.
         config: the resolved settings, without the values of `cluster.slurm.env`.
+        earlier: the steps before this start, as in `metrics.jsonl`: a tracker may lack some.
     """
 
     id: str
     folder: Path
     config: Mapping[str, Any]
+    earlier: Sequence[Mapping[str, Any]] = ()
 
 
 class Tracker:

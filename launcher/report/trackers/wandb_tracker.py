@@ -6,14 +6,17 @@ when a run is recorded.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.base import to_type
+from launcher.base import DamagedError, read_json, to_type, write_whole
 from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
 from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
@@ -31,6 +34,8 @@ _OURS = (
     *("RUN_ID", "DIR", "RESUME", "REINIT", "SILENT", "CONSOLE", "X_DISABLE_META", "DISABLE_GIT"),
     *("SAVE_CODE", "INIT_TIMEOUT", "FINISH_TIMEOUT"),
 )
+# Files in the folder of a recording that hold its newest step: ours, and one of `wandb sync`.
+_FINISHED, _UPLOADED = "finished.json", "files/wandb-summary.json"
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +103,7 @@ class WandbTracker(Tracker):
     def __init__(self, settings: Wandb, mode: Mode, run: TrackedRun) -> None:
         import wandb
 
+        self._newest, self._earlier = _newest_recorded(run.folder / "wandb", mode), run.earlier
         self._run: wandb.Run | None = wandb.init(
             id=run.id,
             name=settings.name or os.environ.get("WANDB_NAME") or run.id,
@@ -125,7 +131,8 @@ class WandbTracker(Tracker):
         for axis in AXES:
             self._run.define_metric(axis)
         self._run.define_metric("*", step_metric="step")
-        self._newest = 0
+        if mode == "online":  # the server tells what it has
+            self._newest = max(self._newest, self._run.step - 1)
         self.url: str | None = None
         self.sync_command: str | None = None
         if mode == "online":
@@ -142,7 +149,13 @@ class WandbTracker(Tracker):
             run.log({name: wandb.Table(columns=[*columns], data=[*rows])}, commit=False)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Record the known metrics of a step; a step that is done again is left out."""
+        """Record the known metrics of a step; a step that is done again is left out.
+
+        The first call also records steps of earlier starts that were lost as these were killed.
+        """
+        earlier, self._earlier = self._earlier, ()
+        for record in earlier:
+            self.log(record["step"], record)
         if step <= self._newest:  # wandb accepts no step twice
             return
         self._newest = step
@@ -192,7 +205,13 @@ class WandbTracker(Tracker):
         failed = not ended_well(summary.get("exit_reason", "done"))
         with self._recording() as run:
             run.summary.update(known)
+            began, folder = time.monotonic(), Path(run.dir).parent
             run.finish(exit_code=int(failed))
+            if time.monotonic() - began >= UPLOAD_TIMEOUT:
+                command = shlex.join(["wandb", "sync", "--include-online", str(folder)])
+                _log.warning(f"wandb: not all is uploaded after {UPLOAD_TIMEOUT} s; run {command}")
+            with suppress(OSError):
+                write_whole(folder / _FINISHED, json.dumps({"step": self._newest}))
         self._run = None
         _teardown()
 
@@ -207,6 +226,25 @@ class WandbTracker(Tracker):
             self._run = None
             _teardown()
             raise
+
+
+def _newest_recorded(folder: Path, mode: Mode) -> int:
+    """Return the newest step in the recordings of earlier starts, of which each has its folder.
+
+    Where the server can tell, only those that are to be uploaded count.
+
+    An offline one that was not finished is put aside: its last records are lost, and `wandb sync`
+    uploads nothing at all where it cannot read one.
+    """
+    newest = 0
+    for part in folder.glob("offline-run-*" if mode == "online" else "*run-[0-9]*"):
+        known = [part / name for name in (_FINISHED, _UPLOADED) if (part / name).exists()]
+        with suppress(OSError, DamagedError, KeyError, TypeError):
+            newest = max(newest, *(int(read_json(path)["step"]) for path in known))
+        if not known and part.name.startswith("offline-"):
+            with suppress(OSError):
+                part.rename(part.with_name(f"unfinished-{part.name}"))
+    return newest
 
 
 def _teardown() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ from launcher.recipes.data.masking import Gather, as_the_model_takes
 from launcher.recipes.datasets.mixture import Mixture
 from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
+
+_MOST = 2**40  # rows of a part
 
 
 class _MixedPart(NamedTuple):
@@ -62,7 +64,6 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         seed: picks the order of the training data.
     """
     parts = list(_parts(options, model_options))
-    numbers = _mixed(parts, global_batch_size, seed)
     held = [part.held for part in parts]
     masks = (part.mask_token for part in parts)  # all made by one tokenizer, where known
     mask = next((mask for mask in masks if mask is not None), None)
@@ -70,16 +71,50 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         as_the_model_takes(model_options, _gather([part.makers[i] for part in parts], counts), mask)
         for i, counts in enumerate(([part.train for part in parts], held))
     )
+
+    def after(taken: Mapping[str, int]) -> Batches:
+        return Batches(_mixed(parts, global_batch_size, seed, taken), train, a_sample=0)
+
     total = sum(part.weight for part in parts)
     shares = ", ".join(
         f"{part.name} {part.weight / total:.0%} of {part.train:,} examples" for part in parts
     )
     end = f"{sum(held):,} examples held out for validation" if any(held) else "none held out"
     return Dataset(
-        train=Batches(numbers, train, a_sample=0),
+        train=after({}),
         validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
         describe=f"a mixture: {shares}; {end}{''.join(part.left_out for part in parts)}",
+        after=after,
     )
+
+
+def rows_taken(
+    options: Mixture, before: Mapping[str, Any], data: str, rows: int, taken: Mapping[str, int]
+) -> dict[str, int]:
+    """Return how many rows of each part were taken; of one whose tokens are others, none.
+
+    The other arguments are those of `launcher.recipes.rows_taken`.
+    """
+    parts = before["parts"]
+    counts = _counts([part.get("weight", 1) for part in parts.values()], rows)
+    total = {**taken, **{n: taken.get(n, 0) + c for n, c in zip(parts, counts, strict=True)}}
+    theirs = dict(zip(parts, data.split(" "), strict=True))
+    ours = dict(zip(options.parts, fingerprint(options).split(" "), strict=True))
+    return {n: 0 if ours.get(n, theirs.get(n)) != theirs.get(n) else c for n, c in total.items()}
+
+
+def _counts(weights: Sequence[float], rows: int) -> list[int]:
+    """Return how many of the first `rows` rows of a mixture are of each part."""
+    import grain
+
+    parts = [grain.MapDataset.range(n * _MOST, (n + 1) * _MOST) for n in range(len(weights))]
+    order, found = grain.MapDataset.mix(parts, weights), dict[int, int]()
+    for k in itertools.count(rows):
+        part, before = divmod(int(order[k]), _MOST)  # the next row of a part tells of those before
+        found.setdefault(part, before)
+        if len(found) == len(weights):
+            return [found[n] for n in range(len(weights))]
+    raise AssertionError
 
 
 def fingerprint(options: Mixture) -> str:
@@ -125,11 +160,14 @@ def check_tokenizers(options: Mixture) -> None:
         first = first or (name, meta)
 
 
-def _mixed(parts: Sequence[_MixedPart], batch_size: int, seed: int) -> Callable[[int], np.ndarray]:
+def _mixed(
+    parts: Sequence[_MixedPart], batch_size: int, seed: int, taken: Mapping[str, int]
+) -> Callable[[int], np.ndarray]:
     """Return a function from k to the sample numbers of batch k.
 
     Those of a part follow those of the parts before it. Each part is shuffled anew for each pass
-    over it, and passes over the parts end at different times.
+    over it, and passes over the parts end at different times. Each begins after the rows that were
+    taken of it, and keeps its order where parts were added or left out since.
     """
 
     @functools.cache
@@ -138,10 +176,14 @@ def _mixed(parts: Sequence[_MixedPart], batch_size: int, seed: int) -> Callable[
 
         starts = [0, *itertools.accumulate(part.train for part in parts)]
         # Parts of one size must not have one order.
-        seeds = np.random.SeedSequence(seed).generate_state(len(parts))
+        names = list(dict.fromkeys((*taken, *(part.name for part in parts))))
+        seeds = np.random.SeedSequence(seed).generate_state(len(names))
         passes = [
-            grain.MapDataset.range(start, stop).seed(int(own)).shuffle().repeat()
-            for start, stop, own in zip(starts, starts[1:], seeds, strict=False)
+            grain.MapDataset.range(start, start + part.train)
+            .seed(int(seeds[names.index(part.name)]))
+            .shuffle()
+            .repeat()[taken.get(part.name, 0) :]
+            for start, part in zip(starts, parts, strict=False)
         ]
         return grain.MapDataset.mix(passes, [part.weight for part in parts]).batch(batch_size)
 

@@ -21,7 +21,6 @@ from launcher.config.compose import load, redacted, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.folder import folder
 from launcher.driver.folder.make_folder import new_id
-from launcher.driver.loop import contents
 
 
 @functools.cache
@@ -143,9 +142,11 @@ def test_a_run_does_not_go_on_as_another_one(config, section, field, value, text
     other = replace(config, **{section: replace(getattr(config, section), **{field: value})})
     with pytest.raises(ConfigError) as error:
         folder.check(other)
+    fork = f"run.fork={config.run.dir}/mine@5 to begin with its state."
     assert str(error.value) == (
         f"{text} does not fit run.id=mine, which reached step 5 with {section}.{field}={before!r}. "
-        "Set it back to resume that run, or choose another run.id."
+        "Set it back to resume that run, or choose another run.id"
+        f"{'.' if section == 'model' else ' and ' + fork}"
     )
 
 
@@ -257,7 +258,7 @@ def test_another_value_of_a_variable_is_another_run(config, monkeypatch):
     asked = "model.hidden_size=${oc.env:HIDDEN}"
     config = load([*words, asked])
     plan = SimpleNamespace(to_dict=dict)
-    save_checkpoint(config, 5, lambda config: contents(config, plan, 5))
+    save_checkpoint(config, 5, lambda config: folder.contents(config, plan.to_dict(), 5))
     assert "4711" not in json.dumps(checkpoint.read_metadata(folder_of(config), 5))
     assert folder.check(config) == 5
     assert folder.check(load([*words, "model.hidden_size=4711"])) == 5

@@ -304,7 +304,7 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     assert Path("talks.jsonl.tokens/meta.json").exists()
     with pytest.raises(ConfigError, match=r"model\.num_heads has no effect: .* uses the run's, 2"):
         load([*words, "model.num_heads=4"])
-    with pytest.raises(ConfigError, match=r"evaluate\.path=no/a\.json cannot be written: no is no"):
+    with pytest.raises(ConfigError, match=r"evaluate\.path=no/a\.json cannot be made: no is no"):
         EvaluateTask().run(load([*words, "evaluate.path=no/a.json"]), make_console())
 
 

@@ -1,9 +1,9 @@
 """Several trackers behave as one; a registered one is opened for a run and never ends it."""
 
-import struct
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +18,9 @@ from launcher.report.trackers.tracker import (
     open_trackers,
     openers,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from offline_run import events
 
 
 class Recording(Tracker):
@@ -262,20 +265,6 @@ def record(name, folder, starts=((1, 2, 3),)):
         tracker.artifact("plan", folder / "plan.json")
         tracker.artifact("profile", folder / "profile")
         tracker.finish({"final_loss": 1.0, "exit_reason": "done"})
-
-
-def events(folder):
-    """Yield the events of all of TensorBoard's files, the oldest first: TFRecords of protobufs."""
-    from tensorboardX.proto import event_pb2
-
-    for path in sorted((folder / "tensorboard").glob("events.*")):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack("<Q", data[at : at + 8])
-            event = event_pb2.Event()
-            event.ParseFromString(data[at + 12 : at + 12 + length])
-            at += 12 + length + 4
-            yield event
 
 
 @pytest.mark.devices
