@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from launcher.base import not_run, told
 from launcher.recipes import InputError, users_module
 
 Event = Literal["on_start", "on_step", "on_evaluation", "on_save", "on_restart", "on_end"]
@@ -88,7 +88,8 @@ class Callbacks:
         """
         for name, callback in self._named:
             try:
-                getattr(callback, event)(step, about)
+                if wrong := not_run(getattr(callback, event)(step, about)):
+                    raise TypeError(f"it returns {wrong}")
             except Exception as error:
                 if not name:
                     raise
@@ -122,7 +123,4 @@ def no_callback(name: str) -> InputError:
 
 
 def _failed(name: str, event: Event, step: int, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    text = str(error) or "no message"
-    return f"hooks=[{name}]: {event} failed at step {step}: {type(error).__name__}: {text}{where}"
+    return f"hooks=[{name}]: {event} failed at step {step}: {told(error, name)}"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from launcher.checkpoint.train_state import Picks, TrainState, rejoined, split_named
-from launcher.recipes.checked_model import Metrics, checked_loss, init_model
+from launcher.recipes.checked_model import checked_loss, checked_optimizer, init_model
 from launcher.trace import value_and_grad
 from launcher.train.optimizer import Schedule, count_updates
 
@@ -57,7 +57,7 @@ def make_train_step(
     skip_non_finite: bool = False,
     learns: Picks | None = None,
     ema: float | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
     """Return a function `(state, batch) -> (state, metrics)`.
 
     `metrics` holds the float32 scalars `loss`, `grad_norm` (before clipping), `learning_rate` and
@@ -75,18 +75,18 @@ def make_train_step(
         learns: which parameters learn; None: all. The others have no gradient.
         ema: the decay of an average of the parameters; None: none is kept.
     """
-    model_loss = checked_loss(model)
+    model_loss, (update, rate) = checked_loss(model), checked_optimizer(optimizer, schedule)
 
     def loss_of(learning: Any, fixed: Any, *rest: Any) -> Any:
         return model_loss(rejoined(learning, fixed) if learns else learning, *rest)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         learning, fixed = split_named(state.params, learns) if learns else (state.params, None)
         gradient = value_and_grad(loss_of, has_aux=True)
         out, grads = gradient(learning, fixed, state.model_state, batch, key)
         loss, (extra, model_state) = out
-        updates, opt_state = optimizer.update(grads, state.opt_state, learning)
+        updates, opt_state = update(grads, state.opt_state, learning, loss)
         params = optax.apply_updates(learning, updates)
         average = state.ema
         if ema is not None:
@@ -106,7 +106,7 @@ def make_train_step(
             **extra,
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": jnp.asarray(schedule(updates_done), jnp.float32),
+            "learning_rate": rate(updates_done),
         }
         params = rejoined(params, fixed) if learns else params
         parts = params, opt_state, state.key, model_state, average

@@ -208,11 +208,11 @@ REFUSED = [
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "more": value}))),
-        f"{ALIKE}; it has state['more'], which init does not return",
+        f"{ALIKE}; it has state['more'], which was not given",
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "more": "x"}))),
-        f"{ALIKE}; it has state['more'], which init does not return",
+        f"{ALIKE}; it has state['more'], which was not given",
     ),
     (
         returns(lambda value, state: (value, ({}, {**state, "mean": "x"}))),
