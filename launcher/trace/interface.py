@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -91,6 +91,11 @@ class Arguments:
     donated: tuple[bool, ...]
     donate_argnums: tuple[int, ...]
 
+    def without(self, leaves: Sequence[bool]) -> Arguments:
+        """Return the arguments with some leaves taken out of the batch."""
+        pairs = zip(self.batch, leaves, strict=True)
+        return replace(self, batch=tuple(was and not out for was, out in pairs))
+
     def with_rows(self, rows: int) -> tuple[Any, ...]:
         """Return the shapes for a batch of this many rows."""
 
@@ -172,7 +177,10 @@ def batch_size(arguments: Arguments) -> int:
     }
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise BatchError(f"the batch's leaves differ along axis 0 ({listed}); they must agree")
+        raise BatchError(
+            f"the batch's leaves differ along axis 0 ({listed}); they must agree, and what is not "
+            "of the rows goes into another argument"
+        )
     if 0 in sizes.values():
         raise BatchError(f"the batch has no rows ({', '.join(sizes)} along axis 0)")
     return next(iter(sizes.values()), 1)

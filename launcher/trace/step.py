@@ -54,6 +54,7 @@ from launcher.trace.parts import (
     with_named_operands,
 )
 from launcher.trace.primitives import calling_at_losses, loss_p
+from launcher.trace.slicing.outside_loss import may_be_raw_key, raw_generator
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, slice_loss, split_loss
 
 
@@ -172,8 +173,9 @@ def trace_step(
         TraceError: an argument is no array, or something outside the loss has a side effect.
     """
     arguments = read_arguments(args, batch_argnums, donate_argnums)
-    if needs_loss:
-        batch_size(arguments)  # a clearer error than that of the trace
+    maybe = [may_be_raw_key(leaf) for leaf in jax.tree.leaves(arguments.shapes)]
+    if needs_loss:  # a clearer error than that of the trace
+        batch_size(arguments.without(maybe))
 
     def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
         def uncached(*values: Any) -> Any:  # JAX keeps the traces of `fun` itself
@@ -189,8 +191,8 @@ def trace_step(
     equations = closed.eqns
     places = find_losses(fun, equations, needs_loss)
     constants = dict(zip(closed.constvars, closed.consts, strict=True))
-    if not places:
-        arguments = dataclasses.replace(arguments, batch=(False,) * len(arguments.batch))
+    keys = (k and raw_generator(v, equations) for k, v in zip(maybe, closed.invars, strict=True))
+    arguments = arguments.without([bool(key) or not places for key in keys])
     size = batch_size(arguments)
     whole = Interface(
         in_tree=jax.tree.structure(arguments.shapes),
