@@ -250,12 +250,10 @@ def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
         raise InputError(f"{key}={name} cannot be imported: {told(error, name)}") from error
     for function in functions:
         if not callable(getattr(module, function, None)):
-            example = {
-                "model": "models/mlp/model.py",
-                "dataset": "datasets/synthetic/dataset.py",
-            }.get(key.split(".")[0])
-            remedy = f"write one as recipes/{example} does" if example else "write one"
-            raise InputError(f"{key}={name} has no function {function}; {remedy}")
+            kind = key.split(".")[0]
+            family = {"model": "mlp", "dataset": "synthetic"}.get(kind)
+            remedy = f" as recipes/{kind}s/{family}/{kind}.py does" if family else ""
+            raise InputError(f"{key}={name} has no function {function}; write one{remedy}")
     return module
 
 
@@ -272,13 +270,13 @@ RETURNS = {
 }
 
 
-def users_code(key: str, fun: Any, returns: Sequence[str] = ("object",), note: str = "") -> Any:
+def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") -> Any:
     """Return a user's function whose failures are one line; so are those of functions it returns.
 
     Args:
         key: the setting that names it, with its value.
         fun: the function; `Batches` are two.
-        returns: the names of the classes of which its result may be.
+        returns: the names of the classes of which its result may be; (): of any.
         note: what to say where it fails.
 
     Raises:
@@ -301,11 +299,16 @@ def users_code(key: str, fun: Any, returns: Sequence[str] = ("object",), note: s
             said = f"{source_of(fun)} fails: {told(error, where)}"
             raise InputError(f"{key}: {said}{note}") from error
         wrong = not_run(made)
-        if not wrong and not {kind.__name__ for kind in type(made).__mro__}.intersection(returns):
+        if (
+            returns
+            and not wrong
+            and not {kind.__name__ for kind in type(made).__mro__}.intersection(returns)
+        ):
             wrong = f"{made!r}" if made is None else f"a {type(made).__name__}"
         if wrong:
             wanted = " or ".join(returns).replace("NoneType", "None")
-            raise InputError(f"{key}: {source_of(fun)} returns {wrong}, not {wanted}")
+            wanted = wanted and f", not {wanted}"
+            raise InputError(f"{key}: {source_of(fun)} returns {wrong}{wanted}")
         return _with_users_code(key, made)
 
     return called
@@ -317,7 +320,7 @@ def _with_users_code(key: str, made: Any) -> Any:
     functions = {
         name: users_code(key, getattr(made, name))
         for name, kind in kinds.items()
-        if str(kind).startswith("Callable") and not (getattr(made, name) is None and "None" in kind)
+        if "Callable" in str(kind) and (getattr(made, name) is not None or "None" not in str(kind))
     }
     fields = (functions.get(name, getattr(made, name)) for name in kinds)
     return type(made)(*fields) if functions else made

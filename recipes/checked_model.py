@@ -17,6 +17,7 @@ import optax
 
 from launcher.base import source_of
 from launcher.recipes.protocols import Batch, InputError, Model
+from launcher.trace import arrays_only, no_array
 
 Metrics = dict[str, jax.Array]
 OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
@@ -29,7 +30,7 @@ def init_model(model: Model, key: jax.Array) -> tuple[Any, Any]:
     Raises:
         InputError: `init` returns something else than it should.
     """
-    made = model.init(key)
+    made = arrays_only(model.init, model.init(key))
     if not model.has_state:
         return made, None
     if not isinstance(made, tuple) or len(made) != 2:
@@ -139,16 +140,14 @@ def _swapped(first: Any, second: Any, state: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     """Return whether a value is one real number, of Python's, NumPy's or JAX's."""
-    if not hasattr(value, "dtype"):
-        return isinstance(value, (bool, int, float))
     kinds = jnp.floating, jnp.integer, jnp.bool_
-    return not jnp.shape(value) and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    is_one = not no_array(value) and not np.shape(value)
+    return is_one and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in kinds)
 
 
 def _type_in_words(leaf: Any) -> str:
     """Return an array's type as JAX has it, of a number too; of anything else as it is."""
-    is_array = hasattr(leaf, "dtype") or _is_number(leaf)
-    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" if is_array else _in_words(leaf)
+    return no_array(leaf) or f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
 
 
 def _check_like(

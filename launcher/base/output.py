@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 import unicodedata
@@ -159,18 +160,16 @@ def told(error: BaseException, module: str) -> str:
 
     Args:
         error: the exception.
-        module: a module of that code. The place is the deepest one in its package; of an exception
-            that does not pass there, the deepest of all.
+        module: a module of that code. The line is the deepest one in its package.
     """
     text = (str(error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__}: {text}".removesuffix(": ")
     if isinstance(error, SyntaxError):  # it names its own line; nothing of that module has run
         return text
-    frames = list(traceback.walk_tb(error.__traceback__))
-    package = module.split(".")[0]
-    own = [f for f in frames if str(f[0].f_globals.get("__name__")).split(".")[0] == package]
-    frame, line = (own or frames)[-1]
-    return f"{text} ({frame.f_code.co_filename}:{line})"
+    package = re.compile(rf"{module.split('.')[0]}(\.|$)")
+    frames = traceback.walk_tb(error.__traceback__)
+    own = [f for f in frames if package.match(f[0].f_globals.get("__name__") or "")]
+    return text + (f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else "")
 
 
 def not_run(made: Any) -> str | None:

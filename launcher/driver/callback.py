@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from launcher.base import not_run, told
-from launcher.recipes import InputError, users_module
+from launcher.recipes import InputError, users_code, users_module
 
 Event = Literal["on_start", "on_step", "on_evaluation", "on_save", "on_restart", "on_end"]
 _Kind = TypeVar("_Kind", bound="Callback")
@@ -60,16 +60,12 @@ class Callbacks:
         """Add users' callbacks, the setting `hooks`.
 
         Raises:
-            InputError: one is not there, or is no callback.
-            HookError: one cannot be made.
+            InputError: one is not there, is no callback, or cannot be made.
         """
         for name in names:
             found = find_hook(name)
-            try:
-                self._named.append((name, found() if isinstance(found, type) else found))
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}".removesuffix(": ")
-                raise HookError(f"hooks=[{name}] cannot be made: {text}") from error
+            made = users_code(f"hooks=[{name}]", found)() if isinstance(found, type) else found
+            self._named.append((name, made))
 
     def of(self, kind: type[_Kind]) -> _Kind | None:
         """Return the callback of a class, if there is one."""

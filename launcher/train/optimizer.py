@@ -106,14 +106,13 @@ def _users_own(
     module = users_module("optimizer.module", options.module, ("build",))
     made = users_code(key, module.build)(SimpleNamespace(**options.options), total_steps)
     is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[1])
-    if not is_pair or not all(callable(getattr(made[0], n, None)) for n in ("init", "update")):
+    if not is_pair or not {"init", "update"} <= set(dir(made[0])):
         raise InputError(
             f"{key}: build must return (transformation, schedule), an Optax transformation and a "
             "function from the number of updates to the learning rate"
         )
     init, schedule = users_code(key, made[0].init), users_code(key, made[1])
     update = users_code(key, made[0].update, note=_GIVEN)
-
     return optax.GradientTransformation(init, update), schedule
 
 

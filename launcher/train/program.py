@@ -21,7 +21,7 @@ from launcher.checkpoint.train_state import ADAPTERS, TrainState, without_adapte
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import InputError, build_dataset, build_model
-from launcher.trace import TracedStep, described_cudnn, trace_step
+from launcher.trace import TracedStep, described_cudnn, trace_step, trace_users
 from launcher.train.feed import num_batches, shapes_of
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
@@ -81,7 +81,7 @@ def build_program(config: Config, device_kind: str = "cpu") -> Program:
     init, step = build_steps(config, model)
     init = described_cudnn()(init)
     seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
-    state = jax.eval_shape(init, seed)
+    state = trace_users(init, seed)[1]
     check_patterns(config.optimizer, state.params)
     batch = shapes_of(dataset.train, batch_size)
     train = trace_step(step, (state, batch))

@@ -5,6 +5,7 @@ Plain JAX, written as for one device; the launcher makes a pipeline of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import optax
 
 from launcher.checkpoint.train_state import Picks, TrainState, rejoined, split_named
 from launcher.recipes.checked_model import checked_loss, checked_optimizer, init_model
-from launcher.trace import value_and_grad
+from launcher.trace import arrays_only, value_and_grad
 from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def init_state(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(learning),
+        opt_state=arrays_only(optimizer.init, optimizer.init(learning)),
         key=jax.random.key_data(step_key),
         model_state=model_state,
         ema=jax.tree.map(jnp.copy, learning) if averages else None,
@@ -77,6 +78,7 @@ def make_train_step(
     """
     model_loss, (update, rate) = checked_loss(model), checked_optimizer(optimizer, schedule)
 
+    @functools.wraps(model.loss, updated=())
     def loss_of(learning: Any, fixed: Any, *rest: Any) -> Any:
         return model_loss(rejoined(learning, fixed) if learns else learning, *rest)
 
