@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -270,6 +269,12 @@ RETURNS = {
 }
 
 
+_GIVEN = {
+    "loss": "; it is given (params, batch, key) or, of a Model(init, loss, has_state=True), "
+    "(params, state, batch, key)"
+}
+
+
 def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") -> Any:
     """Return a user's function whose failures are one line; so are those of functions it returns.
 
@@ -283,8 +288,7 @@ def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") 
         InputError: it cannot be called.
     """
     if isinstance(fun, Batches):
-        parts = {"numbers": users_code(key, fun.numbers), "gather": users_code(key, fun.gather)}
-        return replace(fun, **parts)
+        return _with_users_code(key, fun)
     if not callable(fun):
         raise InputError(f"{key}: {fun!r} is given for a function")
 
@@ -316,9 +320,10 @@ def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") 
 
 def _with_users_code(key: str, made: Any) -> Any:
     """Return a `Model`, a `Dataset` or the like with `users_code` for each of its functions."""
-    kinds = getattr(type(made), "__annotations__", {}) if isinstance(made, tuple) else {}
+    known = isinstance(made, tuple | Batches)
+    kinds = getattr(type(made), "__annotations__", {}) if known else {}
     functions = {
-        name: users_code(key, getattr(made, name))
+        name: users_code(key, getattr(made, name), note=_GIVEN.get(name, ""))
         for name, kind in kinds.items()
         if "Callable" in str(kind) and (getattr(made, name) is not None or "None" not in str(kind))
     }

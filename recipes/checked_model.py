@@ -6,8 +6,9 @@ line that says what is wrong and what to return instead.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,11 +58,11 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
     whose names are not the launcher's own, and the new state is like the one that was given.
     """
 
+    @_placed(model.loss)
     def loss(
         params: Any, state: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
         given = (params, state, batch, key) if model.has_state else (params, batch, key)
-        _check_arguments(model, len(given))
         match model.loss(*given):
             case tuple((value, dict() as metrics)) if not model.has_state:
                 new = None
@@ -85,20 +86,14 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
     return loss
 
 
-def _check_arguments(model: Model, count: int) -> None:
-    """Refuse a loss that does not take what it will be given."""
+@contextlib.contextmanager
+def _placed(fun: Callable[..., Any]) -> Iterator[None]:
+    """Add to an error about what a function returns where the function is."""
     try:
-        signature = inspect.signature(model.loss)
-    except ValueError:  # it has none that Python knows
-        return
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        raise InputError(
-            f"the model's loss must take (params, batch, key) or, of a {_WITH_STATE}, "
-            f"(params, state, batch, key); it takes ({', '.join(signature.parameters)}), with "
-            f"has_state={model.has_state}"
-        ) from None
+        yield
+    except InputError as error:
+        place = source_of(fun)
+        raise InputError(f"{error}" if place in str(error) else f"{error}: {place}") from error
 
 
 def checked_optimizer(
@@ -112,6 +107,7 @@ def checked_optimizer(
     taken = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in taken)
 
+    @_placed(optimizer.update)
     def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
         made = optimizer.update(grads, state, params, **({"value": loss} if takes_value else {}))
         if not isinstance(made, tuple) or len(made) != 2:
@@ -122,12 +118,10 @@ def checked_optimizer(
         _check_like("the state that the optimizer returns", made[1], state)
         return made
 
+    @_placed(schedule)
     def rate(count: Any) -> jax.Array:
         if not _is_number(found := schedule(count)):
-            raise InputError(
-                f"the schedule must return a number; {source_of(schedule)} returns "
-                f"{_in_words(found)}"
-            )
+            raise InputError(f"the schedule must return a number; it returns {_in_words(found)}")
         return jnp.asarray(found, jnp.float32)
 
     return update, rate

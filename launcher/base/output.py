@@ -164,8 +164,6 @@ def told(error: BaseException, module: str) -> str:
     """
     text = (str(error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    if isinstance(error, SyntaxError):  # it names its own line; nothing of that module has run
-        return text
     package = re.compile(rf"{module.split('.')[0]}(\.|$)")
     frames = traceback.walk_tb(error.__traceback__)
     own = [f for f in frames if package.match(f[0].f_globals.get("__name__") or "")]

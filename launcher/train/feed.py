@@ -70,7 +70,7 @@ class Feeder:
                 self._ready[ahead] = self._thread.submit(self._batch_at, ahead)
 
 
-def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:
+def shapes_of(batches: Callable[[int], Batch], batch_size: int, held_out: bool = False) -> Any:
     """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample.
 
     Raises:
@@ -81,10 +81,14 @@ def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:
     rows = batch_size
     if isinstance(batches, Batches):
         sample = batches.a_sample
-        at = batches.numbers(0)[:1] if sample is None else np.array([sample], np.int64)
-        make, rows = batches.gather, 1
+        at = batches.numbers(0) if sample is None else np.array([sample], np.int64)
+        if not isinstance(at, np.ndarray) or at.ndim != 1:
+            raise InputError(f"{source_of(batches.numbers)} must return sample numbers, an array")
+        make, at, rows = batches.gather, at[:1], 1
     batch = arrays_only(make, make(at))
     shapes = [np.shape(x) for x in jax.tree.leaves(batch)] or [()]
+    if held_out and shapes[0]:
+        rows = shapes[0][0]
     if others := [shape for shape in shapes if shape[:1] != (rows,)]:
         raise InputError(
             f"{source_of(make)} must return arrays of {rows} rows, as train.global_batch_size="

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from launcher.base import source_of
 from launcher.checkpoint.train_state import ADAPTERS, Picks, check_pattern, map_named, matches
 from launcher.config.optimizer import CustomOptimizer, Group, Optimizer, Scheduled
 from launcher.recipes import InputError, users_code, users_module
@@ -108,8 +109,8 @@ def _users_own(
     is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[1])
     if not is_pair or not {"init", "update"} <= set(dir(made[0])):
         raise InputError(
-            f"{key}: build must return (transformation, schedule), an Optax transformation and a "
-            "function from the number of updates to the learning rate"
+            f"{key}: {source_of(module.build)} must return (transformation, schedule), an Optax "
+            "transformation and a function from the number of updates to the learning rate"
         )
     init, schedule = users_code(key, made[0].init), users_code(key, made[1])
     update = users_code(key, made[0].update, note=_GIVEN)
