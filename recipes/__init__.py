@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from launcher.base import not_run, source_of, told
 from launcher.config.families import builder_of, find_datasets, find_models
 from launcher.recipes.models.attention import with_attention
 from launcher.recipes.protocols import Batch, Batches, Dataset, InputError, Model, Tokenizer
@@ -48,7 +48,7 @@ def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model
             devices do not have.
     """
     chosen = with_attention(options, precision, device_kind)
-    model: Model = _module("model", options).build(_fields(chosen), precision)
+    model: Model = _function("model", options, "build")(_fields(chosen), precision)
     return model
 
 
@@ -65,10 +65,8 @@ def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed
         InputError: the data cannot be used.
         OSError: a file cannot be read after all.
     """
-    module = _module("dataset", options)
-    dataset: Dataset = module.build(
-        _fields(options), _fields(model_options), global_batch_size, seed
-    )
+    build = _function("dataset", options, "build")
+    dataset: Dataset = build(_fields(options), _fields(model_options), global_batch_size, seed)
     return dataset
 
 
@@ -85,8 +83,8 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
     Raises:
         InputError: the data cannot be used.
     """
-    module = _module("dataset", options)
-    module.check(_fields(options), _fields(model_options), validation)
+    check = _function("dataset", options, "check")
+    check(_fields(options), _fields(model_options), validation)
 
 
 def fingerprint_dataset(options: Any) -> str:
@@ -248,8 +246,15 @@ def further_function(section: str, options: Any, name: str) -> Callable[..., Any
     Raises:
         InputError: there is no such module.
     """
-    function = getattr(_module(section, options), name, None)
+    function = _function(section, options, name)
     return functools.partial(function, _fields(options)) if callable(function) else None
+
+
+def _function(section: str, options: Any, name: str) -> Any:
+    function = getattr(_module(section, options), name, None)
+    if options.name != "custom" or not callable(function):
+        return function
+    return users_code(f"{section}.module={options.module}", function, RETURNS[section, name])
 
 
 def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
@@ -266,24 +271,89 @@ def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise _not_found(key, name) from None
-        raise InputError(f"{key}={name} cannot be imported: {_told(error)}") from error
+        raise InputError(f"{key}={name} cannot be imported: {told(error, name)}") from error
     for function in functions:
         if not callable(getattr(module, function, None)):
-            example = {
-                "model": "models/mlp/model.py",
-                "dataset": "datasets/synthetic/dataset.py",
-            }.get(key.split(".")[0])
-            remedy = f"write one as recipes/{example} does" if example else "write one"
-            raise InputError(f"{key}={name} has no function {function}; {remedy}")
+            kind = key.split(".")[0]
+            family = {"model": "mlp", "dataset": "synthetic"}.get(kind)
+            remedy = f" as recipes/{kind}s/{family}/{kind}.py does" if family else ""
+            raise InputError(f"{key}={name} has no function {function}; write one{remedy}")
     return module
 
 
-def _told(error: Exception) -> str:
-    """Return an exception of a user's module with the line of code that raised it."""
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    # A SyntaxError names its own line; nothing of that module has run.
-    return text if isinstance(error, SyntaxError) else f"{text} ({frame.filename}:{frame.lineno})"
+# By the functions of a user's module: the classes of their results.
+RETURNS = {
+    ("model", "build"): ("Model",),
+    ("model", "build_decoder"): ("Decoder",),
+    ("dataset", "check"): ("NoneType",),
+    ("dataset", "build"): ("Dataset",),
+    ("dataset", "tokenizer"): ("Tokenizer",),
+    ("dataset", "bytes_per_target"): ("float", "int", "NoneType"),
+    ("dataset", "is_prepared"): ("bool",),
+    ("dataset", "prepare"): ("str",),
+}
+
+
+_GIVEN = {
+    "loss": "; it is given (params, batch, key) or, of a Model(init, loss, has_state=True), "
+    "(params, state, batch, key)"
+}
+
+
+def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") -> Any:
+    """Return a user's function whose failures are one line; so are those of functions it returns.
+
+    Args:
+        key: the setting that names it, with its value.
+        fun: the function; `Batches` are two.
+        returns: the names of the classes of which its result may be; (): of any.
+        note: what to say where it fails.
+
+    Raises:
+        InputError: it cannot be called.
+    """
+    if isinstance(fun, Batches):
+        return _with_users_code(key, fun)
+    if not callable(fun):
+        raise InputError(f"{key}: {fun!r} is given for a function")
+
+    @functools.wraps(fun, updated=())
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            made = fun(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, OSError) or type(error).__module__.startswith("launcher."):
+                raise  # it says more by itself
+            where = getattr(fun, "__module__", None) or type(fun).__module__
+            said = f"{source_of(fun)} fails: {told(error, where)}"
+            raise InputError(f"{key}: {said}{note}") from error
+        wrong = not_run(made)
+        if (
+            returns
+            and not wrong
+            and not {kind.__name__ for kind in type(made).__mro__}.intersection(returns)
+        ):
+            wrong = f"{made!r}" if made is None else f"a {type(made).__name__}"
+        if wrong:
+            wanted = " or ".join(returns).replace("NoneType", "None")
+            wanted = wanted and f", not {wanted}"
+            raise InputError(f"{key}: {source_of(fun)} returns {wrong}{wanted}")
+        return _with_users_code(key, made)
+
+    return called
+
+
+def _with_users_code(key: str, made: Any) -> Any:
+    """Return a `Model`, a `Dataset` or the like with `users_code` for each of its functions."""
+    known = isinstance(made, tuple | Batches)
+    kinds = getattr(type(made), "__annotations__", {}) if known else {}
+    functions = {
+        name: users_code(key, getattr(made, name), note=_GIVEN.get(name, ""))
+        for name, kind in kinds.items()
+        if "Callable" in str(kind) and (getattr(made, name) is not None or "None" not in str(kind))
+    }
+    fields = (functions.get(name, getattr(made, name)) for name in kinds)
+    return type(made)(*fields) if functions else made
 
 
 def _not_found(key: str, name: str) -> InputError:

@@ -1,4 +1,4 @@
-"""A model's two functions in one form, with or without state, and checks of what they return.
+"""Functions of models and optimizers in one form each, and checks of what they return.
 
 The checks are made while the functions are traced, so they cost a run nothing. Each error is one
 line that says what is wrong and what to return instead.
@@ -6,14 +6,19 @@ line that says what is wrong and what to return instead.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
+from launcher.base import source_of
 from launcher.recipes.protocols import Batch, InputError, Model
+from launcher.trace import arrays_only, no_array
 
 Metrics = dict[str, jax.Array]
 OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
@@ -26,7 +31,7 @@ def init_model(model: Model, key: jax.Array) -> tuple[Any, Any]:
     Raises:
         InputError: `init` returns something else than it should.
     """
-    made = model.init(key)
+    made = arrays_only(model.init, model.init(key))
     if not model.has_state:
         return made, None
     if not isinstance(made, tuple) or len(made) != 2:
@@ -53,11 +58,11 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
     whose names are not the launcher's own, and the new state is like the one that was given.
     """
 
+    @_placed(model.loss)
     def loss(
         params: Any, state: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
         given = (params, state, batch, key) if model.has_state else (params, batch, key)
-        _check_arguments(model, len(given))
         match model.loss(*given):
             case tuple((value, dict() as metrics)) if not model.has_state:
                 new = None
@@ -68,7 +73,7 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
                     "the model's loss returns (state, metrics); the metrics come first"
                 )
             case tuple((value, tuple((dict() as metrics, new)))) if model.has_state:
-                _check_state(new, state)
+                _check_like("the state that the model's loss returns", new, state)
             case out:
                 raise InputError(
                     "the model's loss must return (loss, metrics), one number and a dict of "
@@ -81,20 +86,45 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
     return loss
 
 
-def _check_arguments(model: Model, count: int) -> None:
-    """Refuse a loss that does not take what it will be given."""
+@contextlib.contextmanager
+def _placed(fun: Callable[..., Any]) -> Iterator[None]:
+    """Add to an error about what a function returns where the function is."""
     try:
-        signature = inspect.signature(model.loss)
-    except ValueError:  # it has none that Python knows
-        return
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        raise InputError(
-            f"the model's loss must take (params, batch, key) or, of a {_WITH_STATE}, "
-            f"(params, state, batch, key); it takes ({', '.join(signature.parameters)}), with "
-            f"has_state={model.has_state}"
-        ) from None
+        yield
+    except InputError as error:
+        place = source_of(fun)
+        raise InputError(f"{error}" if place in str(error) else f"{error}: {place}") from error
+
+
+def checked_optimizer(
+    optimizer: optax.GradientTransformation, schedule: Callable[[Any], Any]
+) -> tuple[Callable[..., tuple[Any, Any]], Callable[[Any], jax.Array]]:
+    """Return an optimizer's update, `(grads, state, params, loss) -> (updates, state)`, and rate.
+
+    Transformations that take `value` (`optax.GradientTransformationExtraArgs`) get the loss. Both
+    functions raise InputError if what the user's return is unlike what they should.
+    """
+    taken = inspect.signature(optimizer.update).parameters.values()
+    takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in taken)
+
+    @_placed(optimizer.update)
+    def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
+        made = optimizer.update(grads, state, params, **({"value": loss} if takes_value else {}))
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise InputError(
+                f"the optimizer's update must return (updates, state); it returns {_in_words(made)}"
+            )
+        _check_like("the updates of the optimizer", made[0], params, "updates", np.shape)
+        _check_like("the state that the optimizer returns", made[1], state)
+        return made
+
+    @_placed(schedule)
+    def rate(count: Any) -> jax.Array:
+        if not _is_number(found := schedule(count)):
+            raise InputError(f"the schedule must return a number; it returns {_in_words(found)}")
+        return jnp.asarray(found, jnp.float32)
+
+    return update, rate
 
 
 def _swapped(first: Any, second: Any, state: Any) -> bool:
@@ -102,16 +132,30 @@ def _swapped(first: Any, second: Any, state: Any) -> bool:
     return bool(trees[0] == trees[1] != trees[2])
 
 
-def _check_state(new: Any, state: Any) -> None:
-    """Refuse a state whose structure, shapes or dtypes are not those of the given one."""
+def _is_number(value: Any) -> bool:
+    """Return whether a value is one real number, of Python's, NumPy's or JAX's."""
+    kinds = jnp.floating, jnp.integer, jnp.bool_
+    is_one = not no_array(value) and not np.shape(value)
+    return is_one and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in kinds)
+
+
+def _type_in_words(leaf: Any) -> str:
+    """Return an array's type as JAX has it, of a number too; of anything else as it is."""
+    return no_array(leaf) or f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+
+
+def _check_like(
+    what: str, new: Any, state: Any, of: str = "state", words: Callable[[Any], Any] = _type_in_words
+) -> None:
+    """Refuse a tree whose structure, and leaves in `words`, are not those of the given."""
     now, before = (
-        {_name(p): _in_words(x if isinstance(x, str) else jnp.asarray(x)) for p, x in leaves}
+        {_name(path, of): words(x) for path, x in leaves}
         for leaves in map(jax.tree_util.tree_leaves_with_path, (new, state))
     )
     trees: list[Any] = [jax.tree.structure(tree) for tree in (new, state)]
     for name in before | now:
         if now.get(name) != before.get(name):
-            changed = f"it has {name}, which init does not return"
+            changed = f"it has {name}, which was not given"
             if name in before:
                 changed = f"{name} is {now.get(name, 'missing')}, and was {before[name]}"
             break
@@ -120,20 +164,23 @@ def _check_state(new: Any, state: Any) -> None:
             return
         changed = f"it is {_in_words(new)}, and was {_in_words(state)}"
     raise InputError(
-        "the state that the model's loss returns must have the names, shapes and dtypes of the "
-        f"one it was given; {changed}"
+        f"{what} must have the names, shapes and dtypes of the one it was given; {changed}"
     )
 
 
 def _check_numbers(value: Any, metrics: Metrics) -> None:
     """Check that the loss and each metric are numbers, and that their names are free."""
     for name, number in {"the loss": value, **metrics}.items():
-        if not jax.tree_util.all_leaves([number]) or number is None or jnp.shape(number):
+        if not _is_number(number):
             metric = name if number is value else f"its metric {name!r}"
             raise InputError(
                 f"the model's loss must return numbers; {metric} is {_in_words(number)}: "
                 "take its mean, or leave it out"
             )
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise InputError(
+            f"the model's loss must be a floating-point number; it is {_in_words(value)}"
+        )
     if taken := [name for name in metrics if name in OWN_METRICS]:
         raise InputError(
             f"the model's loss gives a metric the name {taken[0]!r}, which the launcher's own "
@@ -141,8 +188,8 @@ def _check_numbers(value: Any, metrics: Metrics) -> None:
         )
 
 
-def _name(path: Any) -> str:
-    return f"state{jax.tree_util.keystr(path)}"
+def _name(path: Any, of: str = "state") -> str:
+    return f"{of}{jax.tree_util.keystr(path)}"
 
 
 def _in_words(value: Any) -> str:

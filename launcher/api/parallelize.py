@@ -34,7 +34,7 @@ from launcher.plan.methods import DataParallel, Follow, Method, Replay
 from launcher.plan.plan import TooLargeError
 from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime import Executable, Transport
-from launcher.trace import TracedStep, TraceError, no_gradient_note, trace_step
+from launcher.trace import TracedStep, TraceError, arrays_only, no_gradient_note, trace_step
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
 _log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class ParallelizedFunction:
             like: the step's other argument, or a tuple of them: arrays or shapes.
         """
         others = like if isinstance(like, tuple) else (like,)
-        state = jax.eval_shape(init, *init_args)
+        state = jax.eval_shape(lambda *args: arrays_only(init, init(*args)), *init_args)
         return self.executable(state, *others).create(init, *init_args)
 
     @property

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
-from launcher.trace import TraceError
+from launcher.trace import TraceError, no_array
 
 _DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
-_DTYPES = (np.number, np.bool_, jax.dtypes.extended)
 # Those that affect how a function is traced.
 _TRACE_SETTINGS = (
     "jax_enable_x64",
@@ -148,13 +146,9 @@ class Signature:
         Raises:
             TraceError: it is something else.
         """
-        if isinstance(leaf, (bool, int, float, complex)):
-            return
-        dtype = getattr(leaf, "dtype", np.object_)
-        if not any(jax.dtypes.issubdtype(dtype, known) for known in _DTYPES):
-            what = type(leaf).__name__ + (f" of {dtype}" if hasattr(leaf, "dtype") else "")
+        if wrong := no_array(leaf):
             raise TraceError(
-                f"{self.path(i, dynamic)} of {self.name} is a {what}, which JAX cannot take as "
+                f"{self.path(i, dynamic)} of {self.name} is {wrong}, which JAX cannot take as "
                 "an array; name its argument in static_argnums, or close over it "
                 "(functools.partial) instead of passing it"
             )

@@ -35,9 +35,12 @@ from launcher.base.output import complain as complain
 from launcher.base.output import discard as discard
 from launcher.base.output import held_back as held_back
 from launcher.base.output import lines_to as lines_to
+from launcher.base.output import not_run as not_run
 from launcher.base.output import setting_word as setting_word
+from launcher.base.output import source_of as source_of
 from launcher.base.output import take_over as take_over
 from launcher.base.output import to_type as to_type
+from launcher.base.output import told as told
 from launcher.base.output import warn_once as warn_once
 from launcher.base.output import without_control as without_control
 from launcher.base.parent_death import end_with_parent as end_with_parent

@@ -12,15 +12,17 @@ error is raised, at exit either. Standard library only.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import re
 import shlex
 import sys
+import traceback
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 # Takes how much of a phase is done, of how much, and of what; by default a share, 0 to 1.
 Advance: TypeAlias = Callable[..., None]
@@ -174,3 +176,40 @@ def _taken(take: Callable[[logging.LogRecord], object]) -> Iterator[None]:
 def warn_once(logger: logging.Logger, text: str) -> None:
     """Log a warning that this process has not logged yet."""
     logger.warning(text)
+
+
+def source_of(fun: Any) -> str:
+    """Return a callable's name with its file and line, such as `loss (net.py:12)`."""
+    inner = fun.func if isinstance(fun, functools.partial) else inspect.unwrap(fun)
+    if inner is not fun:
+        return source_of(inner)
+    name = getattr(fun, "__qualname__", type(fun).__qualname__)
+    if not inspect.isroutine(fun):
+        fun = getattr(fun, "__init__" if isinstance(fun, type) else "__call__")
+    code = getattr(fun, "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def told(error: BaseException, module: str) -> str:
+    """Return an exception of a user's code in a line, with the line of code that raised it.
+
+    Args:
+        error: the exception.
+        module: a module of that code. The line is the deepest one in its package.
+    """
+    text = (str(error).strip().splitlines() or [""])[0]
+    text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    package = re.compile(rf"{module.split('.')[0]}(\.|$)")
+    frames = traceback.walk_tb(error.__traceback__)
+    own = [f for f in frames if package.match(f[0].f_globals.get("__name__") or "")]
+    return text + (f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else "")
+
+
+def not_run(made: Any) -> str | None:
+    """Return what a call has only begun, in words: "a coroutine"; None: it has run."""
+    kind = type(made).__name__
+    if kind not in ("coroutine", "generator", "async_generator"):
+        return None
+    if kind == "coroutine":
+        made.close()  # else Python warns that it was never awaited
+    return f"a {kind}, of which nothing has run"

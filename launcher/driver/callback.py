@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from launcher.recipes import InputError, users_module
+from launcher.base import not_run, told
+from launcher.recipes import InputError, users_code, users_module
 
 Event = Literal["on_start", "on_step", "on_evaluation", "on_save", "on_restart", "on_end"]
 _Kind = TypeVar("_Kind", bound="Callback")
@@ -60,16 +60,12 @@ class Callbacks:
         """Add users' callbacks, the setting `hooks`.
 
         Raises:
-            InputError: one is not there, or is no callback.
-            HookError: one cannot be made.
+            InputError: one is not there, is no callback, or cannot be made.
         """
         for name in names:
             found = find_hook(name)
-            try:
-                self._named.append((name, found() if isinstance(found, type) else found))
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}".removesuffix(": ")
-                raise HookError(f"hooks=[{name}] cannot be made: {text}") from error
+            made = users_code(f"hooks=[{name}]", found)() if isinstance(found, type) else found
+            self._named.append((name, made))
 
     def of(self, kind: type[_Kind]) -> _Kind | None:
         """Return the callback of a class, if there is one."""
@@ -88,7 +84,8 @@ class Callbacks:
         """
         for name, callback in self._named:
             try:
-                getattr(callback, event)(step, about)
+                if wrong := not_run(getattr(callback, event)(step, about)):
+                    raise TypeError(f"it returns {wrong}")
             except Exception as error:
                 if not name:
                     raise
@@ -122,7 +119,4 @@ def no_callback(name: str) -> InputError:
 
 
 def _failed(name: str, event: Event, step: int, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    text = str(error) or "no message"
-    return f"hooks=[{name}]: {event} failed at step {step}: {type(error).__name__}: {text}{where}"
+    return f"hooks=[{name}]: {event} failed at step {step}: {told(error, name)}"

@@ -6,7 +6,9 @@ from launcher.trace.auto_layers import layer_ends_at as layer_ends_at
 from launcher.trace.errors import BatchError, BoundaryError, GradientError, JoinedError, TraceError
 from launcher.trace.errors import LayerCountError as LayerCountError
 from launcher.trace.interface import Interface as Interface
+from launcher.trace.interface import arrays_only as arrays_only
 from launcher.trace.interface import leaf_names as leaf_names
+from launcher.trace.interface import no_array as no_array
 from launcher.trace.ir.cost import backward_share as backward_share
 from launcher.trace.ir.cost import flops as flops
 from launcher.trace.ir.cost import matmul_flops as matmul_flops
@@ -74,6 +76,7 @@ from launcher.trace.slicing.slices import Loss
 from launcher.trace.step import TracedStep, trace_step
 from launcher.trace.step import no_gradient_note as no_gradient_note
 from launcher.trace.step import reached_by_gradients as reached_by_gradients
+from launcher.trace.step import trace_users as trace_users
 
 __all__ = [
     "BatchError",

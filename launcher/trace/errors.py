@@ -11,6 +11,10 @@ class GradientError(TraceError):
     """The step does not take its gradients through `launcher.grad`, or not in one place."""
 
 
+class LossError(TraceError, TypeError):
+    """The loss, or what it is differentiated by, is no floating-point number."""
+
+
 class BatchError(TraceError):
     """The batch cannot be split into microbatches."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
+from launcher.base import not_run, source_of
 from launcher.trace.errors import BatchError, TraceError
 from launcher.trace.ir.jaxpr import Atom, Aval, Equation, Var, is_var
 
@@ -74,6 +76,7 @@ def _names(tree: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
 
 
+_DTYPES = (np.number, np.bool_, jax.dtypes.extended)
 _PACKED = ("int2", "int4", "uint2", "uint4")  # several elements to a byte
 
 
@@ -90,6 +93,11 @@ class Arguments:
     batch: tuple[bool, ...]
     donated: tuple[bool, ...]
     donate_argnums: tuple[int, ...]
+
+    def without(self, leaves: Sequence[bool]) -> Arguments:
+        """Return the arguments with some leaves taken out of the batch."""
+        pairs = zip(self.batch, leaves, strict=True)
+        return replace(self, batch=tuple(was and not out for was, out in pairs))
 
     def with_rows(self, rows: int) -> tuple[Any, ...]:
         """Return the shapes for a batch of this many rows."""
@@ -136,26 +144,43 @@ def _positions(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]
 
 
 def _abstract(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    def where() -> str:
-        return f"leaf {jax.tree_util.keystr(path) or '(all of it)'} of argument {argument}"
-
     shape: jax.ShapeDtypeStruct = leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct):
-        try:
-            aval = jax.typeof(leaf)
-        except TypeError:
-            raise TraceError(
-                f"{where()} is a {type(leaf).__name__}, which is not an array of numbers; name "
-                "the argument in static_argnums, or close over the value (functools.partial)"
-            ) from None
+        aval = jax.typeof(leaf)
         weak = bool(getattr(aval, "weak_type", False))
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
     if shape.dtype.name in _PACKED:
         raise TraceError(
-            f"{where()} is {shape.dtype}, which JAX's compiled programs do not take; keep it in "
-            "int8, and convert it in the step"
+            f"leaf {jax.tree_util.keystr(path)} of argument {argument} is {shape.dtype}, "
+            "which JAX's compiled programs do not take; keep it in int8, and convert it in the step"
         )
     return shape
+
+
+def no_array(leaf: Any) -> str | None:
+    """Return what a leaf is that JAX cannot take as an array, in words; None: it can."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return None
+    dtype = getattr(leaf, "dtype", np.object_)
+    if any(jax.dtypes.issubdtype(dtype, known) for known in _DTYPES):
+        return None
+    return f"a {type(leaf).__name__}" + (f" of {dtype}" if hasattr(leaf, "dtype") else "")
+
+
+def arrays_only(fun: Callable[..., Any], result: Any) -> Any:
+    """Return what a user's function returned.
+
+    Raises:
+        TraceError: some of it is no array.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result):
+        if wrong := not_run(leaf) or no_array(leaf):
+            place = jax.tree_util.keystr(path)
+            raise TraceError(
+                f"{source_of(fun)} must return arrays and numbers; it returns {wrong}"
+                + (f" as result{place}" if place else "")
+            )
+    return result
 
 
 def batch_size(arguments: Arguments) -> int:
@@ -172,7 +197,10 @@ def batch_size(arguments: Arguments) -> int:
     }
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise BatchError(f"the batch's leaves differ along axis 0 ({listed}); they must agree")
+        raise BatchError(
+            f"the batch's leaves differ along axis 0 ({listed}); they must agree, and "
+            "another argument takes what has no rows"
+        )
     if 0 in sizes.values():
         raise BatchError(f"the batch has no rows ({', '.join(sizes)} along axis 0)")
     return next(iter(sizes.values()), 1)

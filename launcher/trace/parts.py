@@ -61,7 +61,7 @@ def find_losses(
         raise GradientError(
             f"{name} takes no gradient through launcher.grad or launcher.value_and_grad. Use one "
             "of them instead of jax.grad (or launcher.microbatched in an evaluation step), and do "
-            "not differentiate or vmap it. A function that only uses gradients follows the step "
+            "not differentiate it. A function that only uses gradients follows the step "
             "that takes them: launcher.parallelize(apply, method=step)"
         )
     return places

@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from launcher.trace.errors import GradientError
+from launcher.base import source_of
+from launcher.trace.errors import GradientError, LossError
+from launcher.trace.interface import arrays_only, no_array
 from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
@@ -195,7 +197,7 @@ def _bind(
     leaves = [everything[i] for i in traced]
     for leaf, diff in zip(everything, is_diff, strict=True):
         if diff:
-            _check_differentiable(leaf)
+            _check_differentiable(fun, leaf)
     out_tree: Any = None
 
     def flat_fun(*flat: Any) -> list[Any]:
@@ -206,20 +208,22 @@ def _bind(
         again, named = jax.tree.unflatten(tree, full)
         out = fun(*again, **named)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError("has_aux=True needs a loss function that returns (loss, aux)")
+            raise LossError(f"{source_of(fun)} must return (loss, aux), as has_aux=True says")
         if nums:
             value = out[0] if has_aux else out
             if not jax.tree_util.all_leaves([value]) or value is None:
-                raise TypeError(
-                    f"the loss must be one floating-point number; it is a {type(value).__name__}"
+                raise LossError(
+                    f"the loss of {source_of(fun)} must be one floating-point number; it is a "
+                    f"{type(value).__name__}"
                 )
+        arrays_only(fun, out)
         out_leaves, out_tree = jax.tree.flatten(out)
         return out_leaves
 
     closed = inline_calls(make_jaxpr(flat_fun, *leaves))
     words = _reduction_words(out_tree, has_aux, reduce)
     if nums:
-        _check_loss(closed.out_avals[0], words[0])
+        _check_loss(fun, closed.out_avals[0], words[0])
     operands = [*closed.consts, *leaves]
     wrt = tuple(len(closed.consts) + k for k, i in enumerate(traced) if is_diff[i])
     params = {"jaxpr": lift_constants(closed), "wrt": wrt, "reduce": words}
@@ -236,11 +240,11 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _check_differentiable(leaf: Any) -> None:
-    if not (_is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
-        raise TypeError(f"cannot differentiate a leaf that is a {type(leaf).__name__}")
-    if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-        raise TypeError(f"cannot differentiate a leaf of dtype {jnp.result_type(leaf)}")
+def _check_differentiable(fun: Callable[..., Any], leaf: Any) -> None:
+    wrong = no_array(leaf)
+    if wrong or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        wrong = (wrong and f"that is {wrong}") or f"of dtype {jnp.result_type(leaf)}"
+        raise LossError(f"{source_of(fun)}: cannot differentiate a leaf {wrong}")
 
 
 def _reduction_words(out_tree: Any, has_aux: bool, reduce: Any) -> tuple[str, ...]:
@@ -260,9 +264,12 @@ def _reduction_words(out_tree: Any, has_aux: bool, reduce: Any) -> tuple[str, ..
     return words
 
 
-def _check_loss(aval: Any, word: str) -> None:
+def _check_loss(fun: Callable[..., Any], aval: Any, word: str) -> None:
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
-        raise TypeError(f"the loss must be one floating-point number; it is {aval.str_short()}")
+        raise LossError(
+            f"the loss of {source_of(fun)} must be one floating-point number; it is "
+            f"{aval.str_short()}"
+        )
     if word not in ("infer", "mean", "sum"):
         raise GradientError(f'a loss is combined by "mean" or "sum", not {word!r}')
 
@@ -310,7 +317,9 @@ def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
 
 
 def _loss_batching(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
-    outs = jax.vmap(functools.partial(_whole_batch, **params), in_axes=tuple(axes))(*operands)
+    """The losses of single examples, and their gradients: what a loss of the batch returns."""
+    rows = jax.vmap(functools.partial(_whole_batch, **params), in_axes=tuple(axes))
+    outs = microbatched(rows)(*operands)
     return outs, [0] * len(outs)
 
 

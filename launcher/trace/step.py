@@ -16,14 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
+from launcher.base import source_of
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
-from launcher.trace.errors import BatchError, TraceError
+from launcher.trace.errors import BatchError, JoinedError, TraceError
 from launcher.trace.interface import (
     Arguments,
     Interface,
     OuterProgram,
     aliases,
+    arrays_only,
     batch_size,
     leaf_names,
     read_arguments,
@@ -39,6 +42,7 @@ from launcher.trace.ir.jaxpr import (
     is_var,
     make_jaxpr,
     make_jaxpr_and_shape,
+    source_line,
     structure_text,
     sub_jaxprs,
 )
@@ -54,6 +58,7 @@ from launcher.trace.parts import (
     with_named_operands,
 )
 from launcher.trace.primitives import calling_at_losses, loss_p
+from launcher.trace.slicing.outside_loss import may_be_raw_key, raw_generator
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, slice_loss, split_loss
 
 
@@ -113,11 +118,12 @@ class TracedStep(OuterProgram):
         """
         if self.traces is None:
             return no_loss(num_slices)
-        if num_slices > 1 and not any(self.batch):
-            raise BatchError(
-                f"the batch holds no arrays, and is to be cut into {num_slices} slices "
-                "(microbatches × data-parallel replicas); ask for one microbatch, and share the "
-                "work along the model axis"
+        if num_slices > 1 and not any(v.aval.shape for v in self.batch_vars):
+            cause = "the batch holds no arrays"
+            raise JoinedError(
+                f"{cause}, and is to be cut into {num_slices} slices (microbatches × data-parallel "
+                "replicas). Ask for one microbatch, or give the step its examples as a batch",
+                cause,
             )
         marked, wanted = (num_slices, None), (num_slices, self.layer_ends)
         if marked not in self.losses:
@@ -172,15 +178,13 @@ def trace_step(
         TraceError: an argument is no array, or something outside the loss has a side effect.
     """
     arguments = read_arguments(args, batch_argnums, donate_argnums)
-    if needs_loss:
-        batch_size(arguments)  # a clearer error than that of the trace
+    maybe = [may_be_raw_key(leaf) for leaf in jax.tree.leaves(arguments.shapes)]
+    if needs_loss:  # a clearer error than that of the trace
+        batch_size(arguments.without(maybe))
 
     def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
-        def uncached(*values: Any) -> Any:  # JAX keeps the traces of `fun` itself
-            return fun(*values)
-
         with described_cudnn():
-            closed, out = make_jaxpr_and_shape(uncached, *shapes)
+            closed, out = trace_users(fun, *shapes)
         return inline_calls(closed), out
 
     reached: list[Any] = []
@@ -189,8 +193,8 @@ def trace_step(
     equations = closed.eqns
     places = find_losses(fun, equations, needs_loss)
     constants = dict(zip(closed.constvars, closed.consts, strict=True))
-    if not places:
-        arguments = dataclasses.replace(arguments, batch=(False,) * len(arguments.batch))
+    keys = (k and raw_generator(v, equations) for k, v in zip(maybe, closed.invars, strict=True))
+    arguments = arguments.without([bool(key) or not places for key in keys])
     size = batch_size(arguments)
     whole = Interface(
         in_tree=jax.tree.structure(arguments.shapes),
@@ -230,6 +234,28 @@ def trace_step(
     refuse_side_effects([e for i, e in enumerate(equations) if i not in losses])
     parts = cut_at_losses(equations, losses, whole.outvars, whole.batch_vars | set(constants))
     return _chained(whole, parts, constants, size, _fingerprint(closed, arguments))
+
+
+def trace_users(fun: Callable[..., Any], *args: Any) -> tuple[Jaxpr, Any]:
+    """Return the program of a user's function, and the shapes of its results.
+
+    Raises:
+        TraceError: a result is no array, or a value is of an earlier trace.
+    """
+
+    def uncached(*values: Any) -> Any:  # JAX keeps the traces of `fun` itself
+        return arrays_only(fun, fun(*values))
+
+    closed, out = make_jaxpr_and_shape(uncached, *args)
+    values = zip(closed.constvars, closed.consts, strict=True)
+    left = [var for var, value in values if isinstance(value, Tracer)]
+    if left:
+        users = [source_line(eqn) for eqn in closed.eqns if left[0] in eqn.invars]
+        raise TraceError(
+            f"{source_of(fun)} uses a value that an earlier trace left behind"
+            f", at {users[0] if users else 'its end'}; pass it as an argument, and return it"
+        )
+    return closed, out
 
 
 class _LossReachedError(BaseException):

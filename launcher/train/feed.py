@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from launcher.recipes import Batches
+from launcher.base import source_of
+from launcher.recipes import Batches, InputError
+from launcher.trace import arrays_only
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch, Dataset
@@ -70,16 +72,31 @@ class Feeder:
                 self._ready[ahead] = self._thread.submit(self._batch_at, ahead)
 
 
-def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:
-    """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample."""
-    if not isinstance(batches, Batches):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(0))
-    sample = batches.a_sample
-    number = batches.numbers(0)[:1] if sample is None else np.array([sample], np.int64)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype),
-        batches.gather(number),
-    )
+def shapes_of(batches: Callable[[int], Batch], batch_size: int, held_out: bool = False) -> Any:
+    """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample.
+
+    Raises:
+        InputError: it is no tree of arrays, or has another number of rows.
+    """
+    make: Any = batches
+    at: Any = 0
+    rows = batch_size
+    if isinstance(batches, Batches):
+        sample = batches.a_sample
+        at = batches.numbers(0) if sample is None else np.array([sample], np.int64)
+        if not isinstance(at, np.ndarray) or at.ndim != 1:
+            raise InputError(f"{source_of(batches.numbers)} must return sample numbers, an array")
+        make, at, rows = batches.gather, at[:1], 1
+    batch = arrays_only(make, make(at))
+    shapes = [np.shape(x) for x in jax.tree.leaves(batch)] or [()]
+    if held_out and shapes[0]:
+        rows = shapes[0][0]
+    if others := [shape for shape in shapes if shape[:1] != (rows,)]:
+        raise InputError(
+            f"{source_of(make)} must return arrays of {rows} rows, as train.global_batch_size="
+            f"{batch_size} asks; it returns one of shape {others[0]}"
+        )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype), batch)
 
 
 def num_batches(held_out: Callable[[int], Batch], batch_size: int, most: int | None) -> int | None:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from launcher.base import source_of
 from launcher.checkpoint.train_state import ADAPTERS, Picks, check_pattern, map_named, matches
 from launcher.config.optimizer import CustomOptimizer, Group, Optimizer, Scheduled
-from launcher.recipes import InputError, users_module
+from launcher.recipes import InputError, users_code, users_module
 
 Schedule = Callable[[Any], jax.Array]
 # From 1 to 0 over `steps` steps: shapes and not rates, so that a peak of 0 is no special case.
@@ -95,20 +96,25 @@ def check_patterns(options: Optimizer, params: Any) -> None:
         raise InputError("optimizer.groups freezes all parameters; leave one to learn")
 
 
+_GIVEN = "; it is given the gradients, its state, the parameters and value, the loss, and no more"
+
+
 def _users_own(
     options: CustomOptimizer, total_steps: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Return what the module `optimizer.module` builds."""
     key = f"optimizer.module={options.module}"
     module = users_module("optimizer.module", options.module, ("build",))
-    made: tuple[Any, Schedule] = module.build(SimpleNamespace(**options.options), total_steps)
+    made = users_code(key, module.build)(SimpleNamespace(**options.options), total_steps)
     is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[1])
-    if not is_pair or not all(callable(getattr(made[0], n, None)) for n in ("init", "update")):
+    if not is_pair or not {"init", "update"} <= set(dir(made[0])):
         raise InputError(
-            f"{key}: build must return (transformation, schedule), an Optax transformation and a "
-            "function from the number of updates to the learning rate"
+            f"{key}: {source_of(module.build)} must return (transformation, schedule), an Optax "
+            "transformation and a function from the number of updates to the learning rate"
         )
-    return made
+    init, schedule = users_code(key, made[0].init), users_code(key, made[1])
+    update = users_code(key, made[0].update, note=_GIVEN)
+    return optax.GradientTransformation(init, update), schedule
 
 
 def _group_of(groups: list[Group], name: str) -> Group | None:
@@ -163,7 +169,8 @@ def count_updates(opt_state: Any) -> jax.Array | None:
 
     It is None if a custom optimizer does not count them by an Optax schedule.
     """
-    schedules = (part for part in opt_state if isinstance(part, optax.ScaleByScheduleState))
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
+    schedules = (part for part in parts if isinstance(part, optax.ScaleByScheduleState))
     found = next(schedules, None)
     return None if found is None else found.count
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from launcher import checkpoint
 from launcher.arrays.stacked_array import sharding_of, with_rows, with_stacks
+from launcher.base import source_of
 from launcher.checkpoint.train_state import ADAPTERS, TrainState, without_adapters
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
-from launcher.recipes import InputError, build_dataset, build_model
-from launcher.trace import TracedStep, described_cudnn, trace_step
+from launcher.recipes import Batches, InputError, build_dataset, build_model
+from launcher.trace import TracedStep, described_cudnn, trace_step, trace_users
 from launcher.train.feed import num_batches, shapes_of
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
@@ -81,9 +82,14 @@ def build_program(config: Config, device_kind: str = "cpu") -> Program:
     init, step = build_steps(config, model)
     init = described_cudnn()(init)
     seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
-    state = jax.eval_shape(init, seed)
+    state = trace_users(init, seed)[1]
     check_patterns(config.optimizer, state.params)
     batch = shapes_of(dataset.train, batch_size)
+    held_out = dataset.validation if config.train.eval_every else None
+    if held_out and not isinstance(held_out, Batches):
+        held = shapes_of(held_out, batch_size, held_out=True)
+        if held != batch:
+            raise InputError(f"{source_of(held_out)} returns {held}, and for training {batch}")
     train = trace_step(step, (state, batch))
     evaluate = None
     if config.train.eval_every:

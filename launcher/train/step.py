@@ -5,6 +5,7 @@ Plain JAX, written as for one device; the launcher makes a pipeline of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from launcher.checkpoint.train_state import Picks, TrainState, rejoined, split_named
-from launcher.recipes.checked_model import Metrics, checked_loss, init_model
-from launcher.trace import value_and_grad
+from launcher.recipes.checked_model import checked_loss, checked_optimizer, init_model
+from launcher.trace import arrays_only, value_and_grad
 from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def init_state(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(learning),
+        opt_state=arrays_only(optimizer.init, optimizer.init(learning)),
         key=jax.random.key_data(step_key),
         model_state=model_state,
         ema=jax.tree.map(jnp.copy, learning) if averages else None,
@@ -57,7 +58,7 @@ def make_train_step(
     skip_non_finite: bool = False,
     learns: Picks | None = None,
     ema: float | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
     """Return a function `(state, batch) -> (state, metrics)`.
 
     `metrics` holds the float32 scalars `loss`, `grad_norm` (before clipping), `learning_rate` and
@@ -75,18 +76,19 @@ def make_train_step(
         learns: which parameters learn; None: all. The others have no gradient.
         ema: the decay of an average of the parameters; None: none is kept.
     """
-    model_loss = checked_loss(model)
+    model_loss, (update, rate) = checked_loss(model), checked_optimizer(optimizer, schedule)
 
+    @functools.wraps(model.loss, updated=())
     def loss_of(learning: Any, fixed: Any, *rest: Any) -> Any:
         return model_loss(rejoined(learning, fixed) if learns else learning, *rest)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         learning, fixed = split_named(state.params, learns) if learns else (state.params, None)
         gradient = value_and_grad(loss_of, has_aux=True)
         out, grads = gradient(learning, fixed, state.model_state, batch, key)
         loss, (extra, model_state) = out
-        updates, opt_state = optimizer.update(grads, state.opt_state, learning)
+        updates, opt_state = update(grads, state.opt_state, learning, loss)
         params = optax.apply_updates(learning, updates)
         average = state.ema
         if ema is not None:
@@ -106,7 +108,7 @@ def make_train_step(
             **extra,
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": jnp.asarray(schedule(updates_done), jnp.float32),
+            "learning_rate": rate(updates_done),
         }
         params = rejoined(params, fixed) if learns else params
         parts = params, opt_state, state.key, model_state, average

@@ -7,6 +7,7 @@ statistics, counters) are the model's state.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -46,10 +47,12 @@ def model(make: Make, loss: Callable[[Any, Any], Any]) -> Model:
     """
     like = _split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
+    @functools.wraps(make, updated=())
     def init(key: jax.Array) -> tuple[Any, Any]:
         _, params, _, _, state = _split(make(nnx.Rngs(key)))
         return _as_dict(params), _as_dict(state)
 
+    @functools.wraps(loss, updated=())
     def of_arrays(params: Any, state: Any, batch: Any, key: jax.Array | None) -> Any:
         net = _merged(like, params, state, jax.random.key(0) if key is None else key)
         if key is None:

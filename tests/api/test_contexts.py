@@ -73,11 +73,17 @@ def test_a_batch_without_rows_or_arrays_is_named():
     train = parallel(step_of(jnp.tanh))
     with pytest.raises(BatchError, match=r"the batch has no rows \(\[1\] along axis 0\)"):
         train(W, X[:0])
-    alone = parallel(lambda w, x: launcher.grad(lambda w: (w**2).sum())(w), method=None)
-    with pytest.raises(BatchError, match="holds no arrays, and is to be cut into 2 slices"):
-        alone(W, {})
-    method = launcher.ShardParallel()
-    launcher.testing.assert_allclose(parallel(alone.__wrapped__, method=method)(W, {}), 2 * W)
+
+
+@pytest.mark.parametrize("batch", [{}, jax.random.key(0)], ids=["empty", "a key"])
+def test_a_step_without_a_batch_has_one_microbatch(batch):
+    def step(w, x):
+        return launcher.grad(lambda w: (w**2).sum())(w)
+
+    with pytest.raises(BatchError, match="holds no arrays, and is to be cut into 4 slices"):
+        parallel(step, method=launcher.PipeshardParallel(2))(W, batch)
+    for method in (launcher.DataParallel(), launcher.Zero3Parallel(), launcher.ShardParallel()):
+        launcher.testing.assert_allclose(parallel(step, method=method)(W, batch), 2 * W)
 
 
 def test_state_of_four_bits_is_refused_and_of_eight_is_kept():

@@ -23,7 +23,7 @@ from programs.pieces import (
     rows,
     whole_batch,
 )
-from programs.program import METHODS, ROWS, Program, table_test
+from programs.program import METHODS, ROWS, Program, assert_same, table_test
 
 import launcher
 
@@ -236,3 +236,54 @@ def test_no_two_examples_see_the_same_numbers(given):
         state, metrics = step(state, program.batch(k))
         drawn.append(np.asarray(metrics["found"][1]))
     assert len(np.unique(np.concatenate(drawn))) == 2 * ROWS
+
+
+KEYS = {
+    "raw": jax.random.PRNGKey(5),
+    "raw of another generator": jax.random.key_data(jax.random.key(5, impl="rbg")),
+    "typed": jax.random.key(5),
+}
+
+
+@pytest.mark.parametrize("rows", [ROWS, 4], ids=["", "as many rows as words"])
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_key_in_the_batch_is_a_key_and_no_rows(kind, rows):
+    key = KEYS[kind]
+
+    def loss(w, x, key):
+        if kind == "raw of another generator":
+            key = jax.random.wrap_key_data(key, impl="rbg")
+        first, other = jax.random.split(key)
+        h = jnp.tanh(x @ w + jax.random.normal(first, x.shape))
+        launcher.mark_pipeline_boundary()
+        return jnp.mean((h @ w) ** 2 * jax.random.uniform(other, x.shape))
+
+    def apart(w, b, key):
+        return launcher.value_and_grad(loss)(w, b["x"], key)
+
+    def inside(w, b):
+        return launcher.value_and_grad(lambda w, b: loss(w, b["x"], b["rng"]))(w, b)
+
+    x = np.random.default_rng(0).normal(size=(rows, 8)).astype(np.float32)
+    run = functools.partial(
+        launcher.parallelize,
+        method=METHODS["stages"],
+        devices=jax.devices()[:4],
+        donate_argnums=(),
+    )
+    wanted = run(apart)(jnp.eye(8), {"x": x}, key)
+    got = run(inside)(jnp.eye(8), {"x": x, "rng": key})
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_raw_keys_of_the_examples_are_rows():
+    def step(w, b):
+        def loss(w, b):
+            noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(b["rng"])
+            return jnp.mean((b["x"] @ w + noise) ** 2)
+
+        return launcher.value_and_grad(loss)(w, b)
+
+    b = {"x": np.ones((ROWS, 8), np.float32), "rng": jax.random.split(jax.random.PRNGKey(0), ROWS)}
+    got = launcher.parallelize(step, method=launcher.DataParallel(2), donate_argnums=())
+    assert_same(got(jnp.eye(8), b), jax.jit(step)(jnp.eye(8), b), 1e-5)

@@ -335,6 +335,37 @@ def without_launcher(value_and_grad, state, b):
     return descended(state, grads), value
 
 
+def of_single_examples(value_and_grad, state, b):
+    """The gradient of each example, clipped (Abadi et al., 2016)."""
+
+    def loss(p, x, t):
+        return ((net(p, {"x": x}) - t) ** 2).mean()
+
+    found, grads = jax.vmap(value_and_grad(loss), (None, 0, 0))(state, b["x"], b["t"])
+    norms = jax.vmap(optax.tree.norm)(grads)
+    share = jnp.minimum(1, 0.1 / norms)
+    grads = jax.tree.map(lambda g: (g.T * share).T.mean(0), grads)
+    return descended(state, grads), {"found": found, "norms": norms}
+
+
+def real_and_fake(p, b):
+    """A network that tells the batch from what another one makes, in one pass over both."""
+    fake = jnp.tanh(b["t"] @ p["b"].T) @ p["a"].T
+    y = net(p, {"x": jnp.concatenate([b["x"], fake])})[:, 0]
+    real, fake = jnp.split(y, 2)
+    return jax.nn.softplus(-real).mean() + jax.nn.softplus(fake).mean()
+
+
+def drawn_points(value_and_grad, state, key):
+    """No batch: the points at which an equation must hold are drawn."""
+
+    def loss(p, key):
+        return (net(p, {"x": jax.random.normal(key, (ROWS, WIDTH))}) ** 2).mean()
+
+    value, grads = value_and_grad(loss)(state, key)
+    return descended(state, grads), value
+
+
 def own_norm(h):
     return (h - h.mean(0)) * lax.rsqrt(h.var(0) + 0.1)
 
@@ -387,6 +418,10 @@ PROGRAMS = {
         lambda: {"params": params(), "bank": normal(6, 2 * ROWS, CLASSES)}, memory_bank
     ),
     "bytes, booleans and a number": stateful(params, own_forms, of_own_forms),
+    "gradients of single examples": stateful(params, of_single_examples),
+    "no batch": stateful(
+        params, drawn_points, jax.random.key, refused=one_microbatch_only("holds no arrays")
+    ),
     "norm of slices": Program(
         params,
         lambda value_and_grad: (
@@ -397,6 +432,7 @@ PROGRAMS = {
     ),
     # what joins examples
     "named axis": of_loss(named_axis, refused=JOINED),
+    "real and fake": of_loss(real_and_fake, refused=JOINED),
     "normalized gradient": of_loss(lambda p, b: squares(normalized(net(p, b)), b), refused=JOINED),
     "kernel": of_loss(with_kernel, refused=one_microbatch_only("pallas_call at .* joins examples")),
     "ridge": of_loss(ridge, refused=JOINED),

@@ -135,7 +135,7 @@ def jax_grad_of_ours(w, x):
             r"at .*test_step.py.* inside scan at .*test_step.py.*say num_micro_batches",
         ),
         (grad_in_branch, 1, GradientError, "inside cond at .*test_step.py"),
-        (jax_grad_of_ours, 1, GradientError, "do not differentiate or vmap it"),
+        (jax_grad_of_ours, 1, GradientError, "do not differentiate it"),
         (step_of(lambda w, x: (x @ w).sum()), 0, BatchError, "at least 1"),
         (
             step_of(lambda w, x: ((x @ w).sum(), (x @ w > 0).any()), has_aux=True, reduce="sum"),
@@ -294,9 +294,6 @@ def test_weak_types_do_not_widen_the_parameters(scale):
 @pytest.mark.parametrize(
     ("args", "options", "words"),
     [
-        (({"w": W, "name": "x"}, X), {}, r"leaf \['name'\] of argument 0 is a str.*static_argnums"),
-        ((W, X, np.array("x")), {}, "argument 2 is a ndarray, which is not an array of numbers"),
-        ((W, X, len), {}, "argument 2 is a builtin_function"),
         ((W, X), {"batch_argnums": (3,)}, "batch_argnums names argument 3"),
     ],
 )

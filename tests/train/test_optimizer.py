@@ -2,16 +2,23 @@
 
 import dataclasses
 import math
+import sys
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from optax import contrib
 
+import launcher
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.optimizer import OPTIMIZERS, AdamW, optimizer
+from launcher.config.optimizer import OPTIMIZERS, AdamW, CustomOptimizer, optimizer
+from launcher.recipes import InputError, Model
 from launcher.train.optimizer import build_optimizer, build_schedule
+from launcher.train.step import init_state, make_train_step
 
 NAMES = tuple(name for name in OPTIMIZERS if name != "custom")
 PARAMS = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
@@ -156,3 +163,116 @@ def test_an_optimizer_is_a_line_and_a_file(tmp_path):
             load([*words, "optimizer.momentum=0.5"], [str(tmp_path)])
     finally:
         del OPTIMIZERS["rmsprop"]
+
+
+# -- an optimizer of the user's own ----------------------------------------------------------------
+
+PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1, rtol=0.5)
+WANT_VALUE = {
+    "in a chain": optax.chain(optax.sgd(0.5), PLATEAU),
+    "named": optax.named_chain(("one", optax.sgd(0.5)), ("other", PLATEAU)),
+    "by labels": optax.partition({"a": PLATEAU, "b": optax.sgd(1.0)}, {"w": "a", "v": "b"}),
+    "every second step": optax.MultiSteps(contrib.momo(0.1), 2),
+    "hyperparameters in the state": optax.inject_hyperparams(contrib.momo)(learning_rate=0.1),
+    "where finite": optax.apply_if_finite(contrib.momo_adam(0.1), 3),
+    "masked": optax.masked(contrib.momo_adam(0.1), {"w": True, "v": False}),
+    "polyak": optax.polyak_sgd(max_learning_rate=0.1),
+    "own": optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda grads, state, params, *, value: (jax.tree.map(lambda g: -value * g, grads), state),
+    ),
+    "wants nothing": optax.sgd(0.5),
+}
+
+
+def custom(monkeypatch, made):
+    """What `optimizer=custom` takes of a module that makes this transformation."""
+    module = ModuleType("own_optimizer")
+    module.build = lambda options, steps: (made, lambda count: 1e-3)
+    monkeypatch.setitem(sys.modules, "own_optimizer", module)
+    return build_optimizer(CustomOptimizer(module="own_optimizer"), 10)
+
+
+def _loss(params, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    launcher.mark_pipeline_boundary()
+    return jnp.mean((hidden @ params["v"] - batch["x"]) ** 2), {}
+
+
+TWO_LAYERS = Model(lambda key: {"w": jnp.eye(8) * 2, "v": jnp.eye(8) * 3}, _loss)
+ROWS = {"x": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)}
+
+
+def states(step, state):
+    found = []
+    for _ in range(4):
+        state, _ = step(state, ROWS)
+        found.append(jax.device_get((state.params, state.opt_state)))
+    return found
+
+
+@pytest.mark.parametrize("form", WANT_VALUE)
+def test_an_optimizer_that_wants_the_loss_gets_that_of_the_whole_batch(form, monkeypatch):
+    built, made = custom(monkeypatch, WANT_VALUE[form]), WANT_VALUE[form]
+    state = init_state(TWO_LAYERS, built[0], jax.random.key_data(jax.random.key(0)))
+
+    @jax.jit
+    def by_hand(state, batch):
+        (loss, _), grads = jax.value_and_grad(_loss, has_aux=True)(state.params, batch, None)
+        value = {} if form == "wants nothing" else {"value": loss}
+        updates, opt_state = made.update(grads, state.opt_state, state.params, **value)
+        params = optax.apply_updates(state.params, updates)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), loss
+
+    wanted = states(by_hand, state)
+    assert_close(states(jax.jit(make_train_step(TWO_LAYERS, *built)), state), wanted)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        launcher.PipeshardParallel(4, stage_option=launcher.UniformStageOption(num_stages=2)),
+        pytest.param(launcher.DataParallel(2), marks=pytest.mark.slow),
+        pytest.param(launcher.Zero3Parallel(), marks=pytest.mark.slow),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_the_loss_that_an_optimizer_gets_is_the_same_under_every_plan(method, monkeypatch):
+    made = optax.chain(contrib.momo_adam(0.1), PLATEAU, optax.scale_by_polyak(max_learning_rate=1))
+    built = custom(monkeypatch, made)
+    state = init_state(TWO_LAYERS, built[0], jax.random.key_data(jax.random.key(0)))
+    step = make_train_step(TWO_LAYERS, *built)
+    wanted = states(jax.jit(step), state)
+    run = launcher.parallelize(step, method=method, devices=jax.devices()[:4], donate_argnums=())
+    for got, want in zip(states(run, state), wanted, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (optax.lbfgs(), "required keyword-only arguments: 'grad' and 'value_fn'"),
+        (contrib.sophia(0.1), "obj_fn must be provided"),
+        (
+            optax.GradientTransformation(optax.sgd(0.1).init, lambda g, s, p, hessian: (g, s)),
+            r"missing 1 required positional argument: 'hessian'",
+        ),
+        (
+            optax.stateless(lambda updates, params: jax.tree.map(jnp.sum, updates)),
+            r"updates\['v'\] is \(\), and was \(8, 8\)",
+        ),
+        (
+            optax.GradientTransformation(lambda p: 0.0, lambda g, s, p: (g, 1)),
+            r"it is an int, and was a float|state is int32\[\], and was float32\[\]",
+        ),
+        (optax.GradientTransformation(lambda p: 0.0, lambda g, s, p: g), "must return .updates"),
+    ],
+)
+def test_an_optimizer_that_wants_more_or_returns_less_is_refused_in_one_line(
+    made, told, monkeypatch
+):
+    built = custom(monkeypatch, made)
+    state = init_state(TWO_LAYERS, built[0], jax.random.key_data(jax.random.key(0)))
+    with pytest.raises(InputError, match=told) as caught:
+        jax.eval_shape(make_train_step(TWO_LAYERS, *built), state, ROWS)
+    assert "\n" not in str(caught.value)

@@ -16,7 +16,6 @@ import numpy as np
 
 from launcher.base import write_whole
 from launcher.config.compose import to_dict
-from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.driver.tasks.task import CheckpointTask, check_new

@@ -20,7 +20,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from launcher.base import lacking
+from launcher.base import lacking, not_run
 from launcher.config.errors import ConfigError
 
 Metrics = Mapping[str, float | None]
@@ -216,11 +216,12 @@ class QueuedTracker(ForwardingTracker):
         while (call := self._calls.get()) is not None:
             self._attempt(call)
 
-    def _attempt(self, call: Callable[[Tracker], None]) -> None:
+    def _attempt(self, call: Callable[[Tracker], object]) -> None:
         if self._failed:
             return
         try:
-            call(self._tracker)
+            if wrong := not_run(call(self._tracker)):
+                raise TypeError(f"a method of it returns {wrong}")
         except (Exception, SystemExit) as error:  # so wandb passes on the end of its service
             self._failed = True
             _log.warning(f"{self._name}: {first_line(error)}; the run is no longer recorded there")

@@ -87,6 +87,11 @@ def raw_generator(var: Var, equations: Iterable[Equation]) -> str | None:
     return _wrapped_as({var}, equations) if var.aval.dtype == jnp.uint32 else None
 
 
+def may_be_raw_key(shape: Any) -> bool:
+    """Return whether an array may be one raw key, by its shape and dtype."""
+    return bool(shape.dtype == jnp.uint32) and shape.shape in ((2,), (4,))
+
+
 def _wrapped_as(words: set[Var], equations: Iterable[Equation]) -> str | None:
     for eqn in equations:
         used = [is_var(v) and v in words for v in eqn.invars]

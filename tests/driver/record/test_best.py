@@ -191,7 +191,8 @@ def test_a_hook_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
         "    def __init__(self, size): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(HookError, match=r"^hooks=\[odd_hook.Odd\] cannot be made: TypeError: "):
+    said = r"^hooks=\[odd_hook.Odd\]: Odd \(.*odd_hook.py:3\) fails: TypeError: .*'size'$"
+    with pytest.raises(InputError, match=said):
         Callbacks().add_hooks(["odd_hook.Odd"])
 
 

@@ -240,7 +240,8 @@ def test_bad_documents_are_refused_by_file_and_place_or_skipped_and_counted(tmp_
     with pytest.raises(InputError) as error:  # most are bad
         prepare_corpus(given, 1)
     assert str(error.value).startswith(
-        f"dataset.bad=skip would leave out 4 of 6 documents of dataset.path={both}, 1 of them because: "
+        "dataset.bad=skip would leave out 4 of 6 documents of "
+        f"dataset.path={both}, 1 of them because: "
     )
     lines(both / "fine.jsonl", ["fine", "good", "best"])
     meta = prepare_corpus(given, 1)
