@@ -70,7 +70,7 @@ def run(step, args, count):
     names = [*traced.constants, *traced.invars]
     given = [*traced.constants.values(), *jax.tree.leaves(args)]
     before = Jaxpr(names, traced.before, traced.operands)
-    operands = jaxpr_as_fun(before)(*given)
+    operands = jax.jit(jaxpr_as_fun(before))(*given)
     cuts = [cut(x, i, loss) for i, x in enumerate(operands)]
     sliced = jaxpr_as_fun(Jaxpr(loss.invars, loss.equations, loss.outvars))
     seed = 1 / count if loss.reduce[:1] == ("mean",) else 1.0  # as tasks have it
@@ -91,7 +91,7 @@ def run(step, args, count):
     known = dict(zip(names, given, strict=True)) | dict(zip(traced.operands, operands, strict=True))
     known |= dict(zip(traced.loss_equation.outvars, [*values, *grads], strict=True))
     after = jaxpr_as_fun(Jaxpr([*known], traced.after, traced.outvars))
-    return jax.tree.unflatten(traced.out_tree, after(*known.values())), loss.reduce
+    return jax.tree.unflatten(traced.out_tree, jax.jit(after)(*known.values())), loss.reduce
 
 
 def compare(step, args, count, rtol=1e-5):

@@ -123,6 +123,16 @@ def _settings_are_parsed_once():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _programs_are_not_kept():
+    """What one test compiles decides nothing for the next. A run in a process of tests would also
+    turn JAX's cache on for the rest: it reads the size and age of all entries for each new one,
+    a quarter of the time in the end, and one process of tests waits for the others' lock."""
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _nominal_rates_are_kept():
     """Plans rest on nominal rates, as if a calibration had found them: no test measures this
     machine that does not mean to."""

@@ -55,6 +55,7 @@ def program_of(options, batch, key=None):
 
 
 @pytest.mark.devices
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "vit"])
 def test_blocks_begin_with_numbers_of_their_own_by_one_program(name, monkeypatch):
     options, _ = CASES[name]

@@ -77,6 +77,14 @@ def test_the_next_process_compiles_nothing_whatever_a_kill_left(start, tmp_path)
     assert third["hits"] == first["misses"]
 
 
+@pytest.fixture
+def kept_by_default():
+    jax.config.update("jax_enable_compilation_cache", True)
+    yield
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.mark.usefixtures("kept_by_default")
 def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert why_not_kept() == ""
@@ -90,6 +98,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch, ca
     assert f"chmod go-w {tmp_path / 'cache'} closes it" in line
 
 
+@pytest.mark.usefixtures("kept_by_default")
 def test_what_the_user_says_of_the_cache_stays(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
@@ -97,10 +106,7 @@ def test_what_the_user_says_of_the_cache_stays(tmp_path, monkeypatch, caplog):
     keep_compiled()
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        keep_compiled()
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
+    keep_compiled()
     assert jax.config.jax_compilation_cache_dir == before
     assert caplog.messages == []
     assert not (tmp_path / "cache").exists()

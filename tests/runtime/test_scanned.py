@@ -33,7 +33,6 @@ def stages(count, micro_batches=3, **how):
 
 
 METHODS = {
-    "2 stages": stages(2),
     "4 stages": stages(4, 4, schedule="zero_bubble"),
     "5 stages": stages(5, 1),  # of 2 and of 3 layers
     "remat": stages(2, 2, remat="full"),

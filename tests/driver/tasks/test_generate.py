@@ -290,11 +290,11 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     other = [*words, "dataset.path=other.txt"]
     assert EvaluateTask().run(load([*other, "evaluate.path=other.json"]), make_console()) == 0
     assert json.loads(Path("other.json").read_text())["loss"] != told["loss"]
-    for fraction in (0.2, 0.3, 0.3):
-        of_other = load([*other, f"dataset.validation_fraction={fraction}"])
+    for _ in range(2):
+        of_other = load([*other, "dataset.validation_fraction=0.3"])
         assert EvaluateTask().run(of_other, make_console()) == 0
     kept = {file.name for file in Path("outputs/one").glob("evaluation-2*")}
-    assert len(kept) == 3  # one of each data
+    assert len(kept) == 2  # one of each data
     assert all(re.fullmatch(r"evaluation-2(-text-[0-9a-f]{8})?\.json", name) for name in kept)
     assert json.loads(Path("outputs/one/evaluation-2.json").read_text()) == told
     (folder / "talks.jsonl").write_text('{"text": "one"}\n')

@@ -126,7 +126,7 @@ def a100s(memory_gib):
 
 def test_the_lack_is_that_of_the_plan_that_is_shown():
     """Whose memory is not quite that of its estimate."""
-    step, cluster = layered_step([(8192, 8192)] * 6, 65536), a100s(0.5)
+    step, cluster = layered_step([(8192, 8192)] * 3, 65536), a100s(0.5)
     with pytest.raises(TooLargeError) as raised:
         search(step, cluster, Constraints())
     plan = build_plan(step, raised.value.assignment, cluster)
@@ -152,4 +152,4 @@ def test_where_layers_could_not_be_measured_it_is_the_lack_that_is_said(monkeypa
     monkeypatch.setattr(PlanBuilder, "build", unmeasured)
     monkeypatch.setattr(explain, "make_estimate", unmeasured)
     with pytest.raises(TooLargeError, match=r"leanest plan found stage \d needs [\d.]+ GiB"):
-        search(layered_step([(8192, 8192)] * 6, 65536), a100s(0.5), Constraints())
+        search(layered_step([(8192, 8192)] * 2, 65536), a100s(0.5), Constraints())

@@ -152,6 +152,7 @@ def test_hosts_of_few_divisors_are_left_partly_idle(hosts, each, seed):
     assert least_seconds(problem, limit) == (limit, None)
 
 
+@pytest.mark.sampled(2, rest="stress")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("hosts", "each", "fewer"), [(5, 7, 4), (2, 7, 4), (3, 6, 4)])
 def test_more_devices_on_each_host_are_no_slower(hosts, each, fewer, seed):
