@@ -107,7 +107,12 @@ _TEXTS = {
     ),
     "job_name": (r"[\w.+-]+", "Use letters, digits, '.', '_', '+' and '-'."),
 }
-# Options of sbatch that `extra` may not set, and the setting to use instead.
+# Options of sbatch that `extra` may not set: those that the launcher decides, and the others with
+# the setting to use instead.
+_DECIDED = (
+    "ntasks ntasks-per-node ntasks-per-gpu output error open-mode chdir parsable wait wrap "
+    "test-only"
+)
 _SBATCH_OPTIONS = {
     name.replace("_", "-"): f"cluster.slurm.{name}"
     for name in (
@@ -121,13 +126,7 @@ _SBATCH_OPTIONS = {
     "gpus-per-node": "cluster.gpus",
     "requeue": "cluster.slurm.max_requeues",
     "no-requeue": "cluster.slurm.max_requeues",
-    **dict.fromkeys(
-        (
-            *("ntasks", "ntasks-per-node", "ntasks-per-gpu", "output", "error", "open-mode"),
-            *("chdir", "parsable", "wait", "wrap", "test-only"),
-        ),
-        "",
-    ),
+    **dict.fromkeys(_DECIDED.split(), ""),
 }
 # Options of sbatch and srun of which a job may have one, by their manuals.
 _ALTERNATIVES = (
