@@ -29,7 +29,7 @@ _LAUNCHER = logging.getLogger("launcher")
 # Control characters, lone surrogates, and what separates lines and paragraphs.
 LAUNCH = ("python", "-m", "launcher")
 _NOT_TEXT = "null|true|false|nan|inf|infinity"  # nor what begins like a number
-_PLAIN = re.compile(rf"(?!(?:{_NOT_TEXT})$)[a-z_/][\w./-]*", re.ASCII | re.IGNORECASE)
+_PLAIN = re.compile(rf"(?!(?:{_NOT_TEXT})$)[a-z_/][\w./:-]*", re.ASCII | re.IGNORECASE)
 _SPECIAL = re.compile(r'(\\*)("|\$\{|\Z)')  # with what escapes it in a quoted text of Hydra's
 _OBEYED = "Cc", "Cs", "Zl", "Zp"
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
