@@ -30,7 +30,8 @@ Advance: TypeAlias = Callable[..., None]
 _LAUNCHER = logging.getLogger("launcher")
 # Control characters, lone surrogates, and what separates lines and paragraphs.
 LAUNCH = ("python", "-m", "launcher")
-_PLAIN = re.compile(r"(?!(?:null|true|false)$)[\w./-]+", re.ASCII | re.IGNORECASE)
+_NOT_TEXT = "null|true|false|nan|inf|infinity"  # nor what begins like a number
+_PLAIN = re.compile(rf"(?!(?:{_NOT_TEXT})$)[a-z_/][\w./:-]*", re.ASCII | re.IGNORECASE)
 _SPECIAL = re.compile(r'(\\*)("|\$\{|\Z)')  # with what escapes it in a quoted text of Hydra's
 _OBEYED = "Cc", "Cs", "Zl", "Zp"
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -54,17 +55,9 @@ def _in_grammar(value: object) -> str:
         return f"[{','.join(map(_in_grammar, value))}]"
     if not isinstance(value, str):
         return "null" if value is None else str(value).lower()
-    if _PLAIN.fullmatch(value) and not _is_number(value):
+    if _PLAIN.fullmatch(value):
         return value
     return '"' + _SPECIAL.sub(lambda m: m[1] * 2 + (m[2] and "\\" + m[2]), value) + '"'
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def answer(text: str, end: str = "\n") -> int:

@@ -426,7 +426,7 @@ def with_runs_settings(
             said |= {f"model.{name}" for name in names}
     taken = {
         name: tree.get(name)
-        if _names_kind(name, said)
+        if _kind_key(name) in said
         else _laid_over(run[name], tree.get(name), said, name)
         for name in OF_PROGRAM
     }
@@ -448,21 +448,18 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
         tree: composed, and not yet resolved.
         origin: the files and overrides that it is composed of.
     """
-    task = str(tree.get("task"))
+    task, plan = str(tree.get("task")), _plan_of_run(tree)
     reads = read_by(task)
-    plan = _plan_of_run(tree)
-    needs_run = reads is not None and "run.id" in reads
-    if reads is None or (needs_run and plan is None):
+    is_of_run = reads is not None and "run.id" in reads
+    if reads is None or (is_of_run and plan is None):
         return
-    run, whole = settings_beside(str(plan)) if needs_run else {}, OmegaConf.create(tree)
+    run = settings_beside(str(plan)) if is_of_run else {}
     for key in _said_after(origin, "task"):
-        if below(key, reads):
-            continue
         theirs = _at(run, key)
-        if str(OmegaConf.select(whole, key)) == str(theirs) and run:
+        if below(key, reads) or (run and str(_at(tree, key)) == str(theirs)):
             continue
         why = f"task={task} does not read it"
-        if needs_run and key.partition(".")[0] in (*OF_PROGRAM, "train", "parallel"):
+        if is_of_run and key.partition(".")[0] in (*OF_PROGRAM, "train", "parallel"):
             why = f"task={task} uses the run's" + (f", {shown(theirs)}" if run else "")
         raise ConfigError(f"{key} has no effect: {why}", "Leave it out.", [key])
 
@@ -498,11 +495,6 @@ def _kind_key(section: str) -> str | None:
     fields = (field for field in dataclasses.fields(Config) if field.name == section)
     variants = next((field.metadata.get("variants") for field in fields), None)
     return variants and f"{section}.{variants.key}"
-
-
-def _names_kind(section: str, said: Set[str]) -> bool:
-    """Return whether the kind of a section is set, and so all of it."""
-    return _kind_key(section) in said
 
 
 def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:

@@ -23,7 +23,6 @@ from launcher.config.families import (
 )
 from launcher.config.folders import CONF
 from launcher.config.optimizer import OPTIMIZERS
-from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.reader import build, setting_keys
 from launcher.config.schema import Config
@@ -286,14 +285,6 @@ def test_a_plus_before_a_known_name_is_harmless():
 @pytest.mark.parametrize("typed", ["1e3", "1_000", "010", "12:30:00", "no", "true", "nan"])
 def test_text_on_the_command_line_is_taken_as_typed(typed):
     assert load([f"wandb.name={typed}"]).wandb.name == typed
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "text", ["a/b.c-1", "null", "Null", "1e3", "a b", "it's", 'a"b\\', "{a,b}"]
-)
-def test_written_text_is_read_back(text):
-    assert load([f"wandb.name={written(text)}"]).wandb.name == text
 
 
 def test_null_clears_a_text_setting_and_quotes_make_it_text():

@@ -30,7 +30,21 @@ from launcher.driver.record import run_log
 
 ROOT = Path(launcher.__file__).parent
 ODD = ["12e5", "a b", "it's", 'say "x"', "a=b", "c:\\d\\", "null", "True", "1_0", "x,y", "[a]"]
-ODD += ["{a}", "$HOME", "${x}", "a\\${x}", "é", "~x", "007", "1:30", "#a", '\\"', "-5", "."]
+ODD += [
+    "hf:/a-b/c.d",
+    "{a}",
+    "$HOME",
+    "${x}",
+    "a\\${x}",
+    "é",
+    "~x",
+    "007",
+    "1:30",
+    "#a",
+    '\\"',
+    "-5",
+    ".",
+]
 PATH = Path("a b/it's=12e5,[x]")
 
 # By the place of a call: its variables, and the settings that it has typed; None: another program.

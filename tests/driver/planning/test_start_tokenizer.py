@@ -48,8 +48,8 @@ OTHERS = ", which are others for the same text: the model would know none of the
     ("words", "made", "remedy"),
     [
         (("dataset=stdlib_text",), "stdlib_text are bytes", "Use dataset=jsonl, parquet, arrow or"),
-        (DOCUMENTS, "documents are bytes", "Set dataset.tokenizer=theirs."),
-        (TOKENS, "tokens are bytes", "Prepare the data with dataset.tokenizer=theirs."),
+        (DOCUMENTS, "documents are bytes", "Set dataset.tokenizer=theirs here."),
+        (TOKENS, "tokens are bytes", "Prepare the data with dataset.tokenizer=theirs first."),
         (
             ("dataset=mixture", "dataset.parts={a: {path: talks.jsonl.tokens}}", TOKENS[2]),
             "mixture are bytes",
@@ -58,7 +58,7 @@ OTHERS = ", which are others for the same text: the model would know none of the
         (
             (*DOCUMENTS, "dataset.tokenizer=other.json"),
             "documents are made by other.json",
-            "Set dataset.tokenizer=theirs.",
+            "Set dataset.tokenizer=theirs here.",
         ),
     ],
 )

@@ -17,7 +17,7 @@ def count_layers(monkeypatch):
 
     @task.register
     class CountLayers(task.TaskKind):
-        name, answers = "count_layers", True
+        name, answers, reads = "count_layers", True, ("model",)
 
         def run(self, config, console):
             if config.model.layers is None:
@@ -33,6 +33,13 @@ def count_layers(monkeypatch):
 def test_a_task_from_outside_runs_and_answers(count_layers, capsys):
     assert run(count_layers, Stop()) == 0
     assert capsys.readouterr() == ("3\n", "counting\n")
+
+
+def test_it_says_what_it_reads(count_layers):
+    with pytest.raises(
+        ConfigError, match=r"train\.steps has no effect: task=count_layers does not"
+    ):
+        load(["task=count_layers", "train.steps=3"])
 
 
 def test_its_errors_are_reported(count_layers, capsys, monkeypatch):
