@@ -62,7 +62,8 @@ def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
         found = NamedFiles([path for path in paths if path in listed], left, found.folders)
     if not found.paths:
         wanted = pattern or " or ".join(f"*{ending}" for ending in endings)
-        raise InputError(f"{named} holds no file that fits {wanted}{found.left_out}; name another")
+        remedy = "name another, or unpack what is packed"
+        raise InputError(f"{named} holds no file that fits {wanted}{found.left_out}; {remedy}")
     return found
 
 

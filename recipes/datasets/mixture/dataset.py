@@ -22,8 +22,8 @@ from launcher.recipes.datasets.tokens import dataset as tokens
 class _MixedPart(NamedTuple):
     """One corpus: its name and weight, its rows for training and held out, what makes them, a mask.
 
-    The mask is that of the tokenizer that made its tokens; None: it has none. Last, in words, what is
-    not read.
+    The mask is that of the tokenizer that made its tokens; None: it has none. Last come, in words,
+    the files that are not read.
     """
 
     name: str
