@@ -64,8 +64,8 @@ class NamedFiles(NamedTuple):
     Attributes:
         paths: those that are read, by name.
         left: those that are not, by the reason, in words.
-        folders: of each folder that was walked the time of its last change, in nanoseconds, as it
-            was before that.
+        folders: the folders that were walked, each with the time of its last change before that,
+            in nanoseconds.
     """
 
     paths: list[Path]

@@ -181,7 +181,7 @@ class Corpus:
         source: what the user named, as `dataset.path=…`.
         files: the files, none of them empty.
         meta: of a folder that `task=prepare_data` wrote.
-        left_out: what else lies there, in words (`NamedFiles.left_out`).
+        left_out: what is not read, in words (`NamedFiles.left_out`).
     """
 
     source: str

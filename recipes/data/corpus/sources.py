@@ -59,10 +59,11 @@ def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
     if root.is_dir() and format == "arrow" and not pattern:
         listed, paths = set(saved_files(root, found, named)), found.paths
         left = {**found.left, "not listed": [path for path in paths if path not in listed]}
-        found = found._replace(paths=[path for path in paths if path in listed], left=left)
+        found = NamedFiles([path for path in paths if path in listed], left, found.folders)
     if not found.paths:
         wanted = pattern or " or ".join(f"*{ending}" for ending in endings)
-        raise InputError(f"{named} holds no file that fits {wanted}{found.left_out}; name another")
+        remedy = "name another, or unpack what is packed"
+        raise InputError(f"{named} holds no file that fits {wanted}{found.left_out}; {remedy}")
     return found
 
 

@@ -24,8 +24,8 @@ _MOST = 2**40  # rows of a part
 class _MixedPart(NamedTuple):
     """One corpus: its name and weight, its rows for training and held out, what makes them, a mask.
 
-    The mask is that of the tokenizer that made its tokens; None: it has none. Last, in words, what
-    else lies there.
+    The mask is that of the tokenizer that made its tokens; None: it has none. Last come, in words,
+    the files that are not read.
     """
 
     name: str

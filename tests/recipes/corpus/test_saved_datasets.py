@@ -78,14 +78,6 @@ def test_the_split_of_every_dictionary_below_a_folder_is_said(tmp_path):
     assert f"2 of the split test ({tmp_path}/data/a/test/" in said
 
 
-def test_a_folder_that_datasets_did_not_write_is_all_its_files(tmp_path):
-    (tmp_path / "deep").mkdir()
-    arrow(tmp_path / "b.arrow", "b")
-    arrow(tmp_path / "deep" / "a.arrow", "a")
-    (tmp_path / "deep" / "again").symlink_to(tmp_path)
-    assert found(tmp_path) == ["b.arrow", "deep/a.arrow"]
-
-
 def test_what_does_not_tell_its_files_is_refused_by_name(tmp_path):
     others = splits(tmp_path / "others", "a", "b")
     assert refusal(others) == (
