@@ -12,7 +12,6 @@ from launcher.config import sections
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.reader import setting_keys
-from launcher.driver.folder import folder
 from launcher.driver.tasks import evaluate, export
 from launcher.driver.tasks.prepare_data import TokenizeTask
 from launcher.driver.tasks.task import TASKS
@@ -62,22 +61,13 @@ def of_tokens(said):
     return line
 
 
-def of_run(said):
-    """A run's own folder is its own: it resumes, or another run is refused."""
-    words = ["model=mlp", "dataset=synthetic", "run.id=out", "run.dir=."]
-    with folder.claim(load(words)), pytest.raises(ConfigError) as error:
-        folder.claim(load(words)).__enter__()
-    return str(error.value)
-
-
 WRITTEN = {
     "export.path": (of_export, "export.path=out exists already"),
     "evaluate.path": (of_evaluation, "evaluate.path=out exists already"),
     "tokenize.path": (of_tokenizer, "tokenize.path=out exists already"),
     "dataset.tokens": (of_tokens, "the tokens in out are those of another source or other"),
-    "run.id": (of_run, "run.id=out is running right now"),
-    "run.dir": (of_run, "run.id=out is running right now"),
 }
+OF_RUNS = {"run.id", "run.dir"}  # a run resumes in its own folder: tests/driver/folder
 # Where each task writes beside its run's own folder; "" nowhere.
 TARGETS = {
     "export": "export.path",
@@ -91,9 +81,9 @@ TARGETS = {
 
 def test_every_task_and_every_setting_that_names_a_place_is_classified():
     assert {*TASKS, *sections.TASKS} == set(TARGETS)
-    assert {key for key in TARGETS.values() if key} <= set(WRITTEN)
+    assert {key for key in TARGETS.values() if key} <= {*WRITTEN, *OF_RUNS}
     named = {key for key in setting_keys() if key.rpartition(".")[2].endswith(ENDINGS)}
-    assert named == READ | set(WRITTEN)
+    assert named == READ | OF_RUNS | set(WRITTEN)
 
 
 @pytest.mark.parametrize("key", WRITTEN)
