@@ -189,9 +189,8 @@ def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[..., str]:
     Generation blocks are rendered between marks.
     """
     extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
+    blocks = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = ImmutableSandboxedEnvironment(extensions=extensions, **blocks)
 
     def fail(message: str) -> str:
         raise ValueError(message)
