@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, "np.ndarray"]
 
 
 class InputError(ValueError):
@@ -132,6 +131,8 @@ class Tokenizer(NamedTuple):
 
         Blanks may follow there, as behind the end of a turn.
         """
+        import numpy as np  # here: settings are checked without it
+
         if self.end_token is not None and self.end_token not in ends:
             ends = (*ends, self.end_token)
         places = np.flatnonzero(tokens == (ends[-1] if ends else -1))
@@ -139,5 +140,7 @@ class Tokenizer(NamedTuple):
         return tokens if has else np.concatenate([tokens, np.array(ends, np.int64)])
 
     def _begun(self, tokens: np.ndarray) -> np.ndarray:
+        import numpy as np
+
         begin = list(self.begin)
         return tokens if tokens[: len(begin)].tolist() == begin else np.concatenate([begin, tokens])
