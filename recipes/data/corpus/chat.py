@@ -102,9 +102,8 @@ def chat_encoder(tokenizer: Tokenizer, template: str | None) -> Callable[..., En
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose reasoning, if any, has the names that templates know it by."""
     found = next((message[name] for name in _REASONING if name in message), None)
-    if found is None:
-        return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    names = {"thinking": found, **message, "reasoning_content": found}
+    return message if found is None else names
 
 
 def _answers(
@@ -168,18 +167,15 @@ class _GenerationTag(Extension):
 
 def template_text(tokenizer: Tokenizer, template: str | None) -> str:
     """Return the Jinja of a chat template, as `chat_encoder` takes it; raises InputError."""
-    own = tokenizer.templates
-    if template is None and "default" in own:
-        return own["default"]
-    for named in (own, TEMPLATES):
-        if template in named:
-            return named[template]
+    named = TEMPLATES | tokenizer.templates
+    if (name := "default" if template is None else template) in named:
+        return named[name]
     if template is not None and Path(template).expanduser().is_file():
         return Path(template).expanduser().read_text()
     what = "the tokenizer brings no chat template" if template is None else "there is none such"
     raise InputError(
         f"dataset.chat_template={'null' if template is None else template}: {what}; "
-        f"name a file of Jinja, or one of {', '.join([*own, *TEMPLATES])}"
+        f"name a file of Jinja, or one of {', '.join(named)}"
     )
 
 

@@ -164,7 +164,7 @@ def test_named_templates_of_a_tokenizer_are_chosen_by_name(tmp_path):
     tokenizer = load_tokenizer(str(folder))
     both = [chat_encoder(tokenizer, name)(CHAT)[0] for name in (None, "loud")]
     assert tokenizer.decode(both[1]) == "!" + tokenizer.decode(both[0])
-    with pytest.raises(InputError, match="or one of default, loud, chatml, plain"):
+    with pytest.raises(InputError, match="or one of chatml, plain, default, loud"):
         chat_encoder(tokenizer, "none")
 
 
