@@ -139,14 +139,25 @@ def _answers(
 
 
 def _marked(messages: Messages, number: int, share: float) -> Mapping[str, Any]:
-    """Return a message with a mark in its content if it is an answer or stands before one."""
-    message = messages[number]
+    """Return a message with a mark in its content if it is an answer or stands before one.
+
+    Without content, the mark is in the name of the last tool that it calls.
+    """
+    message, mark = messages[number], f"\ufdd0{number}\ufdd1"
     content = message.get("content", "")
     core = content.strip()
-    if not core or all(one["role"] != "assistant" for one in messages[number : number + 2]):
+    if all(one["role"] != "assistant" for one in messages[number : number + 2]):
         return message
-    place = content.index(core) + int(share * len(core))
-    return {**message, "content": f"{content[:place]}\ufdd0{number}\ufdd1{content[place:]}"}
+    if core:
+        place = content.index(core) + int(share * len(core))
+        return {**message, "content": content[:place] + mark + content[place:]}
+    try:
+        *calls, last = message["tool_calls"]
+        tool = last.get("function", last)
+        named = {**tool, "name": tool["name"] + mark}
+    except (AttributeError, LookupError, TypeError, ValueError):  # it calls none
+        return message
+    return {**message, "tool_calls": [*calls, {**last, **named, "function": named}]}
 
 
 class _GenerationTag(Extension):

@@ -83,11 +83,13 @@ CASES = {
     ),
     "tools": (
         each(
-            "{{- '<' + m.role + '>' }}{%- if m.content %}{{- m.content }}{%- endif %}{%- for c in "
-            "m.tool_calls or [] %}{{- c.function|tojson }}{%- endfor %}{{- '</>' }}"
+            "{{- '<' + m.role + '>' }}{%- if m.role == 'assistant' and loop.last %}{{- '<think>' }}"
+            "{%- endif %}{%- if m.content %}{{- m.content }}{%- endif %}{%- for c in m.tool_calls "
+            "or [] %}{{- c.function|tojson }}{%- endfor %}{{- '</>' }}"
         ) + "{%- if tools is not none or documents is not none %}{{- 'none' }}{%- endif %}",
         [TALK[0], {"role": "assistant", "tool_calls": CALL}, *TALK[2:]],
-        WHOLE.replace("A", '{"name": "f", "x": "ü<"}'), '{"name": "f", "x": "ü<"}</>|B</>',
+        WHOLE.replace("A", '{"name": "f", "x": "ü<"}').replace("B", "<think>B"),
+        '{"name": "f", "x": "ü<"}</>|<think>B</>',
     ),
     "looks at the end": (
         each(TURN.replace("'<'", "('!' if m.content.endswith('Q') else '<')")),
