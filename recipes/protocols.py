@@ -135,7 +135,7 @@ class Tokenizer(NamedTuple):
 
         Blanks may follow there, as behind the end of a turn.
         """
-        import numpy as np
+        import numpy as np  # here: settings are checked without it
 
         if self.end_token is not None and self.end_token not in ends:
             ends = (*ends, self.end_token)

@@ -202,7 +202,7 @@ ADVISES = re.compile(r"\b(?:set|give|use|add|write|take|with|start|prepare)\b[^.
 OURS = {
     *("usable", "_MOST_STAND_INS", "_multiples(batch, pieces)", "listed(sharing)", "each"),
     *("max(there // each, 1)", "model.has_state", "named", "SIDE", "most + 1", "VOCABULARY"),
-    *("vocab_size", "PREFIX"),
+    "vocab_size",
 }
 
 

@@ -102,9 +102,8 @@ def chat_encoder(tokenizer: Tokenizer, template: str | None) -> Callable[..., En
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose reasoning, if any, has the names that templates know it by."""
     found = next((message[name] for name in _REASONING if name in message), None)
-    if found is None:
-        return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    names = {"thinking": found, **message, "reasoning_content": found}
+    return message if found is None else names
 
 
 def _answers(
@@ -140,14 +139,25 @@ def _answers(
 
 
 def _marked(messages: Messages, number: int, share: float) -> Mapping[str, Any]:
-    """Return a message with a mark in its content if it is an answer or stands before one."""
-    message = messages[number]
+    """Return a message with a mark in its content if it is an answer or stands before one.
+
+    Without content, the mark is in the name of the last tool that it calls.
+    """
+    message, mark = messages[number], f"\ufdd0{number}\ufdd1"
     content = message.get("content", "")
     core = content.strip()
-    if not core or all(one["role"] != "assistant" for one in messages[number : number + 2]):
+    if all(one["role"] != "assistant" for one in messages[number : number + 2]):
         return message
-    place = content.index(core) + int(share * len(core))
-    return {**message, "content": f"{content[:place]}\ufdd0{number}\ufdd1{content[place:]}"}
+    if core:
+        place = content.index(core) + int(share * len(core))
+        return {**message, "content": content[:place] + mark + content[place:]}
+    try:
+        *calls, last = message["tool_calls"]
+        tool = last.get("function", last)
+        named = {**tool, "name": tool["name"] + mark}
+    except (AttributeError, LookupError, TypeError, ValueError):  # it calls none
+        return message
+    return {**message, "tool_calls": [*calls, {**last, **named, "function": named}]}
 
 
 class _GenerationTag(Extension):
@@ -168,18 +178,15 @@ class _GenerationTag(Extension):
 
 def template_text(tokenizer: Tokenizer, template: str | None) -> str:
     """Return the Jinja of a chat template, as `chat_encoder` takes it; raises InputError."""
-    own = tokenizer.templates
-    if template is None and "default" in own:
-        return own["default"]
-    for named in (own, TEMPLATES):
-        if template in named:
-            return named[template]
+    named = TEMPLATES | tokenizer.templates
+    if (name := "default" if template is None else template) in named:
+        return named[name]
     if template is not None and Path(template).expanduser().is_file():
         return Path(template).expanduser().read_text()
     what = "the tokenizer brings no chat template" if template is None else "there is none such"
     raise InputError(
         f"dataset.chat_template={'null' if template is None else template}: {what}; "
-        f"name a file of Jinja, or one of {', '.join([*own, *TEMPLATES])}"
+        f"name a file of Jinja, or one of {', '.join(named)}"
     )
 
 
@@ -189,9 +196,8 @@ def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[..., str]:
     Generation blocks are rendered between marks.
     """
     extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
+    blocks = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = ImmutableSandboxedEnvironment(extensions=extensions, **blocks)
 
     def fail(message: str) -> str:
         raise ValueError(message)

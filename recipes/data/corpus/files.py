@@ -41,7 +41,7 @@ class TokenPart:
         digest: of the tokens, SHA-256.
         text_bytes: the length of the documents as UTF-8, of which `<name>.bytes` has where each
             ends; None: they are conversations, or it was not counted.
-        reasons: how many bad documents were left out for each reason, the commonest ones.
+        reasons: how many bad documents were left out for each reason.
     """
 
     name: str

@@ -11,7 +11,6 @@ from launcher.recipes.data.corpus.tokenizers import (
     BYTES,
     file_in,
     load_tokenizer,
-    tokenizer_json,
 )
 from launcher.recipes.protocols import InputError
 
@@ -65,7 +64,7 @@ def _copied(name: str) -> TokenizerFiles:
     if path.suffix == ".tiktoken":
         raise InputError(f"{name} holds tiktoken's ranks, which transformers does not load")
     file = file_in(path) if path.is_dir() else path
-    files = {"tokenizer.json": tokenizer_json(file).encode()}
+    files = {f"tokenizer{file.suffix}": file.read_bytes()}
     if file.name in _KNOWN:
         beside = (path for path in file.parent.iterdir() if path.name in _KNOWN and path != file)
         files |= {path.name: path.read_bytes() for path in beside}

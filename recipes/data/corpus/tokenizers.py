@@ -141,9 +141,10 @@ def _hugging_face(path: Path) -> Tokenizer:
     found.no_padding()
     found.no_truncation()
     special, listed = _special(settings), settings["added_tokens_decoder"]
+    known = set(map(str, found.get_added_tokens_decoder().values()))
     named = [listed[number] for number in sorted(listed, key=int)]
     for token in [*named, *({"content": text, "special": True} for text in special.values())]:
-        if token["content"] not in map(str, found.get_added_tokens_decoder().values()):
+        if token["content"] not in known:
             found.add_tokens([tokenizers.AddedToken(**token)])
     vocabulary = found.get_vocab(with_added_tokens=True)
 
@@ -205,7 +206,7 @@ def _as_llama(found: Any, settings: dict[str, Any]) -> None:
     """
     from tokenizers import decoders, pre_tokenizers
 
-    name = settings.get("tokenizer_class", "").removesuffix("Fast")
+    name = (settings.get("tokenizer_class") or "").removesuffix("Fast")
     is_llama = name == "LlamaTokenizer" and settings["model_type"] in (None, "llama")
     if is_llama and not isinstance(found.decoder, decoders.ByteLevel):
         scheme = "always" if settings.get("legacy") else "first"
@@ -251,14 +252,6 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     return {name: files[name].read_text() for name in sorted(files)} or inside
 
 
-def tokenizer_json(path: Path) -> str:
-    """Return the `tokenizer.json` of a tokenizer: the file itself, or that of a `.model` file."""
-    if path.suffix != ".model":
-        return path.read_text()
-    text: str = _sentencepiece(path, _settings(path.parent))[0].to_str(pretty=True)
-    return text
-
-
 def _sentencepiece(path: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the tokenizer of a sentencepiece model, as `transformers` converts it.
 
@@ -285,31 +278,27 @@ def _sentencepiece(path: Path, settings: dict[str, Any]) -> tuple[Any, dict[str,
     found = tokenizers.Tokenizer(_spm_model(names, pieces, trainer))
 
     # Its class decides what `transformers` does where the settings do not say.
-    is_llama = settings.get("tokenizer_class", "Llama").startswith("Llama")
+    is_llama = (settings.get("tokenizer_class") or "Llama").startswith("Llama")
     each, prefix = settings.get("legacy", not is_llama), form.get(3, 1)
-    steps: list[tuple[Any, Any, str]] = [
-        (form.get(4, 1), Regex(r"\A +| +\z"), ""),
-        (form.get(4, 1), Regex(" {2,}"), " "),
-        (form.get(5, 1), " ", "▁"),
-        (prefix and each, Regex(r"\A▁"), "▁▁"),  # Metaspace puts nothing before a blank
-    ]
-    map_ = [normalizers.Precompiled(form[2])] if form.get(2) else []
-    replaced = (normalizers.Replace(this, by) for holds, this, by in steps if holds)
-    found.normalizer = normalizers.Sequence([*map_, *replaced])
+    first = [normalizers.Precompiled(form[2])] if form.get(2) else []
+    put = [(r"\A +| +\z", ""), (" {2,}", " ")] * form.get(4, 1) + [(" ", "▁")] * form.get(5, 1)
+    if prefix and each:
+        put += [(r"\A▁", "▁▁")]  # Metaspace puts nothing before a blank
+    replaced = (normalizers.Replace(Regex(this), by) for this, by in put)
+    found.normalizer = normalizers.Sequence([*first, *replaced])
     scheme = "always" if each else "first"
     cuts: list[Any] = [pre_tokenizers.Metaspace("▁", scheme, False)] if prefix else []
+    whole, special = ([n for n, p in zip(names, pieces, strict=True) if p.get(3) == kind]
+                      for kind in (_USERS, _CONTROL))  # fmt: skip
+    if whole:
+        pattern = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
+        cuts += [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    found.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    found.add_tokens([tokenizers.AddedToken(name, special=True) for name in special])
     joins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     found.decoder = decoders.Sequence([*joins, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    users = sorted((piece[1].decode() for piece in pieces if piece.get(3) == _USERS), key=len)
-    if users:  # these stay whole
-        cuts += [pre_tokenizers.Split(Regex("|".join(map(re.escape, users[::-1]))), "isolated")]
-    found.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    control = [piece[1].decode() for piece in pieces if piece.get(3) == _CONTROL]
-    found.add_tokens([tokenizers.AddedToken(name, special=True) for name in control])
-    begin, end = (
-        [_special(settings)[f"{role}_token"]] if settings.get(f"add_{role}_token") else []
-        for role in ("bos", "eos")
-    )
+    begin, end = ([_special(settings)[f"{role}_token"]] * bool(settings.get(f"add_{role}_token"))
+                  for role in ("bos", "eos"))  # fmt: skip
     found.post_processor = processors.TemplateProcessing(
         single=[*begin, "$A", *end],
         special_tokens=[(token, found.token_to_id(token)) for token in {*begin, *end}],
@@ -327,20 +316,12 @@ def _spm_model(names: list[str], pieces: list[dict[int, Any]], trainer: dict[int
         return models.Unigram(list(zip(names, scores, strict=True)), unknown, falls_back)
     numbers = {name: number for number, name in enumerate(names)}
     normal = {name: (-scores[n], n) for name, n in numbers.items() if pieces[n].get(3, 1) == 1}
-    merges = sorted(
-        (rank, name[:cut], name[cut:])
-        for name, rank in normal.items()
-        for cut in range(1, len(name))
-        if name[:cut] in normal and name[cut:] in normal
-    )
-    return models.BPE(
-        numbers,
-        [(left, right) for _, left, right in merges],
-        unk_token=names[unknown],
-        fuse_unk=True,
-        byte_fallback=falls_back,
-        ignore_merges=any(piece.get(3) == _USERS for piece in pieces),
-    )
+    cuts = ((name, name[:cut], name[cut:]) for name in normal for cut in range(1, len(name)))
+    pairs = [(normal[name], a, b) for name, a, b in cuts if a in normal and b in normal]
+    merges = [(left, right) for _, left, right in sorted(pairs)]
+    form = {"fuse_unk": True, "byte_fallback": falls_back, "unk_token": names[unknown]}
+    whole = any(piece.get(3) == _USERS for piece in pieces)
+    return models.BPE(numbers, merges, ignore_merges=whole, **form)
 
 
 def _fields(content: bytes) -> list[tuple[int, Any]]:

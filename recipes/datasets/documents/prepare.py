@@ -46,8 +46,6 @@ from launcher.recipes.protocols import InputError, Tokenizer
 _AT_ONCE = 256  # documents that are tokenised in one call
 _ENDINGS = (".bin", ".ends", ".bytes", ".mask", ".json")
 _END = "<|endoftext|>"
-_NUMBER = re.compile(r"\d[\d,]*")
-_REASONS = 9  # that a part records
 
 T = TypeVar("T")
 
@@ -82,7 +80,7 @@ class BadDocuments:
         """Count a bad document; raises InputError if they are refused."""
         if self._refuse:
             raise found.refusal(path)
-        self.reasons[_NUMBER.sub("…", found.why)] += found.lost
+        self.reasons[re.sub(r"\d[\d,]*", "…", found.why)] += found.lost
         self.first = self.first or found.problem(path)
 
 
@@ -336,8 +334,7 @@ def _make(
         write_whole(base.with_suffix(".bytes"), np.array(text, np.int64).tobytes())
     total = None if is_masked else sum(text[-1:])
     left_out = bad.reasons.total(), bad.first, digest.hexdigest(), total
-    reasons = dict(bad.reasons.most_common(_REASONS))
-    part = TokenPart(name, key, count, len(ends), *left_out, reasons)
+    part = TokenPart(name, key, count, len(ends), *left_out, dict(bad.reasons))
     write_whole(base.with_suffix(".json"), json.dumps(asdict(part)))
     return part
 

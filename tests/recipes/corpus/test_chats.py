@@ -19,12 +19,12 @@ from launcher.recipes.datasets.documents.prepare import prepare_corpus, up_to_da
 
 TURN = "{{- '<' + m.role + '>' + m.content + '</>' }}"
 PROMPT = "{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"
-USER, ANSWER, AGAIN, LAST = TALK = [
+TALK = [
     {"role": role, "content": text}
     for role, text in zip(["user", "assistant"] * 2, "QARB", strict=True)
 ]
-SYSTEM = {"role": "system", "content": "S"}
-CALL = [{"function": {"name": "f", "arguments": {"x": "ü<"}}}]
+LAST, SYSTEM = TALK[-1], {"role": "system", "content": "S"}
+CALL = [{"function": {"name": "f", "x": "ü<"}}]
 WHOLE = "<user>Q</><assistant>A</><user>R</><assistant>B</>"
 
 
@@ -34,7 +34,6 @@ def each(body, prompt=PROMPT):
 
 # Of each: the template, the conversation, the whole rendering, and what of it is learned.
 CASES = {
-    "one after another": (each(TURN), TALK, WHOLE, "A</>|B</>"),
     # Qwen 3: a thought stays in the answers to the last question alone.
     "last thought": (
         "{%- set ns = namespace(last=0) %}"
@@ -44,8 +43,7 @@ CASES = {
             "{{- '<think>' + m.reasoning_content|default('') + '</think>' }}{%- endif %}"
             "{{- m.content + '</>' }}"
         ),
-        [USER, ANSWER, AGAIN, {**LAST, "reasoning": "hm"}],
-        WHOLE.replace("B", "<think>hm</think>B"),
+        [*TALK[:3], {**LAST, "reasoning": "hm"}], WHOLE.replace("B", "<think>hm</think>B"),
         "A</>|<think>hm</think>B</>",
     ),
     # DeepSeek R1: the prompt opens a thought, which is cut out of written answers.
@@ -54,71 +52,51 @@ CASES = {
             TURN.replace("content", "content.split('</think>')[-1]"),
             PROMPT.replace("<assistant>", "<assistant><think>"),
         ),
-        [USER, ANSWER, AGAIN, {**LAST, "content": "<think>so</think>B"}],
-        WHOLE,
-        "A</>|B</>",
+        [*TALK[:3], {**LAST, "content": "<think>so</think>B"}], WHOLE, "A</>|B</>",
     ),
     # Mistral: what the system says stands before the last question.
     "system later": (
         each(
             "{%- if m.role == 'user' %}{{- '[' }}{%- if loop.revindex <= 2 %}"
             "{{- messages[0].content + ': ' }}{%- endif %}{{- m.content + ']' }}"
-            "{%- elif m.role == 'assistant' %}"
-            "{{- m.content + '</>' }}{%- endif %}",
-            "",
+            "{%- elif m.role == 'assistant' %}{{- m.content + '</>' }}{%- endif %}", "",
         ),
-        [SYSTEM, *TALK],
-        "[Q]A</>[S: R]B</>",
-        "A</>|B</>",
+        [SYSTEM, *TALK], "[Q]A</>[S: R]B</>", "A</>|B</>",
     ),
     "end of all": (
         each(TURN, "{%- if not add_generation_prompt %}{{- '[end]' }}{%- endif %}" + PROMPT),
-        TALK,
-        WHOLE + "[end]",
-        "A</>|B</>[end]",
+        TALK, WHOLE + "[end]", "A</>|B</>[end]",
     ),
     "tags": (
         each(
             "{{- m.role }}{%- if m.role == 'assistant' %}{% generation %}{{- m.content }}"
             "{% endgeneration %}{%- else %}{{- m.content }}{%- endif %}"
         ),
-        TALK,
-        "userQassistantAuserRassistantB",
-        "A|B",
+        TALK, "userQassistantAuserRassistantB", "A|B",
     ),
     "loop controls": (
         each(
-            "{%- if m.role == 'system' %}{%- continue %}{%- endif %}"
-            + TURN
+            "{%- if m.role == 'system' %}{%- continue %}{%- endif %}" + TURN
             + "{%- if loop.index0 == 2 %}{%- break %}{%- endif %}"
         ),
-        [SYSTEM, USER, ANSWER],
-        "<user>Q</><assistant>A</>",
-        "A</>",
+        [SYSTEM, *TALK[:2]], "<user>Q</><assistant>A</>", "A</>",
     ),
     "tools": (
         each(
-            "{{- '<' + m.role + '>' }}{%- if m.content %}{{- m.content }}{%- endif %}{%- for c in "
-            "m.tool_calls or [] %}{{- c.function|tojson }}{%- endfor %}{{- '</>' }}"
-        )
-        + "{%- if tools is not none or documents is not none %}{{- 'none' }}{%- endif %}",
-        [USER, {"role": "assistant", "tool_calls": CALL}, {**AGAIN, "role": "tool"}, LAST],
-        '<user>Q</><assistant>{"name": "f", "arguments": {"x": "ü<"}}</><tool>R</><assistant>B</>',
-        '{"name": "f", "arguments": {"x": "ü<"}}</>|B</>',
+            "{{- '<' + m.role + '>' }}{%- if m.role == 'assistant' and loop.last %}{{- '<think>' }}"
+            "{%- endif %}{%- if m.content %}{{- m.content }}{%- endif %}{%- for c in m.tool_calls "
+            "or [] %}{{- c.function|tojson }}{%- endfor %}{{- '</>' }}"
+        ) + "{%- if tools is not none or documents is not none %}{{- 'none' }}{%- endif %}",
+        [TALK[0], {"role": "assistant", "tool_calls": CALL}, *TALK[2:]],
+        WHOLE.replace("A", '{"name": "f", "x": "ü<"}').replace("B", "<think>B"),
+        '{"name": "f", "x": "ü<"}</>|<think>B</>',
     ),
     "looks at the end": (
-        each(TURN.replace("'<'", "('!' if m.content.endswith('k') else '<')")),
-        [{**USER, "content": "look"}, ANSWER],
-        "!user>look</><assistant>A</>",
-        "A</>",
+        each(TURN.replace("'<'", "('!' if m.content.endswith('Q') else '<')")),
+        [{"role": "user", "content": "QQ"}, TALK[1]], "!user>QQ</><assistant>A</>", "A</>",
     ),
-    "date": (
-        "{{- strftime_now('%d %b %Y') }}" + each(TURN),
-        TALK[:2],
-        "01 Jan 1970<user>Q</><assistant>A</>",
-        "A</>",
-    ),
-}
+    "date": ("{{- strftime_now('%b %Y') }}" + each(TURN), TALK, "Jan 1970" + WHOLE, "A</>|B</>"),
+}  # fmt: skip
 
 
 def encoder(tmp_path, template):
@@ -135,15 +113,6 @@ def test_what_answers_contribute_to_the_whole_is_learned(case, tmp_path):
     assert decode(tokens[learned]) == answers.replace("|", "")
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize("case", CASES)
-def test_renderings_are_those_of_transformers(case):
-    utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    template, talk, whole, _ = CASES[case]
-    if case != "date":
-        assert utils.render_jinja_template([talk], chat_template=template)[0] == [whole]
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -156,7 +125,7 @@ def test_a_template_that_hides_answers_is_refused_with_a_remedy(template, tmp_pa
     with pytest.raises(
         ValueError, match=r"hides where .*; put the answers of the .* into {% gener"
     ):
-        encoder(tmp_path, template)(TALK)
+        encoder(tmp_path, template)(TALK[:2])
 
 
 def corpus_of(tmp_path, tokenizer, **settings):
@@ -197,7 +166,7 @@ def test_named_templates_of_a_tokenizer_are_chosen_by_name(tmp_path):
     tokenizer = load_tokenizer(str(folder))
     both = [chat_encoder(tokenizer, name)(CHAT)[0] for name in (None, "loud")]
     assert tokenizer.decode(both[1]) == "!" + tokenizer.decode(both[0])
-    with pytest.raises(InputError, match="or one of default, loud, chatml, plain"):
+    with pytest.raises(InputError, match="or one of chatml, plain, default, loud"):
         chat_encoder(tokenizer, "none")
 
 

@@ -239,10 +239,8 @@ def test_bad_documents_are_refused_by_file_and_place_or_skipped_and_counted(tmp_
     given = work(both, tmp_path / "skipped", bad="skip")
     with pytest.raises(InputError) as error:  # most are bad
         prepare_corpus(given, 1)
-    assert str(error.value).startswith(
-        "dataset.bad=skip would leave out 4 of 6 documents of "
-        f"dataset.path={both}, 1 of them because: "
-    )
+    said = f"dataset.bad=skip would leave out 4 of 6 documents of dataset.path={both}, 1 of them "
+    assert str(error.value).startswith(f"{said}because: ")
     lines(both / "fine.jsonl", ["fine", "good", "best"])
     meta = prepare_corpus(given, 1)
     assert (meta.documents, meta.skipped) == (4, 4)

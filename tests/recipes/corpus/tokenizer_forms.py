@@ -14,30 +14,28 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 PINNED = Path(__file__).with_name("transformers_tokens.json")
 TEXTS = ["one two", " two  ones", "naïve\n\n", "<s>one</s>two", "one<|im_end|>\n"]
 WORDS = ["on", "one", "tw", "two", "ones"]
-CHAT = [
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "two"},
-    {"role": "user", "content": "ones"},
-    {"role": "assistant", "content": "naïve two"},
-]
+SAID = {"one": "user", "two": "assistant", "ones": "user", "naïve two": "assistant"}
+CHAT = [{"role": role, "content": text} for text, role in SAID.items()]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WITH_BOS = "{{ bos_token }}" + CHATML
 INST = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + "
     "' [/INST]' }}{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 TAGGED = (
     "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-    "{{ '\n' }}{% endfor %}"
+    "{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-SPACE = normalizers.Replace(" ", "▁")
+CUT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+S = ["<unk>", "<s>", "</s>"]
+ENDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+ASKED = {"add_bos_token": True, "add_eos_token": True}
 
 
-def vocabulary(special, letters, space):
+def vocabulary(special, letters, space="▁"):
     """Names by their numbers, and merges that join each word from the left."""
     merges = {}
     for word in [*WORDS, *(space + word for word in WORDS)]:
@@ -46,54 +44,44 @@ def vocabulary(special, letters, space):
     return {name: number for number, name in enumerate(names)}, list(merges)
 
 
-def made(model, special, post=None, **parts):
-    """A tokenizer of these parts."""
+def made(model, special, post, **parts):
+    """A tokenizer of these parts; `post` is the template of a text."""
     found = Tokenizer(model)
     for name, part in parts.items():
         setattr(found, name, part)
     found.add_special_tokens(special)
     if post:
-        numbers = [(name, found.token_to_id(name)) for name in special if name in post.split()]
-        found.post_processor = processors.TemplateProcessing(
-            single=post, pair=f"{post} $B", special_tokens=numbers
-        )
+        numbers = [(name, found.token_to_id(name)) for name in special if name in post]
+        found.post_processor = processors.TemplateProcessing(single=post, special_tokens=numbers)
     return found
 
 
 def byte_level(special, post=None, regex=None, **parts):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)
-    if regex:
-        cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), cut])
-    parts |= {"pre_tokenizer": cut, "decoder": decoders.ByteLevel()}
-    return made(models.BPE(*vocabulary([], letters, "Ġ")), special, post, **parts)
+    names, merges = vocabulary([], sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ")
+    steps = [pre_tokenizers.Split(Regex(regex), "isolated")] if regex else []
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not regex))
+    parts |= {"pre_tokenizer": pre_tokenizers.Sequence(steps), "decoder": decoders.ByteLevel()}
+    return made(models.BPE(names, merges), special, post, **parts)
 
 
-FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def byte_fallback(special, post, **parts):
-    names, merges = vocabulary(special, FALLBACK, "▁")
-    model = models.BPE(names, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    joins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    return made(model, special, post, decoder=decoders.Sequence(joins), **parts)
+def byte_fallback(special, post, *normal, **parts):
+    model = models.BPE(
+        *vocabulary(special, FALLBACK), unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    parts["normalizer"] = normalizers.Sequence([*normal, normalizers.Replace(" ", "▁")])
+    return made(model, special, post, **parts)
 
 
 def word_pieces(special, post):
     letters = sorted({*"onetwsnaive<>/|_md"})
     names = [*special, *letters, *(f"##{letter}" for letter in letters), "one", "##s"]
-    numbers = {name: number for number, name in enumerate(names)}
-    return made(
-        models.WordPiece(numbers, unk_token="[UNK]"),
-        special,
-        post,
-        normalizer=normalizers.BertNormalizer(lowercase=True),
-        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
-    )
+    model = models.WordPiece({name: n for n, name in enumerate(names)}, unk_token="[UNK]")
+    low, words = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    return made(model, special, post, normalizer=low, pre_tokenizer=words)
 
 
 def unigram(special, post):
-    names, _ = vocabulary(special, "</>|_imd", "▁")
+    names, _ = vocabulary(special, "</>|_imd")
     model = models.Unigram([(name, -float(number)) for name, number in names.items()], 2)
     words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     return made(model, special, post, pre_tokenizer=pre_tokenizers.Sequence(words))
@@ -119,7 +107,7 @@ def varint(value):
 
 def sentencepiece(kind, prefix, squeeze=False, users=()):
     """A sentencepiece model of `kind`, 1 a Unigram and 2 a BPE (`sentencepiece_model.proto`)."""
-    names, _ = vocabulary(S, [*users, *FALLBACK], "▁")
+    names, _ = vocabulary(S, [*users, *FALLBACK])
     kinds = dict.fromkeys(users, 4) | dict.fromkeys(FALLBACK, 6) | {"<unk>": 2, "<s>": 3, "</s>": 3}
     pieces = [
         (1, message((1, name), (2, -float(number)), (3, kinds.get(name, 1))))
@@ -129,95 +117,54 @@ def sentencepiece(kind, prefix, squeeze=False, users=()):
     return message(*pieces, (2, trainer), (3, message((3, prefix), (4, squeeze), (5, True))))
 
 
-CUT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-IM, S = ["<|im_start|>", "<|im_end|>"], ["<unk>", "<s>", "</s>"]
-ENDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-OWN = {"bos_token": {"__type": "AddedToken", "content": "<begin>"}, "eos_token": "<end>"}
-PREFIX = normalizers.Sequence([normalizers.Prepend("▁"), SPACE])
-HEADER = ["<|begin_of_text|>", "<|eot_id|>"]
-ASKED = {"add_bos_token": True, "add_eos_token": True}
-
 # Of each: its class, the tokenizer, other settings, and its chat template.
 FORMS = {
-    "gpt2": (
-        "GPT2Tokenizer", byte_level(["<|endoftext|>"]), {"eos_token": "<|endoftext|>"}, CHATML
-    ),
+    "gpt2": ("GPT2", byte_level(["<|endoftext|>"]), {"eos_token": "<|endoftext|>"}, CHATML),
     "llama3": (
-        "PreTrainedTokenizerFast",
-        byte_level(HEADER, "<|begin_of_text|> $A", CUT),
-        {"bos_token": HEADER[0], "eos_token": HEADER[1]},
-        WITH_BOS.replace("<|im_end|>\n", "<|eot_id|>"),
+        "PreTrained", byte_level(["<begin>", "<|eot_id|>"], "<begin> $A", CUT),
+        {"bos_token": {"__type": "AddedToken", "content": "<begin>"}, "eos_token": "<|eot_id|>"},
+        "{{ bos_token }}" + CHATML.replace("<|im_end|>\n", "<|eot_id|>"),
     ),
     "qwen": (
-        "Qwen2Tokenizer",
-        byte_level(["<|endoftext|>", *IM], regex=CUT, normalizer=normalizers.NFC()),
-        {"eos_token": "<|im_end|>", "add_bos_token": False},
-        CHATML,
-    ),
-    "deepseek": (
-        "LlamaTokenizerFast", byte_level(["<begin>", "<end>"], "<begin> $A"), OWN, WITH_BOS
+        "Qwen2", byte_level(["<|im_start|>", "<|im_end|>"], "", CUT, normalizer=normalizers.NFC()),
+        {"eos_token": "<|im_end|>", "add_bos_token": False}, CHATML,
     ),
     # What the settings ask for is in the file already, or it is not put.
-    "asked": (
-        "PreTrainedTokenizerFast", byte_level(["<begin>", "<end>"]), OWN | ASKED, WITH_BOS
-    ),
-    "roberta": (
-        "PreTrainedTokenizerFast", byte_level(["<s>", "</s>"], "<s> $A </s>"), ENDS, WITH_BOS
-    ),
+    "asked": ("PreTrained", byte_level(["<s>", "</s>"]), ENDS | ASKED, "{{ bos_token }}" + CHATML),
     "gemma": (
-        "GemmaTokenizer",
-        byte_fallback(
-            ["<pad>", "<eos>", "<bos>", "<unk>"], "<bos> $A", normalizer=SPACE,
-            pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
-        ),
-        {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
-        WITH_BOS,
+        "Gemma",
+        byte_fallback(["<pad>", "<eos>", "<bos>", "<unk>"], "<bos> $A",
+                      pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous")),
+        {"bos_token": "<bos>", "eos_token": "<eos>"}, "{{ bos_token }}" + CHATML,
     ),
     "llama2": (
-        "LlamaTokenizer", byte_fallback(S, "<s> $A", normalizer=PREFIX),
-        ENDS | {"legacy": True}, INST,
+        "Llama", byte_fallback(S, "<s> $A", normalizers.Prepend("▁")), ENDS | {"legacy": True}, INST
     ),
-    "llama2_new": (
-        "LlamaTokenizerFast", byte_fallback(S, "<s> $A", normalizer=PREFIX), ENDS, INST
-    ),
+    "llama2_new": ("Llama", byte_fallback(S, "<s> $A", normalizers.Prepend("▁")), ENDS, INST),
     "bert": (
-        "BertTokenizer",
-        word_pieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "[CLS] $A [SEP]"),
-        {"mask_token": "[MASK]"},
-        CHATML,
+        "Bert", word_pieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "[CLS] $A [SEP]"),
+        {"mask_token": "[MASK]"}, CHATML,
     ),
     "t5": (
-        "T5Tokenizer", unigram(["<pad>", "</s>", "<unk>"], "$A </s>"),
-        {"eos_token": "</s>", "extra_ids": 0}, CHATML,
+        "T5", unigram(["<pad>", "</s>", "<unk>"], "$A </s>"), {"eos_token": "</s>", "extra_ids": 0},
+        CHATML,
     ),
     # Tokens that the settings alone name.
     "named": (
-        "PreTrainedTokenizerFast",
-        byte_level(["<|endoftext|>"]),
+        "PreTrained", byte_level(["<|endoftext|>"]),
         {"eos_token": "<|im_end|>", "pad_token": "<pad>",
-         "added_tokens_decoder": {"400": {"content": "<|im_start|>", "special": True}}},
-        CHATML,
+         "added_tokens_decoder": {"400": {"content": "<|im_start|>", "special": True}}}, CHATML,
     ),
-    "llama2.model": (
-        "LlamaTokenizer", sentencepiece(2, prefix=True), ENDS | {"add_bos_token": True}, INST
-    ),
-    "unigram.model": (
-        "PreTrainedTokenizerFast", sentencepiece(1, prefix=True, squeeze=True),
-        ENDS | {"add_eos_token": True}, INST,
-    ),
-    "users.model": (
-        "PreTrainedTokenizerFast", sentencepiece(2, prefix=False, users=["\n\n", "▁▁"]),
-        ENDS | ASKED, INST,
-    ),
+    "llama2.model": ("Llama", sentencepiece(2, True), ENDS | {"add_bos_token": True}, INST),
+    "unigram.model": ("PreTrained", sentencepiece(1, True, True), {"add_eos_token": True}, INST),
+    "users.model": ("PreTrained", sentencepiece(2, False, False, ["\n\n", "▁▁"]), ASKED, INST),
 }  # fmt: skip
 
 
 def write(form, folder):
     """Write a form's files into a new folder."""
     of, found, settings, template = FORMS[form]
+    of += "TokenizerFast" if of == "PreTrained" else "Tokenizer"
     folder.mkdir()
     if isinstance(found, bytes):
         (folder / "tokenizer.model").write_bytes(found)
@@ -233,9 +180,8 @@ def theirs(form, folder):
     from transformers import AutoTokenizer
 
     found = AutoTokenizer.from_pretrained(str(write(form, folder)))
-    tagged = found.apply_chat_template(
-        CHAT, chat_template=TAGGED, return_assistant_tokens_mask=True, return_dict=True
-    )
+    masked = {"return_assistant_tokens_mask": True, "return_dict": True}
+    tagged = found.apply_chat_template(CHAT, chat_template=TAGGED, **masked)
     return {
         "texts": [found(text)["input_ids"] for text in TEXTS],
         "chat": found.apply_chat_template(CHAT, return_dict=False),
