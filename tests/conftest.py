@@ -62,7 +62,9 @@ def pytest_xdist_auto_num_workers(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
     """What collecting makes, thousands of tests and all modules, stays: it is not looked through
-    for what is no longer needed, neither meanwhile, a sixth of the time, nor ever after."""
+    for what is no longer needed, neither meanwhile, a sixth of the time, nor ever after. Tests
+    themselves make millions of objects that stay, as a run does."""
+    gc.set_threshold(50_000)
     gc.disable()
     try:
         return (yield)

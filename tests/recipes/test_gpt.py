@@ -1,5 +1,6 @@
 """`gpt`: layers, loss, precision, causality, dropout, and that it learns."""
 
+import functools
 import math
 
 import jax
@@ -37,6 +38,12 @@ def random_batch(rows=4, length=16, vocabulary=256):
 
 def init(model):
     return jax.jit(model.init)(jax.random.key(0))
+
+
+@functools.cache
+def tiny_params():
+    """Those of `build()`, whatever its precision and dropout."""
+    return init(build())
 
 
 def loss_of(model, params, batch, key=None):
@@ -129,8 +136,7 @@ def test_an_untrained_model_knows_nothing(model):
 
 
 def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
-    model, batch = build(), random_batch()
-    params = init(model)
+    model, params, batch = build(), tiny_params(), random_batch()
     logits = np.asarray(logits_of(params, batch["tokens"]), np.float64)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     at_targets = np.take_along_axis(log_probabilities, batch["targets"][..., None], -1)
@@ -138,7 +144,7 @@ def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
 
 
 def test_a_later_token_changes_no_earlier_logit():
-    params, tokens = init(build()), random_batch()["tokens"]
+    params, tokens = tiny_params(), random_batch()["tokens"]
     changed = tokens.copy()
     changed[:, 10] = (changed[:, 10] + 1) % 256
     before, after = logits_of(params, tokens), logits_of(params, changed)
@@ -147,11 +153,11 @@ def test_a_later_token_changes_no_earlier_logit():
 
 
 def test_bf16_computes_in_bf16_and_keeps_parameters_and_loss_in_fp32():
-    model, batch = build("bf16"), random_batch()
-    params = init(model)
+    model, params, batch = build("bf16"), tiny_params(), random_batch()
+    made = jax.eval_shape(model.init, jax.random.key(0))
     both = jax.value_and_grad(model.loss, has_aux=True)
     (loss, _), grads = jax.eval_shape(both, params, batch, None)
-    assert dtypes_of([params, loss, grads]) == {"float32"}
+    assert dtypes_of([made, loss, grads]) == {"float32"}
     full = loss_of(build(), params, batch)
     assert float(loss_of(model, params, batch)) == pytest.approx(float(full), abs=0.02)
 
@@ -177,8 +183,7 @@ def dtypes_of(tree):
 
 
 def test_dropout_needs_a_key_and_follows_it():
-    model, still, batch = build(dropout=0.5), build(), random_batch()
-    params = init(model)
+    model, still, params, batch = build(dropout=0.5), build(), tiny_params(), random_batch()
 
     def loss(model, seed=None):
         key = None if seed is None else jax.random.key(seed)

@@ -48,6 +48,7 @@ def taken_apart(params):
 
 
 @pytest.mark.devices(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_scanned_layers_compute_what_layers_in_a_row_do(name):
     apart, scanned = in_a_row_and_scanned(name)
@@ -72,7 +73,7 @@ def test_scanned_layers_start_apart(name):
     assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == LAYERS
 
 
-@pytest.mark.parametrize("name", ["bert", "vit"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("vit", marks=pytest.mark.slow)])
 def test_the_plan_is_that_of_layers_in_a_row(name):
     """Stages, memory, parameters, seconds: only the names of the blocks' parameters differ."""
     optimizer, batch, plans = optax.adam(1e-3), batch_for(name), []

@@ -181,7 +181,7 @@ def is_part(own, whole, here):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(200, 212), *(pytest.param(s, marks=pytest.mark.slow) for s in range(300, 330))]
+    "seed", [*range(200, 206), *(pytest.param(s, marks=pytest.mark.slow) for s in range(300, 330))]
 )
 def test_each_process_has_its_part_of_a_random_plan(traced, seed):
     check(traced, *planned(traced, seed))

@@ -70,7 +70,9 @@ def test_a_recipe_by_a_plan(name, method):
     assert_same(run(*compiled(traced, by_name(traced, method), init), batches), serial(name))
 
 
-@pytest.mark.parametrize("method", ["4 stages", "rounds that do not divide"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("4 stages", marks=pytest.mark.slow), "rounds that do not divide"]
+)
 def test_an_evaluation_on_the_train_steps_stages(method):
     traced, init, batches = prepared("mlp")
     executable, state = compiled(traced, by_name(traced, method), init)
