@@ -25,13 +25,6 @@ class Run:
     fork: str | None = None
     switches = (
         Switch(
-            ("run.fork",),
-            ("task",),
-            lambda c: c.task in ("train", "plan", "check", "submit"),
-            "that is for a training",
-            "use task=train",
-        ),
-        Switch(
             ("train.init_from",),
             ("run.fork",),
             lambda c: c.run.fork is None,
@@ -345,18 +338,9 @@ class Generate(ChosenWeights):
 
 @dataclass(frozen=True)
 class Prepare:
-    """Number of processes of `task=prepare_data`."""
+    """Number of processes that prepare the data."""
 
     processes: int | None = number(None, minimum=1)  # null: one a core
-    switches = (
-        Switch(
-            ("prepare",),
-            ("task",),
-            lambda c: c.task in ("prepare_data", "train", "evaluate"),
-            "that is for task=prepare_data, and for tasks that prepare their data first",
-            "use that task",
-        ),
-    )
 
 
 @dataclass(frozen=True)

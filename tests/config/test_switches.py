@@ -43,7 +43,6 @@ REFUSED = [
     ),
     ("export.step=3", "export.step"),
     ("export.path=x.npz", "export.path"),
-    ("task=plan prepare.processes=3", "prepare.processes"),
     ("tokenize.vocab_size=300", "tokenize.vocab_size"),
     ("dataset=tokens dataset.path=a.bin dataset.end_token=3", "dataset.end_token"),
     (

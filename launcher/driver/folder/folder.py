@@ -32,6 +32,7 @@ from launcher.base import (
     missing_path,
     open_own,
     set_aside,
+    to_type,
     write_whole,
 )
 from launcher.checkpoint import RunMetadata
@@ -369,6 +370,12 @@ def _is_start(fork: str, began: str) -> bool:
     return Path(named).absolute().name == Path(parent).name and name in (step, "latest", "best")
 
 
+def parameters_alone(path: Path) -> str:
+    """Return the advice for a checkpoint whose whole state a run cannot begin with."""
+    setting = to_type(("train.init_from", str(path)))
+    return f"begin with the parameters alone, if they fit: {setting} in place of run.fork."
+
+
 def _check_fork(config: Config, parent: Parent) -> dict[str, tuple[str, str]]:
     """Check that a run can begin with another's checkpoint; return the settings that differ."""
     fork, changes = f"run.fork={config.run.fork}", differences(parent.run, config)
@@ -376,8 +383,7 @@ def _check_fork(config: Config, parent: Parent) -> dict[str, tuple[str, str]]:
         if _is_below(key, _FIXED_IN_FORKS):
             raise ConfigError(
                 f"{key}={now} does not fit {fork}, a run with {key}={before}",
-                "Set it back; or begin with the parameters alone, if they fit: "
-                f"train.init_from={parent.path} in place of run.fork.",
+                f"Set it back; or {parameters_alone(parent.path)}",
                 [key, "run.fork"],
             )
     if config.train.steps <= int(parent.path.name):
@@ -464,7 +470,7 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         ConfigError: a setting that must not change has changed, or the data has.
         launcher.recipes.InputError: the data cannot be used.
     """
-    asked = f"run.fork={path}@{step} to begin with its state"
+    asked = f"{to_type(('run.fork', f'{path}@{step}'))} to begin with its state"
     for key, (before, now) in differences(stored, config).items():
         if _is_below(key, _FIXED):
             raise ConfigError(

@@ -142,7 +142,7 @@ def _find_parent(config: Config) -> Path | None:
         raise ConfigError(
             f"the tokens of dataset={config.dataset.name} are made by {ours.name}, and those of "
             f"run.fork={config.run.fork} by {theirs.name}",
-            f"Prepare the data with dataset.tokenizer={theirs.name}.",
+            _tokenizer_remedy(config.dataset, theirs.name),
             [ours.key, "run.fork"],
         )
     return parent.path
@@ -159,8 +159,7 @@ def check_parent_state(config: Config, path: Path, state: Any) -> None:
         was = "".join(f"; {key} was {changed[key][0]}" for key in keys)
         raise ConfigError(
             f"run.fork={config.run.fork} does not fit this state: {error}{was}",
-            "Set that back; or begin with the parameters alone, if they fit: "
-            f"train.init_from={path} in place of run.fork.",
+            f"Set that back; or {folder.parameters_alone(path)}",
             [*keys, "run.fork"],
         ) from None
 
@@ -240,8 +239,8 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
     if share < 0.5:
         raise ConfigError(
             f"{differs}, which are others for the same text: the model would know none of them",
-            f"{_tokenizer_remedy(dataset, path)} To train it on these tokens all the same, move its"
-            " tokenizer to another folder.",
+            f"{_tokenizer_remedy(dataset, str(path))} To train it on these tokens all the same, "
+            "move its tokenizer to another folder.",
             [_KEY, maker.key],
         )
     if share < 1:
@@ -274,8 +273,8 @@ def _share(theirs: list[int], ours: list[int]) -> float:
     return (counts[0] & counts[1]).total() / longest if longest else 1.0
 
 
-def _tokenizer_remedy(dataset: Any, path: Path) -> str:
-    setting = to_type(("dataset.tokenizer", str(path)))
+def _tokenizer_remedy(dataset: Any, tokenizer: str) -> str:
+    setting = to_type(("dataset.tokenizer", tokenizer))
     if isinstance(dataset, Documents):
         return f"Set {setting} here."
     if isinstance(dataset, Bytes):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -208,7 +207,7 @@ class WandbTracker(Tracker):
             began, folder = time.monotonic(), Path(run.dir).parent
             run.finish(exit_code=int(failed))
             if time.monotonic() - began >= UPLOAD_TIMEOUT:
-                command = shlex.join(["wandb", "sync", "--include-online", str(folder)])
+                command = to_type("wandb", "sync", "--include-online", str(folder))
                 _log.warning(f"wandb: not all is uploaded after {UPLOAD_TIMEOUT} s; run {command}")
             with suppress(OSError):
                 write_whole(folder / _FINISHED, json.dumps({"step": self._newest}))
