@@ -415,9 +415,7 @@ def with_runs_settings(
         plan = _plan_of_run(tree)
     elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
         plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
-    if plan is None:
-        return tree
-    run = settings_beside(str(plan))
+    run = settings_beside(str(plan)) if plan else {}
     if not run:
         return tree
     said = {override.key_or_group for override in overrides}
