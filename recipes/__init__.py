@@ -302,17 +302,11 @@ def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") 
             where = getattr(fun, "__module__", None) or type(fun).__module__
             said = f"{source_of(fun)} fails: {told(error, where)}"
             raise InputError(f"{key}: {said}{note}") from error
-        wrong = not_run(made)
-        if (
-            returns
-            and not wrong
-            and not {kind.__name__ for kind in type(made).__mro__}.intersection(returns)
-        ):
-            wrong = f"{made!r}" if made is None else f"a {type(made).__name__}"
+        wrong, kinds = not_run(made), {kind.__name__ for kind in type(made).__mro__}
+        if not wrong and returns and not kinds.intersection(returns):
+            wrong = f"a {type(made).__name__}, not {' or '.join(returns)}"
         if wrong:
-            wanted = " or ".join(returns).replace("NoneType", "None")
-            wanted = wanted and f", not {wanted}"
-            raise InputError(f"{key}: {source_of(fun)} returns {wrong}{wanted}")
+            raise InputError(f"{key}: {source_of(fun)} returns {wrong}")
         return _with_users_code(key, made)
 
     return called
