@@ -193,7 +193,8 @@ def _bind(
     everything, tree = jax.tree.flatten((args, kwargs))
     is_diff = [i in nums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     is_diff += [False] * (len(everything) - len(is_diff))
-    traced = [i for i, x in enumerate(everything) if is_diff[i] or _is_array(x)]
+    array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in everything]
+    traced = [i for i, own in enumerate(array) if own or is_diff[i]]
     leaves = [everything[i] for i in traced]
     for leaf, diff in zip(everything, is_diff, strict=True):
         if diff:
@@ -234,10 +235,6 @@ def _bind(
     grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
     by_num = dict(zip(sorted(set(nums)), grads, strict=True))
     return jax.tree.unflatten(out_tree, values), tuple(by_num[n] for n in nums)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _check_differentiable(fun: Callable[..., Any], leaf: Any) -> None:
