@@ -65,9 +65,10 @@ class _Last:
 class ParallelizedFunction:
     """A step that runs on many devices; made by `parallelize`.
 
-    It is called like the function it was made from. Donated arguments are consumed, and a call does
-    not wait for its results. These are arrays, each on the devices of its stage: `jax.Array`s or,
-    after `launcher.init("ray")`, handles (`RemoteArray`) to arrays on the workers.
+    It is called like the function it was made from. Donated arguments are consumed, Flax NNX
+    objects among the arguments get their new arrays, and a call does not wait for its results.
+    These are arrays, each on the devices of its stage: `jax.Array`s or, after
+    `launcher.init("ray")`, handles (`RemoteArray`) to arrays on the workers.
     """
 
     def __init__(
@@ -304,7 +305,8 @@ def parallelize(
     """Run a train or evaluation step by a parallel method; a function or a decorator.
 
     Args:
-        fun: the step. Its gradients are computed by `launcher.grad` or `value_and_grad`; an
+        fun: the step. Its outermost `jax.grad` or `jax.value_and_grad`, also through a library, is
+            the loss's, or only its `launcher.grad` and `value_and_grad`, if it calls them; an
             evaluation step uses `launcher.microbatched`.
         method: the parallel method, `DataParallel()` by default. For an evaluation step, the
             parallelized train step whose placement it follows; likewise for a function that uses
@@ -314,7 +316,7 @@ def parallelize(
         batch_argnums: the arguments whose leaves are cut along axis 0 into microbatches and
             replicas; a function that takes no gradient has none.
         static_argnums: the arguments that are hashable Python values and not arrays; a new value
-            compiles again.
+            compiles again. So are leaves of Equinox modules that are no arrays.
         devices: the devices of this process to run on; by default those of `launcher.init`, or else
             `jax.devices()`.
         transport: moves arrays between processes, if the devices are of several.
