@@ -330,7 +330,7 @@ def _arrays_of(args: Sequence[Any]) -> tuple[tuple[Any, ...], Graph | None]:
     if not places:
         return tuple(map(_fixed, args)), None
     definition, state = _nnx().split([args[i] for i in places])
-    arrays = _nnx().as_pure(state)
+    arrays = _nnx().to_pure_dict(state)
     of = {i: arrays.get(n, {}) for n, i in enumerate(places)}  # none of its own: all are shared
     trees = (of[i] if i in of else _fixed(arg) for i, arg in enumerate(args))
     return tuple(trees), Graph(places, definition)

@@ -372,23 +372,24 @@ def taking_gradients(take: Callable[..., Any]) -> Iterator[None]:
     bound too early to be replaced: by `from jax import grad`, and by gradient functions that a
     module makes when it is imported.
     """
-    from jax._src import api as jax_api
+    from jax._src import api
 
-    api: Any = jax_api
-    vjp: Any = jax.vjp
-
-    def asked(fun: Callable[..., Any], *primals: Any, has_aux: bool = False, **rest: Any) -> Any:
-        frame = inspect.currentframe()
-        is_gradient = frame and frame.f_back and frame.f_back.f_code.co_name == "value_and_grad_f"
-        taken = take(fun, primals, has_aux) if is_gradient else None  # or it is `jax.jacrev`
-        return vjp(fun, *primals, has_aux=has_aux, **rest) if taken is None else taken
-
+    name = "_vjp" if hasattr(api, "_vjp") else "vjp"  # the first up to JAX 0.10.1
     with _TAKING:
-        kept, api.vjp = getattr(api, "vjp", None), asked
+        kept: Any = getattr(api, name, jax.vjp)
+
+        def asked(fun: Any, *primals: Any, has_aux: bool = False, **rest: Any) -> Any:
+            frame = inspect.currentframe()
+            caller = frame and frame.f_back and frame.f_back.f_code.co_name  # or `jax.jacrev`
+            is_gradient = caller == "value_and_grad_f"
+            taken = is_gradient and take(getattr(fun, "call_wrapped", fun), primals, has_aux)
+            return taken or kept(fun, *primals, has_aux=has_aux, **rest)
+
+        setattr(api, name, asked)
         try:
             yield
         finally:
-            api.vjp = kept
+            setattr(api, name, kept)
 
 
 def bind_collectives(address: str) -> None:

@@ -83,7 +83,7 @@ def nnx_training(step):
     else:
         evaluate = nnx.jit(nnx_eval)
     evaluate(model, metrics, digits(2))
-    yield nnx.as_pure([nnx.state(model), nnx.state(optimizer)]), trained, metrics.compute()
+    yield nnx.to_pure_dict(nnx.state([model, optimizer])), trained, metrics.compute()
 
 
 class EquinoxNet(eqx.Module):
@@ -257,7 +257,7 @@ def check_form(form, plan, norm=False):
             else [model, nnx.Optimizer(model, tx, wrt=nnx.Param)]
         )
         results = [step(*objects, np.eye(ROWS, SIDE, k, np.float32) + 0.5) for k in range(2)]
-        leaves = jax.tree.leaves(jax.device_get((nnx.as_pure(nnx.state(objects)), results)))
+        leaves = jax.tree.leaves(jax.device_get((nnx.to_pure_dict(nnx.state(objects)), results)))
         return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.number)]
 
     count = 1 if form is of_held_model else 2
