@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ class Graph:
     """
 
     places: tuple[int, ...]
-    definition: Any
+    definition: Any = field(hash=False)  # Flax 0.12.6 keeps lists in some
 
     def merged(self, dynamic: Sequence[Any]) -> list[Any]:
         """Return the arguments, with new objects for those of `places`."""
