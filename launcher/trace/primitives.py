@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from launcher.base import source_of
+from launcher.base import jax_compat, source_of
 from launcher.trace.errors import GradientError, LossError
 from launcher.trace.interface import arrays_only, no_array
 from launcher.trace.ir.jaxpr import (
@@ -36,7 +36,13 @@ from launcher.trace.ir.jaxpr import (
 REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
 _PER_SLICE = "launcher.per_slice"
 
-hide_from_source_lines(__file__)  # an equation's source line is its caller's
+# Whether `jax.grad` is `launcher.grad` in this thread; `jax.jit` keeps its traces apart.
+_plain_is_loss = jax.make_user_context(False)
+
+# An equation's source line is its caller's: not in here, and not in a library beside JAX.
+_BESIDE_JAX = [jax.__file__.replace("jax/__init__", name) for name in ("equinox", "flax", "optax")]
+for _path in (__file__, jax_compat.__file__, *(path.removesuffix(".py") for path in _BESIDE_JAX)):
+    hide_from_source_lines(_path)
 
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
@@ -165,6 +171,30 @@ def grad(
     return wrapped
 
 
+@contextlib.contextmanager
+def plain_gradients(are_losses: bool) -> Iterator[list[Any]]:
+    """Have the outermost `jax.grad` and `jax.value_and_grad` be those of this module, or not.
+
+    So are functions of other libraries that end in them. One inside a loss is a part of it, and one
+    that is transformed (`jax.vmap`, `jax.jvp`) or of integers or complex numbers stays as it is.
+
+    Yields:
+        A list to which each function is added of which such a gradient is taken.
+    """
+    found: list[Any] = []
+
+    def take(fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Any:
+        types = [jnp.result_type(x) for x in jax.tree.leaves(primals)]
+        if not (_plain_is_loss.value and all(jnp.issubdtype(t, jnp.floating) for t in types)):
+            return None
+        found.append(fun)
+        out, grads = value_and_grad(fun, tuple(range(len(primals))), has_aux)(*primals)
+        return (out[0], lambda _: grads, out[1]) if has_aux else (out, lambda _: grads)
+
+    with _plain_is_loss(are_losses), jax_compat.taking_gradients(take):
+        yield found
+
+
 def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[..., Any]:
     """Evaluate `fun` a microbatch at a time and combine its results: the forward-only form.
 
@@ -221,7 +251,8 @@ def _bind(
         out_leaves, out_tree = jax.tree.flatten(out)
         return out_leaves
 
-    closed = inline_calls(make_jaxpr(flat_fun, *leaves))
+    with _plain_is_loss(False):  # a gradient inside of the loss is part of it
+        closed = inline_calls(make_jaxpr(flat_fun, *leaves))
     words = _reduction_words(out_tree, has_aux, reduce)
     if nums:
         _check_loss(fun, closed.out_avals[0], words[0])
