@@ -9,6 +9,7 @@ they become parts of the tree's structure.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -267,6 +268,7 @@ def _bound(
 ) -> Callable[..., Any]:
     """Return a function of its other arguments, with the static ones filled in."""
 
+    @functools.wraps(fun)
     def bound(*dynamic: Any) -> Any:
         args = list(dynamic)
         for position, (_, value) in zip(positions, values, strict=True):
@@ -285,6 +287,7 @@ def _of_arrays(
     Of an argument that is not donated it returns the arrays that have changed, None for others.
     """
 
+    @functools.wraps(fun)
     def of_arrays(*dynamic: Any) -> Any:
         args = unfixed(dynamic) if graph is None else graph.merged(unfixed(dynamic))
         out = _fixed(fun(*args))

@@ -176,7 +176,7 @@ def plain_gradients(are_losses: bool) -> Iterator[list[Any]]:
     """Have the outermost `jax.grad` and `jax.value_and_grad` be those of this module, or not.
 
     So are functions of other libraries that end in them. One inside a loss is a part of it, and one
-    that is transformed (`jax.vmap`, `jax.jvp`) or of integers or complex numbers stays as it is.
+    that is differentiated (`jax.jvp`) or of integers or complex numbers stays as it is.
 
     Yields:
         A list to which each function is added of which such a gradient is taken.
@@ -347,7 +347,8 @@ def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
 def _loss_batching(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
     """The losses of single examples, and their gradients: what a loss of the batch returns."""
     rows = jax.vmap(functools.partial(_whole_batch, **params), in_axes=tuple(axes))
-    outs = microbatched(rows)(*operands)
+    with calling_at_losses(lambda avals, params: None):  # this one was reached already
+        outs = microbatched(rows)(*operands)
     return outs, [0] * len(outs)
 
 

@@ -323,6 +323,11 @@ def compare(step, plan):
     assert_same(jax.device_get(got), jax.device_get(jax.jit(step)(p, x)), 1e-5)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_plain_gradients_of_single_examples(plan):
+    compare(lambda p, x: jax.vmap(jax.value_and_grad(loss_of), (None, 0))(p, x), plan)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", SLOPES)
@@ -374,10 +379,6 @@ def test_other_threads_take_gradients_as_ever():
 @pytest.mark.parametrize(
     ("run", "match"),
     [
-        (
-            lambda: compare(lambda p, x: jax.vmap(jax.grad(loss_of), (None, 0))(p, x), "data"),
-            "takes no gradient .* do not differentiate or vmap it",
-        ),
         (
             lambda: launcher.parallelize(in_place)(Dense(nnx.Rngs(0), False), nnx.Rngs(0), 0),
             r"batch_argnums=\(1,\) of in_place names a Flax NNX .* in donate",
