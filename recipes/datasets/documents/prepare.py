@@ -224,8 +224,7 @@ def prepare_corpus(
             return meta
         if (folder / META).exists():
             _log.warning(
-                f"the tokens in {options.folder} are those of another source or other settings: "
-                "they are replaced"
+                f"the tokens in {options.folder} are of another source or settings: replaced"
             )
         (folder / META).unlink(missing_ok=True)  # no mixture of old and new is ever complete
         sizes = {name: sum(p.size for p in group) for name, group in zip(keys, groups, strict=True)}
