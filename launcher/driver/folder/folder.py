@@ -31,7 +31,7 @@ from launcher.base import aside, clear_partial, complain, open_own, set_aside, w
 from launcher.checkpoint import RunMetadata, copy_checkpoint, read_run_metadata, steps_in
 from launcher.cluster.slurm.allocation import attempt_folder
 from launcher.config.compose import redacted, to_dict, to_written
-from launcher.config.environment import dotted, resolved, unresolved
+from launcher.config.environment import dotted, unresolved
 from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config
 from launcher.driver.folder.make_folder import check_folder, make_folder, private_files
@@ -344,7 +344,7 @@ def parent_of(config: Config, thorough: bool = False) -> Parent | None:
     try:
         path, damaged = checkpoint.resolve(place / step, thorough)
         stored = read_run_metadata(path.parent, int(path.name))
-        settings, _ = resolved(OmegaConf.create(stored.config))
+        settings: Any = OmegaConf.to_container(OmegaConf.create(stored.config), resolve=True)
     except (checkpoint.InitError, ValueError, OSError, OmegaConfBaseException) as error:
         steps = ", ".join(map(str, steps_in(place))) or "none"
         raise ConfigError(

@@ -291,13 +291,6 @@ def test_tensorboard_holds_steps_tables_pictures_alerts_and_the_summary(tmp_path
     assert said == []
 
 
-@pytest.mark.devices
-def test_tensorboard_drops_what_a_resumed_run_does_again(tmp_path):
-    record("tensorboard", tmp_path, starts=((1, 2, 3), (3, 4)))
-    started = [event.step for event in events(tmp_path) if event.HasField("session_log")]
-    assert started[0] == 3  # TensorBoard's sign to forget that step and later ones
-
-
 @pytest.mark.slow  # MLflow makes its database in ten seconds
 @pytest.mark.devices
 def test_mlflow_holds_one_run_with_all_of_it(tmp_path, monkeypatch, said):
