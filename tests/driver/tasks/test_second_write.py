@@ -68,4 +68,4 @@ def test_tokens_of_another_source_or_settings_are_replaced_with_a_word(said):
     for more in ([], [], ["dataset.bad=skip"]):
         assert said == []
         prepare_corpus(load([*JSONL, "dataset.tokens=out", *more]).dataset, 1)
-    assert said == ["the tokens in out are of another source or settings: replaced"]
+    assert said == ["the tokens in out are replaced: source or settings differ"]
