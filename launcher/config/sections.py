@@ -25,11 +25,11 @@ class Run:
     fork: str | None = None
     switches = (
         Switch(
-            ("train.init_from",),
             ("run.fork",),
-            lambda c: c.run.fork is None,
-            "run.fork begins with the whole state of a run",
-            "leave out run.fork to begin with its parameters alone",
+            ("run.resume", "train.init_from"),
+            lambda c: c.run.resume != "must" and c.train.init_from is None,
+            "it begins a new training with the whole state of another",
+            "leave out run.resume=must and train.init_from",
         ),
     )
 
@@ -48,11 +48,6 @@ class Run:
             )
         if self.resume == "must" and self.id is None:
             yield ConfigError("run.resume=must does not say which run", "Give run.id=VALUE.")
-        if self.resume == "must" and self.fork is not None:
-            yield ConfigError(
-                f"run.fork={self.fork} begins a new run, and run.resume=must resumes one",
-                "Leave one of them out.",
-            )
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ HELD = {
     "tokenizer": str(PATH),
     "left_out": ["a[1,2]", "b"],
     "run": SimpleNamespace(folder=PATH),
-    "step": 5,
+    "parent": SimpleNamespace(path=PATH),
     "self": SimpleNamespace(_home=SimpleNamespace(id="12e5")),
     "words": [("dataset.path", str(PATH)), ("dataset.validation_path", "a b")],
 }
