@@ -71,7 +71,7 @@ def test_a_token_that_a_tokenizer_does_not_have_stands_as_one_character(trained,
 
 
 def test_bytes_are_text_and_half_a_character_is_none():
-    encode, decode, *_ = load_tokenizer("bytes")
+    encode, _, decode, *_ = load_tokenizer("bytes")
     tokens = encode(["a–b"])[0].tolist()
     assert tokens == [97, 226, 128, 147, 98]
     assert decode(tokens) == "a–b"
@@ -127,7 +127,7 @@ def test_answers_alone_are_learned(template):
         )
 
 
-def test_bad_conversations_and_templates_are_refused(tmp_path):
+def test_bad_conversations_and_templates_are_refused():
     encode = chat_encoder(load_tokenizer("bytes"), "plain")
     with pytest.raises(ValueError, match="no message is the assistant's"):
         encode(TALK[:1])
@@ -135,21 +135,12 @@ def test_bad_conversations_and_templates_are_refused(tmp_path):
         chat_encoder(load_tokenizer("bytes"), None)
     with pytest.raises(InputError, match=r"chat_template=none: there is none such; name a file"):
         chat_encoder(load_tokenizer("bytes"), "none")
-    file = tmp_path / "t.jinja"
-    file.write_text("{{ messages | length }}")
-    with pytest.raises(
-        ValueError, match="hides where the answer in message 2 lies, or leaves it o"
-    ):
-        chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
 
 
 def test_a_template_that_fails_is_the_conversations_fault_and_one_that_is_none_is_named(tmp_path):
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages[0].tools[0] }}")
     with pytest.raises(ValueError, match=r"the chat template fails on it: .*tools"):
-        chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
-    file.write_text("")
-    with pytest.raises(ValueError, match="it has no token"):
         chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
     file.write_text("{% for %}")
     said = r"t\.jinja: not a valid Jinja chat template \(.*; name another"
