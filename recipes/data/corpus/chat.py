@@ -53,7 +53,8 @@ def chat_encoder(
 
     - It begins where a prompt for it would end: the messages before it are rendered with
       `add_generation_prompt`, and what this has behind their last content is compared with what the
-      whole has there. A thought that only the prompt opens is no part of either.
+      whole has there. A thought that only the prompt opens is no part of either. A content
+      that begins as such a thought does is learned whole.
     - It ends where the messages up to it end, compared in the same way, so that the end of a turn
       is to be learned.
 
@@ -120,7 +121,9 @@ def _answers(
                     f"the chat template hides where the answer in message {number + 1} lies, or "
                     f"leaves it out; {_REMEDY}"
                 )
-            yield start, stop
+            at = places.get(str(number), len(text))
+            said = _MARK.split(marked[number].get("content", ""))[0]
+            yield min(start, at - len(said)) if text[:at].endswith(said) else start, stop
 
 
 def _marked(messages: Messages, number: int, share: float) -> Mapping[str, Any]:

@@ -52,7 +52,8 @@ CASES = {
             TURN.replace("content", "content.split('</think>')[-1]"),
             PROMPT.replace("<assistant>", "<assistant><think>"),
         ),
-        [*TALK[:3], {**LAST, "content": "<think>so</think>B"}], WHOLE, "A</>|B</>",
+        [TALK[0], {**LAST, "content": "<A"}, TALK[2], {**LAST, "content": "<think>so</think>B"}],
+        WHOLE.replace("A", "<A"), "<A</>|B</>",
     ),
     # Mistral: what the system says stands before the last question.
     "system later": (
