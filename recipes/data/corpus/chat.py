@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from launcher.recipes.data.corpus.documents import check_text
@@ -143,22 +141,6 @@ def _marked(messages: Messages, number: int, share: float) -> Mapping[str, Any]:
     return marked
 
 
-class _GenerationTag(Extension):
-    """Renders `{% generation %} … {% endgeneration %}` as what is within, between two marks."""
-
-    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return a call of `mark` with the block."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Callable[[], str]) -> str:
-        """Return the text of a block between marks."""
-        return f"\ufdd2{caller()}\ufdd3"
-
-
 def template_text(tokenizer: Tokenizer, template: str | None) -> str:
     """Return the Jinja of a chat template, as `chat_encoder` takes it; raises InputError."""
     named = TEMPLATES | tokenizer.templates
@@ -180,7 +162,7 @@ def _renderer(
 
     Generation blocks are rendered between marks.
     """
-    extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
+    extensions = ["jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(
         extensions=extensions, trim_blocks=True, lstrip_blocks=True
     )
@@ -192,8 +174,12 @@ def _renderer(
     environment.globals |= {"raise_exception": fail, "strftime_now": clock}
     # Jinja's own escapes HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["generation"] = "\ufdd2{}\ufdd3".format
+    text = template_text(tokenizer, template)
+    for tag, block in {"generation": "filter generation", "endgeneration": "endfilter"}.items():
+        text = re.sub(rf"({{%[-+]?\s*){tag}\b", rf"\1{block}", text)
     try:
-        compiled = environment.from_string(template_text(tokenizer, template))
+        compiled = environment.from_string(text)
     except TemplateError as error:
         named = "the tokenizer's" if template is None else f"dataset.chat_template={template}"
         raise InputError(

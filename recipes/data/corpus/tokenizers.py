@@ -131,7 +131,8 @@ def _hugging_face(path: Path) -> Tokenizer:
         found = tokenizers.Tokenizer.from_file(str(path))
         if _is_llama(settings) and not isinstance(found.decoder, tokenizers.decoders.ByteLevel):
             found.normalizer = None
-            found.pre_tokenizer = _blanks("always" if settings.get("legacy") else "first")
+            scheme = "always" if settings.get("legacy") else "first"
+            found.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("▁", scheme, split=False)
     found.no_padding()
     found.no_truncation()
     special, listed = _special(settings), settings["added_tokens_decoder"]
@@ -198,12 +199,6 @@ def _is_llama(settings: dict[str, Any]) -> bool:
     """
     name = (settings.get("tokenizer_class") or "").removesuffix("Fast")
     return name == "LlamaTokenizer" and settings["model_type"] in (None, "llama")
-
-
-def _blanks(scheme: str) -> Any:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.Metaspace("▁", scheme, split=False)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -279,7 +274,8 @@ def _sentencepiece(path: Path, settings: dict[str, Any]) -> tuple[Any, dict[str,
         put += [(r"\A▁", "▁▁")]  # Metaspace puts nothing before a blank
     replaced = (normalizers.Replace(Regex(this), by) for this, by in put)
     found.normalizer = normalizers.Sequence([*first, *replaced])
-    cuts = [_blanks("always" if each else "first")] if prefix else []
+    scheme = "always" if each else "first"
+    cuts: list[Any] = [pre_tokenizers.Metaspace("▁", scheme, split=False)] if prefix else []
     if whole := [name for name, kind in zip(names, kinds, strict=True) if kind == _USERS]:
         pattern = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
         cuts += [pre_tokenizers.Split(Regex(pattern), "isolated")]
