@@ -80,9 +80,11 @@ def chat_encoder(
         tokens, first, last = tokenizer.place(text)
         learned = np.zeros(len(tokens), bool)
         ends = list(accumulate(map(len, pieces)))
-        tagged = zip(ends[::2], ends[1::2], strict=False)
-        for start, stop in tagged if len(pieces) > 1 else _answers(render, messages, text):
+        for start, stop in zip(ends[::2], ends[1::2], strict=False):
             learned |= (last > start) & (first < stop)
+        if len(pieces) == 1:
+            for start, stop in _answers(render, messages, text):
+                learned |= (last > start) & (last <= stop)
         if not learned.any():
             raise ValueError("the chat template leaves its answers out, or they have no token")
         return tokens, learned

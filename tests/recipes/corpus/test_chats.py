@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tokenizer_forms import CHAT, write
+from tokenizer_forms import CHAT, CHATML, write
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.chat import chat_encoder
@@ -155,14 +155,21 @@ def test_named_templates_of_a_tokenizer_are_chosen_by_name(tmp_path):
     (folder / "chat_template.jinja").unlink()
     listed = [
         {"name": "default", "template": each(TURN)},
-        {"name": "loud", "template": "!" + each(TURN)},
+        {
+            "name": "ends",
+            "template": CHATML + "{% if not add_generation_prompt %}<|im_end|>{% endif %}",
+        },
     ]
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": listed}))
     tokenizer = load_tokenizer(str(folder))
-    both = [chat_encoder(tokenizer, name)(CHAT)[0] for name in (None, "loud")]
-    assert tokenizer.decode(both[1]) == "!" + tokenizer.decode(both[0])
-    with pytest.raises(InputError, match="or one of chatml, plain, default, loud"):
+    assert tokenizer.decode(chat_encoder(tokenizer, None)(CHAT)[0]).startswith("<user>one</>")
+    tokens, learned = chat_encoder(tokenizer, "ends")(CHAT)
+    # The end is no part of a turn's beginning, which has the same letters.
+    assert tokenizer.decode(tokens[learned]) == "two<|im_end|>\nnaïve two<|im_end|>\n<|im_end|>"
+    with pytest.raises(
+        InputError, match=r"there is none such; .*, or one of chatml, plain, default, ends"
+    ):
         chat_encoder(tokenizer, "none")
 
 
