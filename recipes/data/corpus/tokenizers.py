@@ -286,8 +286,9 @@ def _sentencepiece(path: Path, settings: dict[str, Any]) -> tuple[Any, dict[str,
     found.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strips]
     )
+    texts = _special(settings)
     begin, end = (
-        [settings[f"{role}_token"]] if settings.get(f"add_{role}_token") else []
+        [texts[f"{role}_token"]] if settings.get(f"add_{role}_token") else []
         for role in ("bos", "eos")
     )
     found.post_processor = processors.TemplateProcessing(

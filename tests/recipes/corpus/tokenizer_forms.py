@@ -31,7 +31,11 @@ TAGGED = (
 CUT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 S = ["<unk>", "<s>", "</s>"]
-ENDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+ENDS = {
+    "bos_token": {"__type": "AddedToken", "content": "<s>"},
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+}
 ASKED = {"add_bos_token": True, "add_eos_token": True}
 
 
