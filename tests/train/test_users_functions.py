@@ -191,6 +191,7 @@ CASES = {
         )
         for name in names
     },
+    "Dataset.after": (lambda f: of_field(Dataset, "after", f).after({}), set()),
     "optimizer.build": (lambda f: program(**{"own_optimizer.build": f}), set()),
     "GradientTransformation.init": (lambda f: program(opt_init=f, opt_update=as_it_is), set()),
     "GradientTransformation.update": (lambda f: program(opt_update=f), set()),
