@@ -26,7 +26,6 @@ from launcher.recipes import RETURNS, Batches, Dataset, InputError, Model, Token
 from launcher.recipes.models.decoding import Decoder
 from launcher.report.trackers.tracker import QueuedTracker, Tracker
 from launcher.trace import TraceError
-from launcher.train.feed import after
 from launcher.train.program import build_program
 
 W, ROWS, X = jnp.eye(4), 16, np.ones((8, 4), np.float32)
@@ -179,17 +178,10 @@ CASES = {
     "Dataset.validation": (lambda f: program(validation=f), set()),
     "Batches.numbers": (lambda f: program(numbers=f), set()),
     "Batches.gather": (lambda f: program(gather=f), set()),
-    "Dataset.after": (lambda f: after(of_field(Dataset, "after", f), {"": 1}, ROWS), set()),
     **{
-        f"{kind.__name__}.{name}": (
-            lambda f, k=kind, n=name: getattr(of_field(k, n, f), n)(),
-            UNREAD,
-        )
-        for kind, names in (
-            (Tokenizer, ("encode", "decode", "place")),
-            (Decoder, ("cache", "read")),
-        )
-        for name in names
+        f"{kind.__name__}.{n}": (lambda f, k=kind, n=n: getattr(of_field(k, n, f), n)(), UNREAD)
+        for kind, names in ((Tokenizer, "encode decode place"), (Decoder, "cache read"))
+        for n in names.split()
     },
     "Dataset.after": (lambda f: of_field(Dataset, "after", f).after({}), set()),
     "optimizer.build": (lambda f: program(**{"own_optimizer.build": f}), set()),
