@@ -181,6 +181,17 @@ def source_of(fun: Any) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def problem_of(error: BaseException) -> str:
+    """Return an error's class and the first line of its text."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 def told(error: BaseException, module: str) -> str:
     """Return an exception of a user's code in a line, with the line of code that raised it.
 
@@ -188,12 +199,10 @@ def told(error: BaseException, module: str) -> str:
         error: the exception.
         module: a module of that code. The line is the deepest one in its package.
     """
-    text = (str(error).strip().splitlines() or [""])[0]
-    text = f"{type(error).__name__}: {text}".removesuffix(": ")
     frames = traceback.walk_tb(error.__traceback__)
     package = re.compile(rf"{module.split('.')[0]}(\.|$)")
     own = [f for f in frames if package.match(f[0].f_globals.get("__name__") or "")]
-    return text + (f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else "")
+    return problem_of(error) + (f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else "")
 
 
 def not_run(made: Any) -> str | None:

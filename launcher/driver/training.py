@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher import checkpoint
-from launcher.base import Advance, complain, lines_to, to_type
+from launcher.base import Advance, complain, first_line, lines_to, to_type
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, HungError, WorkerError
 from launcher.cluster.kinds import kind_of
@@ -122,7 +122,7 @@ def train_in(
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise
     finally:
         try:

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.base import DamagedError, read_json, to_type, write_whole
+from launcher.base import DamagedError, first_line, read_json, to_type, write_whole
 from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     import wandb
