@@ -254,7 +254,7 @@ def _function(section: str, options: Any, name: str) -> Any:
     function = getattr(_module(section, options), name, None)
     if options.name != "custom" or not callable(function):
         return function
-    return users_code(f"{section}.module={options.module}", function, RETURNS[section, name])
+    return users_code(f"{section}.module={options.module}", function, RETURNS[section][name])
 
 
 def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
@@ -283,30 +283,23 @@ def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
 
 # By the functions of a user's module: the classes of their results.
 RETURNS = {
-    ("model", "build"): ("Model",),
-    ("model", "build_decoder"): ("Decoder",),
-    ("dataset", "check"): ("NoneType",),
-    ("dataset", "build"): ("Dataset",),
-    ("dataset", "tokenizer"): ("Tokenizer",),
-    ("dataset", "bytes_per_target"): ("float", "int", "NoneType"),
-    ("dataset", "is_prepared"): ("bool",),
-    ("dataset", "prepare"): ("str",),
+    "model": {"build": "Model", "build_decoder": "Decoder"},
+    "dataset": {"build": "Dataset", "tokenizer": "Tokenizer", "check": "NoneType"}
+    | {"is_prepared": "bool", "prepare": "str", "bytes_per_target": "float or int or NoneType"},
 }
-
-
 _GIVEN = {
     "loss": "; it is given (params, batch, key) or, of a Model(init, loss, has_state=True), "
     "(params, state, batch, key)"
 }
 
 
-def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") -> Any:
+def users_code(key: str, fun: Any, returns: str = "", note: str = "") -> Any:
     """Return a user's function whose failures are one line; so are those of functions it returns.
 
     Args:
         key: the setting that names it, with its value.
         fun: the function; `Batches` are two.
-        returns: the names of the classes of which its result may be; (): of any.
+        returns: the classes of which its result may be, such as "str or NoneType"; "": of any.
         note: what to say where it fails.
 
     Raises:
@@ -327,17 +320,11 @@ def users_code(key: str, fun: Any, returns: Sequence[str] = (), note: str = "") 
             where = getattr(fun, "__module__", None) or type(fun).__module__
             said = f"{source_of(fun)} fails: {told(error, where)}"
             raise InputError(f"{key}: {said}{note}") from error
-        wrong = not_run(made)
-        if (
-            returns
-            and not wrong
-            and not {kind.__name__ for kind in type(made).__mro__}.intersection(returns)
-        ):
-            wrong = f"{made!r}" if made is None else f"a {type(made).__name__}"
+        wrong, kinds = not_run(made), {kind.__name__ for kind in type(made).__mro__}
+        if not wrong and returns and not kinds.intersection(returns.split(" or ")):
+            wrong = f"a {type(made).__name__}, not {returns}"
         if wrong:
-            wanted = " or ".join(returns).replace("NoneType", "None")
-            wanted = wanted and f", not {wanted}"
-            raise InputError(f"{key}: {source_of(fun)} returns {wrong}{wanted}")
+            raise InputError(f"{key}: {source_of(fun)} returns {wrong}")
         return _with_users_code(key, made)
 
     return called

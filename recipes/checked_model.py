@@ -6,9 +6,8 @@ line that says what is wrong and what to return instead.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,42 +57,30 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
     whose names are not the launcher's own, and the new state is like the one that was given.
     """
 
-    @_placed(model.loss)
     def loss(
         params: Any, state: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Metrics, Any]]:
+        of = f"the model's {source_of(model.loss)}"
         given = (params, state, batch, key) if model.has_state else (params, batch, key)
         match model.loss(*given):
             case tuple((value, dict() as metrics)) if not model.has_state:
                 new = None
             case tuple((_, tuple((dict(), _)))) if not model.has_state:
-                raise InputError(f"the model's loss returns (metrics, state); say {_WITH_STATE}")
+                raise InputError(f"{of} returns (metrics, state); say {_WITH_STATE}")
             case tuple((_, tuple((a, b)))) if model.has_state and _swapped(a, b, state):
-                raise InputError(
-                    "the model's loss returns (state, metrics); the metrics come first"
-                )
+                raise InputError(f"{of} returns (state, metrics); the metrics come first")
             case tuple((value, tuple((dict() as metrics, new)))) if model.has_state:
-                _check_like("the state that the model's loss returns", new, state)
+                _check_like(f"the state that {of} returns", new, state)
             case out:
                 raise InputError(
-                    "the model's loss must return (loss, metrics), one number and a dict of "
+                    f"{of} must return (loss, metrics), one number and a dict of "
                     f"further ones, or, of a {_WITH_STATE}, (loss, (metrics, state)); it returns "
                     f"{_in_words(out)}, with has_state={model.has_state}"
                 )
-        _check_numbers(value, metrics)
+        _check_numbers(of, value, metrics)
         return value, (metrics, new)
 
     return loss
-
-
-@contextlib.contextmanager
-def _placed(fun: Callable[..., Any]) -> Iterator[None]:
-    """Add to an error about what a function returns where the function is."""
-    try:
-        yield
-    except InputError as error:
-        place = source_of(fun)
-        raise InputError(f"{error}" if place in str(error) else f"{error}: {place}") from error
 
 
 def checked_optimizer(
@@ -104,24 +91,22 @@ def checked_optimizer(
     Transformations that take `value` (`optax.GradientTransformationExtraArgs`) get the loss. Both
     functions raise InputError if what the user's return is unlike what they should.
     """
+    of = f"the optimizer's {source_of(optimizer.update)}"
     taken = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in taken)
 
-    @_placed(optimizer.update)
     def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
         made = optimizer.update(grads, state, params, **({"value": loss} if takes_value else {}))
         if not isinstance(made, tuple) or len(made) != 2:
-            raise InputError(
-                f"the optimizer's update must return (updates, state); it returns {_in_words(made)}"
-            )
-        _check_like("the updates of the optimizer", made[0], params, "updates", np.shape)
-        _check_like("the state that the optimizer returns", made[1], state)
+            raise InputError(f"{of} must return (updates, state); it returns {_in_words(made)}")
+        _check_like(f"the updates of {of}", made[0], params, "updates", np.shape)
+        _check_like(f"the state that {of} returns", made[1], state)
         return made
 
-    @_placed(schedule)
     def rate(count: Any) -> jax.Array:
         if not _is_number(found := schedule(count)):
-            raise InputError(f"the schedule must return a number; it returns {_in_words(found)}")
+            told = f"{source_of(schedule)} must return a number"
+            raise InputError(f"the schedule {told}; it returns {_in_words(found)}")
         return jnp.asarray(found, jnp.float32)
 
     return update, rate
@@ -168,22 +153,20 @@ def _check_like(
     )
 
 
-def _check_numbers(value: Any, metrics: Metrics) -> None:
+def _check_numbers(of: str, value: Any, metrics: Metrics) -> None:
     """Check that the loss and each metric are numbers, and that their names are free."""
     for name, number in {"the loss": value, **metrics}.items():
         if not _is_number(number):
             metric = name if number is value else f"its metric {name!r}"
             raise InputError(
-                f"the model's loss must return numbers; {metric} is {_in_words(number)}: "
+                f"{of} must return numbers; {metric} is {_in_words(number)}: "
                 "take its mean, or leave it out"
             )
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise InputError(
-            f"the model's loss must be a floating-point number; it is {_in_words(value)}"
-        )
+        raise InputError(f"{of} must return a floating-point loss; it is {_in_words(value)}")
     if taken := [name for name in metrics if name in OWN_METRICS]:
         raise InputError(
-            f"the model's loss gives a metric the name {taken[0]!r}, which the launcher's own "
+            f"{of} gives a metric the name {taken[0]!r}, which the launcher's own "
             "has; choose another"
         )
 

@@ -27,14 +27,13 @@ import jax
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
-from launcher.api.signature import Signature, Traceable, check_context, kind
+from launcher.api.signature import Signature, Traceable, check_context, created, kind, unfixed
 from launcher.base import Clock, warn_once
-from launcher.plan import Plan, PlanError
+from launcher.plan import Plan, PlanError, TooLargeError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
-from launcher.plan.plan import TooLargeError
 from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime import Executable, Transport
-from launcher.trace import TracedStep, TraceError, arrays_only, no_gradient_note, trace_step
+from launcher.trace import TracedStep, TraceError, no_gradient_note, trace_step
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
 _log = logging.getLogger(__name__)
@@ -66,9 +65,10 @@ class _Last:
 class ParallelizedFunction:
     """A step that runs on many devices; made by `parallelize`.
 
-    It is called like the function it was made from. Donated arguments are consumed, and a call does
-    not wait for its results. These are arrays, each on the devices of its stage: `jax.Array`s or,
-    after `launcher.init("ray")`, handles (`RemoteArray`) to arrays on the workers.
+    It is called like the function it was made from. Donated arguments are consumed, Flax NNX
+    objects among the arguments get their new arrays, and a call does not wait for its results.
+    These are arrays, each on the devices of its stage: `jax.Array`s or, after
+    `launcher.init("ray")`, handles (`RemoteArray`) to arrays on the workers.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class ParallelizedFunction:
         variant = self._same_as_last(dynamic, static)
         if variant is None:
             variant = self._variant(args, says=True)
-        return self._compiled(variant)(*dynamic)
+        results = self._compiled(variant)(*dynamic)
+        return self._signature.returned(args, dynamic, static[-1], results)
 
     def __get__(self, instance: object, owner: type | None = None) -> ParallelizedFunction:
         """Return the function itself.
@@ -148,7 +149,7 @@ class ParallelizedFunction:
             WorkerError, HungError: as a call.
         """
         args = self._signature.positional(args, kwargs)
-        dynamic, _ = self._signature.split(args)
+        dynamic, static = self._signature.split(args)
         executable = self._compiled(self._variant(args))
         if isinstance(executable, RemoteExecutable):
             results, found, clocks = executable.record(*dynamic)
@@ -157,6 +158,7 @@ class ParallelizedFunction:
         else:
             results, read = executable.record(*dynamic)
             parts = [ProcessSpans("this process", read(), Clock())]
+        results = self._signature.returned(args, dynamic, static[-1], results)
         return results, Timeline().with_step(1, parts)
 
     def create(self, init: Callable[..., Any], *init_args: Any, like: Any) -> Any:
@@ -170,8 +172,9 @@ class ParallelizedFunction:
             like: the step's other argument, or a tuple of them: arrays or shapes.
         """
         others = like if isinstance(like, tuple) else (like,)
-        state = jax.eval_shape(lambda *args: arrays_only(init, init(*args)), *init_args)
-        return self.executable(state, *others).create(init, *init_args)
+        made = functools.partial(created, init)
+        state = jax.eval_shape(made, *init_args)
+        return unfixed(self.executable(state, *others).create(made, *init_args))
 
     @property
     def last_plan(self) -> Plan:
@@ -220,7 +223,7 @@ class ParallelizedFunction:
                     )
             key = tree, tuple(map(kind, leaves)), static, id(followed)
             if key not in self._variants:
-                variant = self._planned(self._signature.traceable(dynamic, static))
+                variant = self._planned(dynamic, static)
                 last, self._variants[key] = self._last, variant
                 if says and last and last.variant.executable and last.followed is followed:
                     self._say_again(last, tree, static, variant)
@@ -240,15 +243,17 @@ class ParallelizedFunction:
         assert self._last is not None
         return Follow(plan, self._last.variant.step)
 
-    def _planned(self, source: Traceable) -> _Variant:
+    def _planned(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> _Variant:
         assert self._backend is not None
         check_context(self.__name__)
         method, follows = self._method, False
         if isinstance(method, ParallelizedFunction):
             method, follows = method.as_method(), True
+        needs_loss = not (follows or _has_no_loss(method))
+        source = self._signature.traceable(dynamic, static, needs_loss)
         # The guard is for constants that JAX's own functions make.
         with python_words(), jax.transfer_guard("allow"):
-            step = trace_step(**vars(source), needs_loss=not (follows or _has_no_loss(method)))
+            step = trace_step(**vars(source))
             if note := no_gradient_note(step):
                 warn_once(_log, f"{self.__name__}: {note}")
             return _Variant(source, step, method.plan(step, self._backend.shape(method)))
@@ -300,7 +305,8 @@ def parallelize(
     """Run a train or evaluation step by a parallel method; a function or a decorator.
 
     Args:
-        fun: the step. Its gradients are computed by `launcher.grad` or `value_and_grad`; an
+        fun: the step. Its outermost `jax.grad` or `jax.value_and_grad`, also through a library, is
+            the loss's, or only its `launcher.grad` and `value_and_grad`, if it calls them; an
             evaluation step uses `launcher.microbatched`.
         method: the parallel method, `DataParallel()` by default. For an evaluation step, the
             parallelized train step whose placement it follows; likewise for a function that uses
@@ -310,7 +316,7 @@ def parallelize(
         batch_argnums: the arguments whose leaves are cut along axis 0 into microbatches and
             replicas; a function that takes no gradient has none.
         static_argnums: the arguments that are hashable Python values and not arrays; a new value
-            compiles again.
+            compiles again. So are leaves of Equinox modules that are no arrays.
         devices: the devices of this process to run on; by default those of `launcher.init`, or else
             `jax.devices()`.
         transport: moves arrays between processes, if the devices are of several.

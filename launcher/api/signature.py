@@ -1,19 +1,25 @@
 """The arguments of a step: which are static, the shapes of the others, and their names.
 
 Also the settings of `jax.config` under which it is traced, which travel with it.
+
+Two libraries have arguments that are more than arrays. Flax NNX objects are changed in place, so a
+step takes and returns their arrays. In Equinox modules, leaves that are no arrays are static, so
+they become parts of the tree's structure.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from launcher.trace import TraceError, no_array
+from launcher.trace import TraceError, arrays_only, no_array
 
 _DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
 # Those that affect how a function is traced.
@@ -43,12 +49,53 @@ class Traceable:
         args: pytrees of `jax.ShapeDtypeStruct`, for the whole batch.
         batch_argnums: the positions of the arguments with a batch axis.
         donate_argnums: the positions of the donated arguments.
+        needs_loss: whether the function has to have a loss.
     """
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     batch_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...]
+    needs_loss: bool
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """A leaf that is no array, as a part of the structure of its tree."""
+
+    kind: type  # since 1 == 1.0 == True
+    value: Any
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The Flax NNX objects among dynamic arguments, apart from their arrays.
+
+    Attributes:
+        places: the numbers of the arguments that hold them.
+        definition: their `nnx.GraphDef`; arguments may share arrays.
+    """
+
+    places: tuple[int, ...]
+    definition: Any = field(hash=False)  # Flax 0.12.6 keeps lists in some
+
+    def merged(self, dynamic: Sequence[Any]) -> list[Any]:
+        """Return the arguments, with new objects for those of `places`."""
+        objects = iter(_nnx().merge(self.definition, self._state(dynamic)))
+        return [next(objects) if i in self.places else arg for i, arg in enumerate(dynamic)]
+
+    def update(self, args: Sequence[Any], dynamic: Sequence[Any], new: Sequence[Any]) -> None:
+        """Give the objects among `args` new arrays; None stands for the one in `dynamic`."""
+        arrays = list(dynamic)
+        for i, tree in zip(self.places, new, strict=True):
+            arrays[i] = jax.tree.map(lambda x, y: x if y is None else y, dynamic[i], tree)
+            if isinstance(args[i], _nnx().Metric):
+                arrays[i] = _together(arrays[i])
+        _nnx().update([args[i] for i in self.places], self._state(arrays))
+
+    def _state(self, dynamic: Sequence[Any]) -> Any:
+        return _nnx().State({n: dynamic[i] for n, i in enumerate(self.places)})
 
 
 @dataclass(frozen=True)
@@ -110,13 +157,13 @@ class Signature:
         return bound.args
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the arguments that are arrays, and the static ones with their types.
+        """Return the arguments as trees of arrays, and the static ones with their types.
+
+        The last static one is the `Graph` of the others, or None.
 
         Raises:
             TraceError: a static argument cannot be hashed.
         """
-        if not self.static:
-            return args, ()
         positions = self._positions(self.static, len(args))
         for i in positions:
             try:
@@ -126,19 +173,54 @@ class Signature:
                     f"static argument {i} of {self.name} is a {type(args[i]).__name__}, which "
                     f"cannot be compared by its hash ({error}); give a tuple or a frozen dataclass"
                 ) from None
-        dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
-        return dynamic, tuple((type(args[i]), args[i]) for i in positions)
+        trees, graph = _arrays_of([arg for i, arg in enumerate(args) if i not in positions])
+        return trees, (*((type(args[i]), args[i]) for i in positions), graph)
 
-    def traceable(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> Traceable:
-        """Return the function with its static arguments filled in, and the shapes of the others."""
-        count = len(dynamic) + len(static)
+    def returned(
+        self, args: tuple[Any, ...], dynamic: tuple[Any, ...], graph: Graph | None, results: Any
+    ) -> Any:
+        """Return the results of the step, given those of the function that `traceable` makes of it.
+
+        The NNX objects among its arguments get their new arrays.
+
+        Args:
+            args: the arguments of the call, by position.
+            dynamic: their arrays, as `split` returns them.
+            graph: their graph, as `split` returns it.
+            results: the results for these arrays.
+        """
+        if graph is not None:
+            *new, results = results
+            positions = self._positions(self.static, len(args))
+            objects = [arg for i, arg in enumerate(args) if i not in positions]
+            graph.update(objects, dynamic, new)
+        return unfixed(results)
+
+    def traceable(
+        self, dynamic: tuple[Any, ...], static: tuple[Any, ...], needs_loss: bool
+    ) -> Traceable:
+        """Return the function of arrays with static arguments filled in, and its arguments' shapes.
+
+        If there are NNX objects, it returns their arrays first, each argument's as one result.
+
+        Raises:
+            TraceError: a position is none of an argument, or an NNX object is a batch.
+        """
+        *values, graph = static
+        count = len(dynamic) + len(values)
+        batch = self._dynamic_numbers("batch_argnums", self.batch, count)
+        donated = self._dynamic_numbers("donate_argnums", self.donate, count)
         positions = self._positions(self.static, count)
-        return Traceable(
-            _bound(self.fun, positions, static) if static else self.fun,
-            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*kind(leaf)), dynamic),
-            self._dynamic_numbers("batch_argnums", self.batch, count),
-            self._dynamic_numbers("donate_argnums", self.donate, count),
-        )
+        fun = _bound(self.fun, positions, values) if values else self.fun
+        if graph is not None and {*graph.places}.intersection(batch):
+            raise TraceError(
+                f"batch_argnums={self.batch} of {self.name} names a Flax NNX object, which has no "
+                "rows; name the batch's arguments there, from 0, and the objects in donate_argnums"
+            )
+        if graph is not None or "equinox" in sys.modules:
+            fun = _of_arrays(fun, self.name, graph, donated)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*kind(leaf)), dynamic)
+        return Traceable(fun, shapes, batch, donated, needs_loss)
 
     def check(self, leaf: Any, i: int, dynamic: tuple[Any, ...]) -> None:
         """Check that the `i`th leaf of the arguments is an array or a number.
@@ -186,6 +268,7 @@ def _bound(
 ) -> Callable[..., Any]:
     """Return a function of its other arguments, with the static ones filled in."""
 
+    @functools.wraps(fun)
     def bound(*dynamic: Any) -> Any:
         args = list(dynamic)
         for position, (_, value) in zip(positions, values, strict=True):
@@ -194,6 +277,110 @@ def _bound(
 
     bound.__name__ = getattr(fun, "__name__", "step")
     return bound
+
+
+def _of_arrays(
+    fun: Callable[..., Any], name: str, graph: Graph | None, donated: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a function of the arrays of its arguments, as `Signature.traceable` describes it.
+
+    Of an argument that is not donated it returns the arrays that have changed, None for others.
+    """
+
+    @functools.wraps(fun)
+    def of_arrays(*dynamic: Any) -> Any:
+        args = unfixed(dynamic) if graph is None else graph.merged(unfixed(dynamic))
+        out = _fixed(fun(*args))
+        if graph is None:
+            return out
+        trees, after = _arrays_of(args)
+        if after != graph:
+            raise TraceError(
+                f"{name} changes more of a Flax NNX object than its arrays, such as an attribute, "
+                "or its mode by model.train() or model.eval(); do that before the call"
+            )
+        new = [
+            jax.tree.map(lambda x, y, i=i: None if x is y and i not in donated else x, *pair)
+            for i, pair in enumerate(zip(trees, dynamic, strict=True))
+            if i in graph.places
+        ]
+        return (*new, out)
+
+    of_arrays.__name__ = name
+    return of_arrays
+
+
+def _nnx() -> Any:
+    """Return Flax NNX, if it is loaded: there are no objects of it without."""
+    return sys.modules.get("flax.nnx")
+
+
+def _arrays_of(args: Sequence[Any]) -> tuple[tuple[Any, ...], Graph | None]:
+    """Return trees of the arguments' arrays, and the graph of the NNX objects, if there are any."""
+    kind = getattr(_nnx(), "Pytree", ())
+
+    def holds(arg: Any) -> bool:
+        leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, kind))
+        return any(isinstance(x, kind) for x in leaves)
+
+    places = tuple(i for i, arg in enumerate(args) if holds(arg))
+    if not places:
+        return tuple(map(_fixed, args)), None
+    definition, state = _nnx().split([args[i] for i in places])
+    arrays = _nnx().to_pure_dict(state)
+    of = {i: arrays.get(n, {}) for n, i in enumerate(places)}  # none of its own: all are shared
+    trees = (of[i] if i in of else _fixed(arg) for i, arg in enumerate(args))
+    return tuple(trees), Graph(places, definition)
+
+
+def created(init: Callable[..., Any], *args: Any) -> Any:
+    """Return the arrays of what `init` makes.
+
+    Raises:
+        TraceError: it is a Flax NNX object.
+    """
+    ((arrays,), graph) = _arrays_of([init(*args)])
+    if graph is not None:
+        raise TraceError(
+            "create makes no Flax NNX objects: call init itself, and the first step moves the "
+            "arrays to their devices; launcher.nnx.model is for what no device can hold"
+        )
+    return arrays_only(init, arrays)
+
+
+def _together(tree: Any) -> Any:
+    """Return a metric's arrays on one device of this process, to be read and set together."""
+    arrays = jax.tree.leaves(tree)
+    if not all(isinstance(x, jax.Array) for x in arrays):  # they are on workers
+        return jax.tree.map(jax.numpy.asarray, jax.device_get(tree))
+    if len({frozenset(x.devices()) for x in arrays}) < 2 or not arrays[0].is_fully_addressable:
+        return tree
+    return jax.device_put(tree, min(arrays[-1].devices(), key=lambda device: device.id))
+
+
+def _fixed(tree: Any) -> Any:
+    """Return a tree with each leaf of an Equinox module that is no array as a `_Static`."""
+    if (module := getattr(sys.modules.get("equinox"), "Module", None)) is None:
+        return tree
+
+    def leaf(x: Any) -> Any:
+        return x if hasattr(x, "dtype") else _Static(type(x), x)
+
+    def part(x: Any) -> Any:
+        return jax.tree.map(leaf, x) if isinstance(x, module) else x
+
+    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, module))
+
+
+def unfixed(tree: Any) -> Any:
+    """Return a tree with the leaves that a `_Static` stands for."""
+    if "equinox" not in sys.modules:
+        return tree
+
+    def part(x: Any) -> Any:
+        return x.value if isinstance(x, _Static) else x
+
+    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, _Static))
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:

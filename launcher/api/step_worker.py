@@ -108,8 +108,7 @@ class StepWorker(Peer):
         with fail_together(self._transport), devices_stay():
             program: StepProgram = pickle.loads(pickled)
             _set(program.settings)
-            # The driver has seen to the loss.
-            step = trace_step(**vars(program.source), needs_loss=False)
+            step = trace_step(**vars(program.source))
             services = self._transport, self._servers
             executable = compile_step(step, program.plan, devices, *services)
         in_tree = step.whole.in_tree

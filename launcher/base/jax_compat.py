@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -353,6 +355,41 @@ def accept_as_array(cls: type, value: Callable[[Any], jax.Array]) -> None:
         pxla.shard_arg_handlers[cls] = shards
     except (AttributeError, ImportError):
         pass
+
+
+_TAKING = threading.RLock()
+
+
+@contextmanager
+def taking_gradients(take: Callable[..., Any]) -> Iterator[None]:
+    """Have every `jax.grad` and `jax.value_and_grad` that is called inside ask `take` first.
+
+    `take(fun, primals, has_aux)` returns what `jax.vjp` does, or None to leave it to that. Other
+    threads ask it, too, and wait where they enter this themselves. If this JAX computes gradients
+    in another way, nothing is asked.
+
+    Each function that takes gradients reads one private name when it is called. Public names are
+    bound too early to be replaced: by `from jax import grad`, and by gradient functions that a
+    module makes when it is imported.
+    """
+    from jax._src import api
+
+    name = "_vjp" if hasattr(api, "_vjp") else "vjp"  # the first up to JAX 0.10.1
+    with _TAKING:
+        kept: Any = getattr(api, name, jax.vjp)
+
+        def asked(fun: Any, *primals: Any, has_aux: bool = False, **rest: Any) -> Any:
+            frame = inspect.currentframe()
+            caller = frame and frame.f_back and frame.f_back.f_code.co_name  # or `jax.jacrev`
+            is_gradient = caller == "value_and_grad_f"
+            taken = is_gradient and take(getattr(fun, "call_wrapped", fun), primals, has_aux)
+            return taken or kept(fun, *primals, has_aux=has_aux, **rest)
+
+        setattr(api, name, asked)
+        try:
+            yield
+        finally:
+            setattr(api, name, kept)
 
 
 def bind_collectives(address: str) -> None:

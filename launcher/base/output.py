@@ -192,8 +192,8 @@ def told(error: BaseException, module: str) -> str:
     """
     text = (str(error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    package = re.compile(rf"{module.split('.')[0]}(\.|$)")
     frames = traceback.walk_tb(error.__traceback__)
+    package = re.compile(rf"{module.split('.')[0]}(\.|$)")
     own = [f for f in frames if package.match(f[0].f_globals.get("__name__") or "")]
     return text + (f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else "")
 

@@ -11,6 +11,7 @@ from launcher.plan.pipeline import measured_bubble as measured_bubble
 from launcher.plan.pipeline import microbatch_transfer_seconds as microbatch_transfer_seconds
 from launcher.plan.pipeline import timeline as timeline
 from launcher.plan.plan import Plan as Plan
+from launcher.plan.plan import TooLargeError as TooLargeError
 from launcher.plan.plan import Trial as Trial
 from launcher.plan.stage_plan import ServerExchange as ServerExchange
 from launcher.plan.stage_plan import StagePlan as StagePlan

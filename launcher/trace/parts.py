@@ -50,19 +50,19 @@ def find_losses(
             continue
         for inner in (e for e in walk([eqn]) if e.primitive is loss_p):
             raise GradientError(
-                f"{name} calls launcher.grad, value_and_grad or microbatched at "
-                f"{source_line(inner)} inside {eqn.primitive.name} at {source_line(eqn)}; a "
-                "parallelized step calls it outside of loops, branches and checkpoints. To "
-                "accumulate gradients say num_micro_batches instead of looping; to skip an update "
-                "take the gradients first and choose afterwards"
+                f"{name} takes a gradient, or calls launcher.microbatched, at {source_line(inner)} "
+                f"inside {eqn.primitive.name} at {source_line(eqn)}; a parallelized step does it "
+                "outside of loops, branches and checkpoints. To accumulate gradients say "
+                "num_micro_batches instead of looping; to skip an update take the gradients first "
+                "and choose afterwards"
             )
     places = [i for i, eqn in enumerate(equations) if eqn.primitive is loss_p]
     if not places and needs_loss:
         raise GradientError(
-            f"{name} takes no gradient through launcher.grad or launcher.value_and_grad. Use one "
-            "of them instead of jax.grad (or launcher.microbatched in an evaluation step), and do "
-            "not differentiate it. A function that only uses gradients follows the step "
-            "that takes them: launcher.parallelize(apply, method=step)"
+            f"{name} takes no gradient of a loss: call jax.grad, jax.value_and_grad or those of "
+            "launcher or Flax (in an evaluation step launcher.microbatched) on real numbers; do "
+            "not differentiate it; jax.vjp is none. A function that only uses gradients follows "
+            "the step that takes them: launcher.parallelize(apply, method=step)"
         )
     return places
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from launcher.base import source_of
+from launcher.base import jax_compat, source_of
 from launcher.trace.errors import GradientError, LossError
 from launcher.trace.interface import arrays_only, no_array
 from launcher.trace.ir.jaxpr import (
@@ -36,7 +36,13 @@ from launcher.trace.ir.jaxpr import (
 REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
 _PER_SLICE = "launcher.per_slice"
 
-hide_from_source_lines(__file__)  # an equation's source line is its caller's
+# Whether `jax.grad` is `launcher.grad` in this thread; `jax.jit` keeps its traces apart.
+_plain_is_loss = jax.make_user_context(False)
+
+# An equation's source line is its caller's: not in here, and not in a library beside JAX.
+_BESIDE_JAX = [jax.__file__.replace("jax/__init__", name) for name in ("equinox", "flax", "optax")]
+for _path in (__file__, jax_compat.__file__, *(path.removesuffix(".py") for path in _BESIDE_JAX)):
+    hide_from_source_lines(_path)
 
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
@@ -165,6 +171,30 @@ def grad(
     return wrapped
 
 
+@contextlib.contextmanager
+def plain_gradients(are_losses: bool) -> Iterator[list[Any]]:
+    """Have the outermost `jax.grad` and `jax.value_and_grad` be those of this module, or not.
+
+    So are functions of other libraries that end in them. One inside a loss is a part of it, and one
+    that is differentiated (`jax.jvp`) or of integers or complex numbers stays as it is.
+
+    Yields:
+        A list to which each function is added of which such a gradient is taken.
+    """
+    found: list[Any] = []
+
+    def take(fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Any:
+        types = [jnp.result_type(x) for x in jax.tree.leaves(primals)]
+        if not (_plain_is_loss.value and all(jnp.issubdtype(t, jnp.floating) for t in types)):
+            return None
+        found.append(fun)
+        out, grads = value_and_grad(fun, tuple(range(len(primals))), has_aux)(*primals)
+        return (out[0], lambda _: grads, out[1]) if has_aux else (out, lambda _: grads)
+
+    with _plain_is_loss(are_losses), jax_compat.taking_gradients(take):
+        yield found
+
+
 def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[..., Any]:
     """Evaluate `fun` a microbatch at a time and combine its results: the forward-only form.
 
@@ -193,7 +223,8 @@ def _bind(
     everything, tree = jax.tree.flatten((args, kwargs))
     is_diff = [i in nums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     is_diff += [False] * (len(everything) - len(is_diff))
-    traced = [i for i, x in enumerate(everything) if is_diff[i] or _is_array(x)]
+    array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in everything]
+    traced = [i for i, own in enumerate(array) if own or is_diff[i]]
     leaves = [everything[i] for i in traced]
     for leaf, diff in zip(everything, is_diff, strict=True):
         if diff:
@@ -220,7 +251,8 @@ def _bind(
         out_leaves, out_tree = jax.tree.flatten(out)
         return out_leaves
 
-    closed = inline_calls(make_jaxpr(flat_fun, *leaves))
+    with _plain_is_loss(False):  # a gradient inside of the loss is part of it
+        closed = inline_calls(make_jaxpr(flat_fun, *leaves))
     words = _reduction_words(out_tree, has_aux, reduce)
     if nums:
         _check_loss(fun, closed.out_avals[0], words[0])
@@ -234,10 +266,6 @@ def _bind(
     grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
     by_num = dict(zip(sorted(set(nums)), grads, strict=True))
     return jax.tree.unflatten(out_tree, values), tuple(by_num[n] for n in nums)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _check_differentiable(fun: Callable[..., Any], leaf: Any) -> None:
@@ -319,7 +347,8 @@ def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
 def _loss_batching(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
     """The losses of single examples, and their gradients: what a loss of the batch returns."""
     rows = jax.vmap(functools.partial(_whole_batch, **params), in_axes=tuple(axes))
-    outs = microbatched(rows)(*operands)
+    with calling_at_losses(lambda avals, params: None):  # this one was reached already
+        outs = microbatched(rows)(*operands)
     return outs, [0] * len(outs)
 
 

@@ -141,9 +141,16 @@ def own_rows(
         shapes: the shapes of a full batch.
         rows: the rows that this process needs; None: all of them.
     """
-    if not isinstance(batches, Batches):
-        return batches
-    return lambda k: _gathered(batches, batches.numbers(k), shapes, rows)
+    if isinstance(batches, Batches):
+        return lambda k: _gathered(batches, batches.numbers(k), shapes, rows)
+
+    def batch_at(k: int) -> Batch:
+        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch := batches(k))
+        if found != shapes:
+            raise InputError(f"{source_of(batches)} returns {found} as batch {k}, after {shapes}")
+        return batch
+
+    return batch_at
 
 
 def filled(

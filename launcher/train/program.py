@@ -87,9 +87,9 @@ def build_program(config: Config, device_kind: str = "cpu") -> Program:
     batch = shapes_of(dataset.train, batch_size)
     held_out = dataset.validation if config.train.eval_every else None
     if held_out and not isinstance(held_out, Batches):
-        held = shapes_of(held_out, batch_size, held_out=True)
-        if held != batch:
-            raise InputError(f"{source_of(held_out)} returns {held}, and for training {batch}")
+        found = shapes_of(held_out, batch_size, held_out=True)
+        if found != batch:
+            raise InputError(f"{source_of(held_out)} returns {found}, and for training {batch}")
     train = trace_step(step, (state, batch))
     evaluate = None
     if config.train.eval_every:

@@ -258,21 +258,14 @@ def test_a_key_in_the_batch_is_a_key_and_no_rows(kind, rows):
         launcher.mark_pipeline_boundary()
         return jnp.mean((h @ w) ** 2 * jax.random.uniform(other, x.shape))
 
-    def apart(w, b, key):
-        return launcher.value_and_grad(loss)(w, b["x"], key)
-
-    def inside(w, b):
-        return launcher.value_and_grad(lambda w, b: loss(w, b["x"], b["rng"]))(w, b)
+    def step(w, b, key=None):
+        own = lambda w, b: loss(w, b["x"], b.get("rng", key))  # noqa: E731
+        return launcher.value_and_grad(own)(w, b)
 
     x = np.random.default_rng(0).normal(size=(rows, 8)).astype(np.float32)
-    run = functools.partial(
-        launcher.parallelize,
-        method=METHODS["stages"],
-        devices=jax.devices()[:4],
-        donate_argnums=(),
-    )
-    wanted = run(apart)(jnp.eye(8), {"x": x}, key)
-    got = run(inside)(jnp.eye(8), {"x": x, "rng": key})
+    options = {"devices": jax.devices()[:4], "donate_argnums": ()}
+    run = launcher.parallelize(step, method=METHODS["stages"], **options)
+    wanted, got = run(jnp.eye(8), {"x": x}, key), run(jnp.eye(8), {"x": x, "rng": key})
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 

@@ -454,8 +454,6 @@ PROGRAMS = {
     "gradient in a loop": stateful(
         params, in_a_loop, refused=everywhere("inside scan at", GradientError)
     ),
-    "gradient of JAX": stateful(
-        params, without_launcher, refused=everywhere("takes no gradient through", GradientError)
-    ),
+    "gradient of JAX": stateful(params, without_launcher),
 }
 test_equal_to_one_device_or_refused = table_test(PROGRAMS)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from launcher.recipes import InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.train.feed import filled, own_rows, pieces, shapes_of
 
@@ -52,12 +53,15 @@ def test_a_process_with_all_rows_gets_the_batch_itself(rows):
     np.testing.assert_array_equal(own_rows(numbered, SHAPES, rows)(2)["x"], numbered(2)["x"])
 
 
-def test_a_function_makes_whole_batches_as_ever():
+def test_a_function_makes_whole_batches_all_alike():
     def batch_at(k):
-        return {"x": np.full((6, 2), k)}
+        return {"x": np.full((6 if k < 3 else 4, 2), k)}
 
-    assert own_rows(batch_at, SHAPES, np.array([0])) is batch_at
-    assert shapes_of(batch_at, 6)["x"].shape == (6, 2)
+    shapes = shapes_of(batch_at, 6)
+    own = own_rows(batch_at, shapes, np.array([0]))
+    np.testing.assert_array_equal(own(2)["x"], batch_at(2)["x"])
+    with pytest.raises(InputError, match=r"batch_at \(.*test_rows.py:\d+\) returns .* as batch 3"):
+        own(3)
 
 
 def test_shapes_are_those_of_a_batch_and_take_one_row():

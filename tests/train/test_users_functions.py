@@ -99,7 +99,7 @@ def of_nnx(make=lambda rngs: nnx.Linear(4, 4, rngs=rngs), loss=lambda net, batch
 
 def of_module(section, name):
     """A function of a module that is called by itself."""
-    return lambda fun: users_code(f"{section}.module=own", fun, RETURNS[section, name])()
+    return lambda fun: users_code(f"{section}.module=own", fun, RETURNS[section][name])()
 
 
 def of_field(kind, field):
@@ -109,7 +109,7 @@ def of_field(kind, field):
 
     def run(fun):
         given = rest | dict.fromkeys(functions, len) | {field: fun}
-        made = users_code("dataset.module=own", lambda: kind(**given), (kind.__name__,))()
+        made = users_code("dataset.module=own", lambda: kind(**given), kind.__name__)()
         return getattr(made, field)()
 
     return run
@@ -216,7 +216,7 @@ CASES = {
 
 def members():
     """The functions that users hand in, from the interfaces."""
-    yield from (f"{section}.{name}" for section, name in RETURNS)
+    yield from (f"{section}.{name}" for section, names in RETURNS.items() for name in names)
     for kind in (Model, Dataset, Batches, Tokenizer, Decoder):
         hints = kind.__annotations__.items()
         yield from (f"{kind.__name__}.{name}" for name, hint in hints if "Callable" in str(hint))

@@ -30,7 +30,7 @@ from launcher.driver.planning.replay import (
     read_plan,
 )
 from launcher.partition import Reduction
-from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
+from launcher.plan import ClusterShape, Plan, PlanError, TooLargeError, describe_plan
 from launcher.plan.build import build_plan, repriced
 from launcher.plan.methods import (
     DataParallel,
@@ -44,7 +44,6 @@ from launcher.plan.methods import (
     auto_plans,
 )
 from launcher.plan.options import numbered_layers
-from launcher.plan.plan import TooLargeError
 from launcher.plan.profile.measure_layers import measure_layers
 from launcher.report.text import bytes_text
 from launcher.trace import BatchError, TracedStep
