@@ -108,7 +108,7 @@ def fingerprint_dataset(options: Any) -> str:
 def rows_taken(
     options: Any, before: Mapping[str, Any], data: str, rows: int, taken: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return how many rows of each source were taken, for `Dataset.after` by other settings.
+    """Return how many rows of each source were taken, for `Dataset.after`; {} for one source.
 
     Args:
         options: the settings of the section `dataset` now.
@@ -121,13 +121,10 @@ def rows_taken(
         InputError: the data cannot be used.
         OSError: a file cannot be read.
     """
-    if before["name"] != options.name:
-        return {"": 0}
-    if options.name != "custom" and (own := further_function("dataset", options, "rows_taken")):
-        counts: dict[str, int] = own(before, data, rows, taken)
-        return counts
-    is_same = data == fingerprint_dataset(options)
-    return {"": taken.get("", 0) + rows if is_same else 0}
+    if before["name"] != options.name or options.name == "custom":
+        return {}
+    own = further_function("dataset", options, "rows_taken")
+    return own(before, data, rows, taken) if own else {}
 
 
 def needs_preparing(options: Any) -> bool:

@@ -77,8 +77,7 @@ class Dataset(NamedTuple):
             with none, is the last one.
         describe: one line that says what the data is.
         after: takes how many rows of each source were taken before, and returns what `train` is
-            after these; None: there is one source, "", and its rows follow one another, whatever
-            the size of a batch.
+            after these; None: there is one source, whose rows follow one another.
     """
 
     train: Callable[[int], Batch]

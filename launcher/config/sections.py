@@ -26,17 +26,14 @@ class Run:
     switches = (
         Switch(
             ("run.fork",),
-            ("task",),
-            lambda c: c.task in ("train", "plan", "check", "submit"),
-            "that is for a training",
-            "use task=train",
-        ),
-        Switch(
-            ("train.init_from",),
-            ("run.fork",),
-            lambda c: c.run.fork is None,
-            "run.fork begins with the whole state of a run",
-            "leave out run.fork to begin with its parameters alone",
+            ("task", "run.resume", "train.init_from"),
+            lambda c: (
+                c.task in ("train", "plan", "check", "submit")
+                and c.run.resume != "must"
+                and c.train.init_from is None
+            ),
+            "it begins a new training with the whole state of another",
+            "use task=train, without run.resume=must and train.init_from",
         ),
     )
 
@@ -55,11 +52,6 @@ class Run:
             )
         if self.resume == "must" and self.id is None:
             yield ConfigError("run.resume=must does not say which run", "Give run.id=VALUE.")
-        if self.resume == "must" and self.fork is not None:
-            yield ConfigError(
-                f"run.fork={self.fork} begins a new run, and run.resume=must resumes one",
-                "Leave one of them out.",
-            )
 
 
 @dataclass(frozen=True)

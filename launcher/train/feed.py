@@ -8,12 +8,10 @@ piece by the rows that it stands for.
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +22,7 @@ from launcher.recipes import Batches, InputError
 from launcher.trace import arrays_only
 
 if TYPE_CHECKING:
-    from launcher.recipes import Batch, Dataset
+    from launcher.recipes import Batch
 
 
 class Feeder:
@@ -106,27 +104,6 @@ def num_batches(held_out: Callable[[int], Batch], batch_size: int, most: int | N
         return most
     all_batches = -(-num_rows // batch_size)
     return all_batches if most is None else min(most, all_batches)
-
-
-def after(dataset: Dataset, taken: Mapping[str, int], batch_size: int) -> Callable[[int], Batch]:
-    """Return the training batches that follow after rows that were taken; see `Dataset.after`."""
-    if not taken:
-        return dataset.train
-    if dataset.after is not None:
-        return dataset.after(taken)
-    skipped, cut = divmod(taken[""], batch_size)
-
-    def spliced(of: Callable[[int], Any], k: int) -> Any:
-        first = of(k + skipped)
-        if not cut:
-            return first
-        parts = first, of(k + skipped + 1)
-        return jax.tree.map(lambda a, b: np.concatenate([a[cut:], b[:cut]]), *parts)
-
-    if isinstance(dataset.train, Batches):
-        numbers = functools.partial(spliced, dataset.train.numbers)
-        return replace(dataset.train, numbers=numbers)
-    return functools.partial(spliced, dataset.train)
 
 
 def own_rows(

@@ -62,7 +62,8 @@ REFUSED = [
     ("sweep.dir=multirun/x", "sweep.dir"),
     ("sweep.jobs=2", "sweep.jobs"),
     ("task=export run.id=r run.fork=a@7", "run.fork"),
-    ("run.fork=a@7 train.init_from=b", "train.init_from"),
+    ("run.fork=a@7 train.init_from=b", "run.fork"),
+    ("run.fork=a@7 run.id=r run.resume=must", "run.fork"),
     ("sweep.objective=mfu", "sweep.objective"),
     (
         "cluster=a100_8 cluster.links.inter_host_gb_per_second=3",

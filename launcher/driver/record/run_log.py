@@ -243,11 +243,10 @@ class RunLog:
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
         if tokens := batch_tokens(self._config):
-            batches, rows = step, sum(self._home.taken.values())
-            if self._home.taken:  # it began on other batches
-                batches += self._home.next_batch - self._home.finished_steps
-            taken = rows * tokens // self._config.train.global_batch_size
-            metrics = {**metrics, "perf/tokens": taken + batches * tokens}
+            home, size = self._home, self._config.train.global_batch_size
+            batches = step - home.finished_steps + home.next_batch
+            rows = sum(home.taken.values()) + batches * size
+            metrics = {**metrics, "perf/tokens": rows * tokens // size}
         self._trackers.log(step, metrics)
         for key in FINITE:
             if not math.isfinite(metrics.get(key) or 0.0):

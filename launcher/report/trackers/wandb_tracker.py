@@ -34,7 +34,7 @@ _OURS = (
     *("RUN_ID", "DIR", "RESUME", "REINIT", "SILENT", "CONSOLE", "X_DISABLE_META", "DISABLE_GIT"),
     *("SAVE_CODE", "INIT_TIMEOUT", "FINISH_TIMEOUT"),
 )
-# Files in the folder of a recording that hold its newest step: ours, and one of `wandb sync`.
+# Files in the folder of a recording that hold its newest step: ours, and one of wandb online.
 _FINISHED, _UPLOADED = "finished.json", "files/wandb-summary.json"
 
 _log = logging.getLogger(__name__)
@@ -210,8 +210,7 @@ class WandbTracker(Tracker):
             if time.monotonic() - began >= UPLOAD_TIMEOUT:
                 command = shlex.join(["wandb", "sync", "--include-online", str(folder)])
                 _log.warning(f"wandb: not all is uploaded after {UPLOAD_TIMEOUT} s; run {command}")
-            with suppress(OSError):
-                write_whole(folder / _FINISHED, json.dumps({"step": self._newest}))
+            write_whole(folder / _FINISHED, json.dumps({"step": self._newest}))
         self._run = None
         _teardown()
 
@@ -238,11 +237,12 @@ def _newest_recorded(folder: Path, mode: Mode) -> int:
     """
     newest = 0
     for part in folder.glob("offline-run-*" if mode == "online" else "*run-[0-9]*"):
-        known = [part / name for name in (_FINISHED, _UPLOADED) if (part / name).exists()]
-        with suppress(OSError, DamagedError, KeyError, TypeError):
-            newest = max(newest, *(int(read_json(path)["step"]) for path in known))
-        if not known and part.name.startswith("offline-"):
-            with suppress(OSError):
+        is_offline = part.name.startswith("offline-")
+        path = part / (_FINISHED if is_offline else _UPLOADED)
+        try:
+            newest = max(newest, int(read_json(path)["step"]))
+        except (OSError, DamagedError, KeyError, TypeError):
+            if is_offline:
                 part.rename(part.with_name(f"unfinished-{part.name}"))
     return newest
 

@@ -233,10 +233,7 @@ def prepare_corpus(
         if len(done) == len(keys) and (meta := up_to_date(options)):
             return meta
         if (folder / META).exists():
-            _log.warning(
-                f"the tokens in {options.folder} are those of another source or other settings: "
-                "they are replaced"
-            )
+            _log.warning(f"the tokens in {options.folder} are replaced: source or settings differ")
         (folder / META).unlink(missing_ok=True)  # no mixture of old and new is ever complete
         sizes = {name: sum(p.size for p in group) for name, group in zip(keys, groups, strict=True)}
         todo = {
