@@ -284,6 +284,7 @@ RETURNS = {
     "dataset": {"build": "Dataset", "tokenizer": "Tokenizer", "check": "NoneType"}
     | {"is_prepared": "bool", "prepare": "str", "bytes_per_target": "float or int or NoneType"},
 }
+_GIVES = {"after": "Callable"}
 _GIVEN = {
     "loss": "; it is given (params, batch, key) or, of a Model(init, loss, has_state=True), "
     "(params, state, batch, key)"
@@ -318,6 +319,7 @@ def users_code(key: str, fun: Any, returns: str = "", note: str = "") -> Any:
             said = f"{source_of(fun)} fails: {told(error, where)}"
             raise InputError(f"{key}: {said}{note}") from error
         wrong, kinds = not_run(made), {kind.__name__ for kind in type(made).__mro__}
+        kinds |= {"Callable"} if callable(made) else set()
         if not wrong and returns and not kinds.intersection(returns.split(" or ")):
             wrong = f"a {type(made).__name__}, not {returns}"
         if wrong:
@@ -332,7 +334,7 @@ def _with_users_code(key: str, made: Any) -> Any:
     known = isinstance(made, tuple | Batches)
     kinds = getattr(type(made), "__annotations__", {}) if known else {}
     functions = {
-        name: users_code(key, getattr(made, name), note=_GIVEN.get(name, ""))
+        name: users_code(key, getattr(made, name), _GIVES.get(name, ""), _GIVEN.get(name, ""))
         for name, kind in kinds.items()
         if "Callable" in str(kind) and (getattr(made, name) is not None or "None" not in str(kind))
     }

@@ -26,14 +26,10 @@ class Run:
     switches = (
         Switch(
             ("run.fork",),
-            ("task", "run.resume", "train.init_from"),
-            lambda c: (
-                c.task in ("train", "plan", "check", "submit")
-                and c.run.resume != "must"
-                and c.train.init_from is None
-            ),
+            ("run.resume", "train.init_from"),
+            lambda c: c.run.resume != "must" and c.train.init_from is None,
             "it begins a new training with the whole state of another",
-            "use task=train, without run.resume=must and train.init_from",
+            "leave out run.resume=must and train.init_from",
         ),
     )
 
@@ -337,18 +333,9 @@ class Generate(ChosenWeights):
 
 @dataclass(frozen=True)
 class Prepare:
-    """Number of processes of `task=prepare_data`."""
+    """Number of processes that prepare the data."""
 
     processes: int | None = number(None, minimum=1)  # null: one a core
-    switches = (
-        Switch(
-            ("prepare",),
-            ("task",),
-            lambda c: c.task in ("prepare_data", "train", "evaluate"),
-            "that is for task=prepare_data, and for tasks that prepare their data first",
-            "use that task",
-        ),
-    )
 
 
 @dataclass(frozen=True)

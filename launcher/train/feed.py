@@ -19,7 +19,7 @@ import numpy as np
 
 from launcher.base import source_of
 from launcher.recipes import Batches, InputError
-from launcher.trace import arrays_only
+from launcher.trace import arrays_only, may_be_raw_key
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch
@@ -73,6 +73,8 @@ class Feeder:
 def shapes_of(batches: Callable[[int], Batch], batch_size: int, held_out: bool = False) -> Any:
     """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample.
 
+    A function's batches may hold numbers and random keys, too, which have no rows.
+
     Raises:
         InputError: it is no tree of arrays, or has another number of rows.
     """
@@ -85,16 +87,24 @@ def shapes_of(batches: Callable[[int], Batch], batch_size: int, held_out: bool =
         if not isinstance(at, np.ndarray) or at.ndim != 1:
             raise InputError(f"{source_of(batches.numbers)} must return sample numbers, an array")
         make, at, rows = batches.gather, at[:1], 1
-    batch = arrays_only(make, make(at))
-    shapes = [np.shape(x) for x in jax.tree.leaves(batch)] or [()]
-    if held_out and shapes[0]:
-        rows = shapes[0][0]
-    if others := [shape for shape in shapes if shape[:1] != (rows,)]:
+    batch = jax.tree.map(_shape, arrays_only(make, make(at)))
+    leaves = jax.tree.leaves(batch) or [_shape(0)]
+    if held_out:
+        rows = next((leaf.shape[0] for leaf in leaves if leaf.shape), rows)
+    elif make is batches:
+        leaves = [x for x in leaves if x.shape and not may_be_raw_key(x)] or leaves
+    if others := [leaf.shape for leaf in leaves if leaf.shape[:1] != (rows,)]:
         raise InputError(
             f"{source_of(make)} must return arrays of {rows} rows, as train.global_batch_size="
             f"{batch_size} asks; it returns one of shape {others[0]}"
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype), batch)
+    if make is batches and not held_out:
+        return batch
+    return jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), batch)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
 
 
 def num_batches(held_out: Callable[[int], Batch], batch_size: int, most: int | None) -> int | None:
@@ -122,7 +132,7 @@ def own_rows(
         return lambda k: _gathered(batches, batches.numbers(k), shapes, rows)
 
     def batch_at(k: int) -> Batch:
-        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch := batches(k))
+        found = jax.tree.map(_shape, batch := batches(k))
         if found != shapes:
             raise InputError(f"{source_of(batches)} returns {found} as batch {k}, after {shapes}")
         return batch

@@ -160,7 +160,7 @@ def _unfit(config: Config, parent: folder.Parent, problem: str, *names: str) -> 
     return ConfigError(
         f"run.fork={config.run.fork} does not fit: {problem}{was}",
         "Set that back; or begin with the parameters alone, if they fit: "
-        f"train.init_from={parent.path} in place of run.fork.",
+        f"{to_type(('train.init_from', str(parent.path)))} in place of run.fork.",
         [*keys, "run.fork"],
     )
 

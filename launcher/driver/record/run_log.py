@@ -340,8 +340,8 @@ class RunLog:
             return to_type("sbatch", str(script)) if script.exists() else None
         program = Path(sys.argv[0]).name
         command = [program] if program == "launcher" else LAUNCH
-        words = sys.argv[1:]
-        settings = [word for word in words if not re.match(r"\+*run\.(id|resume)=", word)]
+        begins = re.compile(r"\+*run\.(id|resume)=")
+        settings = [word for word in sys.argv[1:] if not begins.match(word)]
         return to_type(*command, *settings, ("run.id", self._home.id))
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.base import DamagedError, read_json, to_type, write_whole
+from launcher.base import DamagedError, first_line, read_json, to_type, write_whole
 from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     import wandb
@@ -208,7 +207,7 @@ class WandbTracker(Tracker):
             began, folder = time.monotonic(), Path(run.dir).parent
             run.finish(exit_code=int(failed))
             if time.monotonic() - began >= UPLOAD_TIMEOUT:
-                command = shlex.join(["wandb", "sync", "--include-online", str(folder)])
+                command = to_type("wandb", "sync", "--include-online", str(folder))
                 _log.warning(f"wandb: not all is uploaded after {UPLOAD_TIMEOUT} s; run {command}")
             write_whole(folder / _FINISHED, json.dumps({"step": self._newest}))
         self._run = None

@@ -88,8 +88,8 @@ _tokenizer = functools.lru_cache(1)(load_tokenizer)
 
 
 @functools.lru_cache(1)
-def _chat(tokenizer: str, template: str | None) -> Callable[..., Encoded]:
-    return chat_encoder(_tokenizer(tokenizer), template)
+def _chat(tokenizer: str, template: str | None, when: float) -> Callable[[Any], Encoded]:
+    return chat_encoder(_tokenizer(tokenizer), template, when)
 
 
 def encoded_documents(
@@ -124,9 +124,9 @@ def encoded_documents(
                 yield from flush()
         else:
             yield from flush()
-            encode = _chat(options.tokenizer, options.chat_template)
+            encode = _chat(options.tokenizer, options.chat_template, when)
             try:
-                tokens, learned = encode(found.value, when)
+                tokens, learned = encode(found.value)
             except ValueError as error:
                 bad.add(piece.path, replace(found, why=str(error)))
                 continue
@@ -259,10 +259,9 @@ def prepare_corpus(
             fingerprint=_digest([dtype.name, *[part.digest for part in parts]]),
             mask_token=tokenizer.mask_token,
         )
-        if not meta.tokens:
-            (bad,) = [part.first_bad for part in parts if part.first_bad][:1] or [""]
-            raise InputError(f"dataset.path={options.path} holds no document{bad and f' ({bad})'}")
         _check_skipped(options, meta)
+        if not meta.tokens:
+            raise InputError(f"dataset.path={options.path} holds no document")
         write_meta(folder, meta)
         return meta
 
