@@ -458,8 +458,11 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
     if reads is None or (is_of_run and plan is None):
         return
     run = settings_beside(str(plan)) if is_of_run else {}
+    untracked = () if _at(tree, "report.trackers") else ("report", "report.trackers")
     for key in _counting(origin):
         ours, theirs = _at(tree, key), _at(run, key)
+        if key in untracked:  # as it is
+            continue
         if below(key, reads) or (run and (ours == theirs or str(ours) == str(theirs))):
             continue
         why = f"task={task} does not read it"

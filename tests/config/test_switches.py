@@ -180,6 +180,7 @@ def test_the_command_of_a_run_serves_other_tasks(task, tmp_path, mine):
     asked = [f"task={task}", "run.id=r", f"run.dir={tmp_path}"]
     assert load([*words, *asked, "train.checkpoint.every_minutes=0"]).task == task  # 0.0
     assert task == "export" or load(asked).model == theirs.model
+    assert load([*asked, "report=none"]).task == task  # as it is
     folder = mine("model: {name: gpt, size: nano, num_layers: 7}\nwandb: {project: p}")
     assert task == "export" or load(["recipe=mine", *asked], folder).model == theirs.model
     for word, where in {
@@ -187,7 +188,7 @@ def test_the_command_of_a_run_serves_other_tasks(task, tmp_path, mine):
         "parallel=zero3": "uses the run's, 'manual'",
         "model=mlp": "uses the run's, 'gpt'",
         "report.timeline_steps=[1]": "does not read it",
-        "report=none": "does not read it",
+        "report=tensorboard": "does not read it",
     }.items():
         with pytest.raises(ConfigError, match=rf"task={task} {where} \(on the command line\)\. L"):
             load([*words, *asked, word])

@@ -13,7 +13,9 @@ from launcher.cluster.ray.ray_compat import connection_problem
 
 PACKAGE = Path(launcher.__file__).parent
 STAND_ALONE = {"head.py", "worker_actor.py"}  # they run before the package can be imported
-PRIVATE = re.compile(r"\b_?ray\.(_|(nodes|cloudpickle|scripts)\b)|\"(RAY_|accelerator_type:)")
+PRIVATE = re.compile(
+    r"\b_?ray\.(_|(nodes|cloudpickle|scripts)\b)|\"(RAY_(?!ADDRESS\b)|accelerator_type:)"
+)
 
 
 def test_what_is_private_or_undocumented_is_named_in_one_module():

@@ -35,7 +35,7 @@ REFUSED = {
 TARGETS = {
     **{task: f"{task}.path" for task in ("export", "evaluate", "tokenize")},
     "prepare_data": "dataset.tokens",
-    **dict.fromkeys(("train", "plan", "submit"), "run.id"),
+    **dict.fromkeys(("train", "plan", "submit", "preflight"), "run.id"),
     **dict.fromkeys(("check", "calibrate", "generate", "sweep_status"), ""),
 }
 JSONL = ("model=gpt", "dataset=jsonl", "dataset.path=a.jsonl")
@@ -58,7 +58,8 @@ def test_every_task_and_every_setting_that_names_a_place_is_classified():
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_second_write_is_refused(key):
     Path("out").write_text("mine")
-    config = load([f"task={key.partition('.')[0]}", *JSONL, "run.id=a", f"{key}=out"])
+    data = JSONL[1:] if key == "tokenize.path" else ["run.id=a"]
+    config = load([f"task={key.partition('.')[0]}", *data, f"{key}=out"])
     with pytest.raises(ConfigError, match=f"{key}=out exists already"):
         REFUSED[key](config)
     assert Path("out").read_text() == "mine"
