@@ -206,19 +206,15 @@ class Signature:
         Raises:
             TraceError: a position is none of an argument, or an NNX object is a batch.
         """
-        *values, graph = static
-        count = len(dynamic) + len(values)
+        graph, count = static[-1], len(dynamic) + len(static) - 1
         batch = self._dynamic_numbers("batch_argnums", self.batch, count)
         donated = self._dynamic_numbers("donate_argnums", self.donate, count)
-        positions = self._positions(self.static, count)
-        fun = _bound(self.fun, positions, values) if values else self.fun
         if graph is not None and {*graph.places}.intersection(batch):
             raise TraceError(
                 f"batch_argnums={self.batch} of {self.name} names a Flax NNX object, which has no "
                 "rows; name the batch's arguments there, from 0, and the objects in donate_argnums"
             )
-        if graph is not None or "equinox" in sys.modules:
-            fun = _of_arrays(fun, self.name, graph, donated)
+        fun = _of_arrays(self, self._positions(self.static, count), static, donated)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*kind(leaf)), dynamic)
         return Traceable(fun, shapes, batch, donated, needs_loss)
 
@@ -263,41 +259,29 @@ class Signature:
         return tuple(n for n, i in enumerate(kept) if i in wanted)
 
 
-def _bound(
-    fun: Callable[..., Any], positions: Sequence[int], values: Sequence[tuple[Any, Any]]
-) -> Callable[..., Any]:
-    """Return a function of its other arguments, with the static ones filled in."""
-
-    @functools.wraps(fun)
-    def bound(*dynamic: Any) -> Any:
-        args = list(dynamic)
-        for position, (_, value) in zip(positions, values, strict=True):
-            args.insert(position, value)
-        return fun(*args)
-
-    bound.__name__ = getattr(fun, "__name__", "step")
-    return bound
-
-
 def _of_arrays(
-    fun: Callable[..., Any], name: str, graph: Graph | None, donated: Sequence[int]
+    of: Signature, positions: Sequence[int], static: tuple[Any, ...], donated: Sequence[int]
 ) -> Callable[..., Any]:
     """Return a function of the arrays of its arguments, as `Signature.traceable` describes it.
 
     Of an argument that is not donated it returns the arrays that have changed, None for others.
     """
+    *values, graph = static
 
-    @functools.wraps(fun)
+    @functools.wraps(of.fun)
     def of_arrays(*dynamic: Any) -> Any:
         args = unfixed(dynamic) if graph is None else graph.merged(unfixed(dynamic))
-        out = _fixed(fun(*args))
+        everything = [*args]
+        for position, (_, value) in zip(positions, values, strict=True):
+            everything.insert(position, value)
+        out = _fixed(of.fun(*everything))
         if graph is None:
             return out
         trees, after = _arrays_of(args)
         if after != graph:
             raise TraceError(
-                f"{name} changes more of a Flax NNX object than its arrays, such as an attribute, "
-                "or its mode by model.train() or model.eval(); do that before the call"
+                f"{of.name} changes more of a Flax NNX object than its arrays, such as an "
+                "attribute, or its mode by model.train() or model.eval(); do that before the call"
             )
         new = [
             jax.tree.map(lambda x, y, i=i: None if x is y and i not in donated else x, *pair)
@@ -306,7 +290,7 @@ def _of_arrays(
         ]
         return (*new, out)
 
-    of_arrays.__name__ = name
+    of_arrays.__name__ = of.name
     return of_arrays
 
 
@@ -353,7 +337,7 @@ def _together(tree: Any) -> Any:
     arrays = jax.tree.leaves(tree)
     if not all(isinstance(x, jax.Array) for x in arrays):  # they are on workers
         return jax.tree.map(jax.numpy.asarray, jax.device_get(tree))
-    if len({frozenset(x.devices()) for x in arrays}) < 2 or not arrays[0].is_fully_addressable:
+    if not arrays or not arrays[0].is_fully_addressable:
         return tree
     return jax.device_put(tree, min(arrays[-1].devices(), key=lambda device: device.id))
 

@@ -100,7 +100,7 @@ def per_slice(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_per_slice(eqn: Equation) -> bool:
     """Return whether an equation stands in a function marked by `per_slice`."""
-    return _PER_SLICE in _scope(eqn)
+    return _PER_SLICE in str(eqn.source_info.name_stack)
 
 
 def value_and_grad(
@@ -196,12 +196,10 @@ def plain_gradients() -> Iterator[None]:
 def is_mixed(equations: Sequence[Equation]) -> bool:
     """Return whether a program has plain gradients as losses, and others too."""
     outermost = walk(equations, lambda eqn: eqn.primitive is not loss_p)
-    plain = [e for e in outermost if e.primitive is loss_p and _PLAIN in _scope(e)]
+    plain = [
+        e for e in outermost if e.primitive is loss_p and _PLAIN in str(e.source_info.name_stack)
+    ]
     return 0 < len(plain) < sum(e.primitive is loss_p for e in walk(equations))
-
-
-def _scope(eqn: Equation) -> str:
-    return str(eqn.source_info.name_stack)
 
 
 def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[..., Any]:
