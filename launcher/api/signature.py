@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from launcher.trace import TraceError, arrays_only, no_array
+from launcher.trace import TraceError, arrays_only, fixed, no_array, unfixed
 
 _DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
 # Those that affect how a function is traced.
@@ -57,15 +57,6 @@ class Traceable:
     batch_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...]
     needs_loss: bool
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Static:
-    """A leaf that is no array, as a part of the structure of its tree."""
-
-    kind: type  # since 1 == 1.0 == True
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -274,7 +265,7 @@ def _of_arrays(
         everything = [*args]
         for position, (_, value) in zip(positions, values, strict=True):
             everything.insert(position, value)
-        out = _fixed(of.fun(*everything))
+        out = fixed(of.fun(*everything))
         if graph is None:
             return out
         trees, after = _arrays_of(args)
@@ -309,11 +300,11 @@ def _arrays_of(args: Sequence[Any]) -> tuple[tuple[Any, ...], Graph | None]:
 
     places = tuple(i for i, arg in enumerate(args) if holds(arg))
     if not places:
-        return tuple(map(_fixed, args)), None
+        return tuple(map(fixed, args)), None
     definition, state = _nnx().split([args[i] for i in places])
     arrays = _nnx().to_pure_dict(state)
     of = {i: arrays.get(n, {}) for n, i in enumerate(places)}  # none of its own: all are shared
-    trees = (of[i] if i in of else _fixed(arg) for i, arg in enumerate(args))
+    trees = (of[i] if i in of else fixed(arg) for i, arg in enumerate(args))
     return tuple(trees), Graph(places, definition)
 
 
@@ -340,31 +331,6 @@ def _together(tree: Any) -> Any:
     if not arrays or not arrays[0].is_fully_addressable:
         return tree
     return jax.device_put(tree, min(arrays[-1].devices(), key=lambda device: device.id))
-
-
-def _fixed(tree: Any) -> Any:
-    """Return a tree with each leaf of an Equinox module that is no array as a `_Static`."""
-    if (module := getattr(sys.modules.get("equinox"), "Module", None)) is None:
-        return tree
-
-    def leaf(x: Any) -> Any:
-        return x if hasattr(x, "dtype") else _Static(type(x), x)
-
-    def part(x: Any) -> Any:
-        return jax.tree.map(leaf, x) if isinstance(x, module) else x
-
-    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, module))
-
-
-def unfixed(tree: Any) -> Any:
-    """Return a tree with the leaves that a `_Static` stands for."""
-    if "equinox" not in sys.modules:
-        return tree
-
-    def part(x: Any) -> Any:
-        return x.value if isinstance(x, _Static) else x
-
-    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, _Static))
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:

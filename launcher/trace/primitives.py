@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from launcher.base import jax_compat, source_of
 from launcher.trace.errors import GradientError, LossError
-from launcher.trace.interface import arrays_only, no_array
+from launcher.trace.interface import arrays_only, fixed, no_array, unfixed
 from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
@@ -244,7 +244,7 @@ def _bind(
         for i, value in zip(traced, flat, strict=True):
             full[i] = value
         again, named = jax.tree.unflatten(tree, full)
-        out = fun(*again, **named)
+        out = fixed(fun(*again, **named))
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise LossError(f"{source_of(fun)} must return (loss, aux), as has_aux=True says")
         if nums:
@@ -272,7 +272,7 @@ def _bind(
     values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
     grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
     by_num = dict(zip(sorted(set(nums)), grads, strict=True))
-    return jax.tree.unflatten(out_tree, values), tuple(by_num[n] for n in nums)
+    return unfixed(jax.tree.unflatten(out_tree, values)), tuple(by_num[n] for n in nums)
 
 
 def _check_differentiable(fun: Callable[..., Any], leaf: Any) -> None:

@@ -371,6 +371,20 @@ def test_beside_a_gradient_of_launcher_one_of_jax_is_no_loss():
     assert [len(trace_step(step, shapes).parts) for _ in range(2)] == [1, 1]
 
 
+def test_a_loss_returns_a_module_beside():
+    """Its activation is a leaf that is no array."""
+    model = eqx.nn.MLP(SIDE, SIDE, SIDE, 1, key=jax.random.key(0))
+
+    def step(p, x):
+        def loss(p, x):
+            return loss_of(p, x), eqx.tree_at(lambda m: m.layers[0].weight, model, p["first"])
+
+        (_, module), grads = eqx.filter_value_and_grad(loss, has_aux=True)(p, x)
+        return grads, jax.vmap(module)(jnp.eye(SIDE))
+
+    compare(step, "stages")
+
+
 def test_other_threads_take_gradients_as_ever():
     """While one thread traces; and afterwards all."""
 
