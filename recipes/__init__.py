@@ -108,7 +108,7 @@ def fingerprint_dataset(options: Any) -> str:
 def rows_taken(
     options: Any, before: Mapping[str, Any], data: str, rows: int, taken: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return how many rows of each source were taken, for `Dataset.after` by other settings.
+    """Return how many rows of each source were taken, for `Dataset.after`; {} for one source.
 
     Args:
         options: the settings of the section `dataset` now.
@@ -121,13 +121,10 @@ def rows_taken(
         InputError: the data cannot be used.
         OSError: a file cannot be read.
     """
-    if before["name"] != options.name:
-        return {"": 0}
-    if options.name != "custom" and (own := further_function("dataset", options, "rows_taken")):
-        counts: dict[str, int] = own(before, data, rows, taken)
-        return counts
-    is_same = data == fingerprint_dataset(options)
-    return {"": taken.get("", 0) + rows if is_same else 0}
+    if before["name"] != options.name or options.name == "custom":
+        return {}
+    own = further_function("dataset", options, "rows_taken")
+    return own(before, data, rows, taken) if own else {}
 
 
 def needs_preparing(options: Any) -> bool:
@@ -287,6 +284,7 @@ RETURNS = {
     "dataset": {"build": "Dataset", "tokenizer": "Tokenizer", "check": "NoneType"}
     | {"is_prepared": "bool", "prepare": "str", "bytes_per_target": "float or int or NoneType"},
 }
+_GIVES = {"after": "Callable"}
 _GIVEN = {
     "loss": "; it is given (params, batch, key) or, of a Model(init, loss, has_state=True), "
     "(params, state, batch, key)"
@@ -321,6 +319,7 @@ def users_code(key: str, fun: Any, returns: str = "", note: str = "") -> Any:
             said = f"{source_of(fun)} fails: {told(error, where)}"
             raise InputError(f"{key}: {said}{note}") from error
         wrong, kinds = not_run(made), {kind.__name__ for kind in type(made).__mro__}
+        kinds |= {"Callable"} if callable(made) else set()
         if not wrong and returns and not kinds.intersection(returns.split(" or ")):
             wrong = f"a {type(made).__name__}, not {returns}"
         if wrong:
@@ -335,7 +334,7 @@ def _with_users_code(key: str, made: Any) -> Any:
     known = isinstance(made, tuple | Batches)
     kinds = getattr(type(made), "__annotations__", {}) if known else {}
     functions = {
-        name: users_code(key, getattr(made, name), note=_GIVEN.get(name, ""))
+        name: users_code(key, getattr(made, name), _GIVES.get(name, ""), _GIVEN.get(name, ""))
         for name, kind in kinds.items()
         if "Callable" in str(kind) and (getattr(made, name) is not None or "None" not in str(kind))
     }

@@ -40,11 +40,11 @@ def init_model(model: Model, key: jax.Array) -> tuple[Any, Any]:
         )
     params, state = made
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            what = "a random key" if hasattr(leaf, "dtype") else _in_words(leaf)
+        kind = getattr(leaf, "dtype", type(leaf))
+        if isinstance(kind, type) or jnp.issubdtype(kind, jax.dtypes.prng_key):
             raise InputError(
-                f"the model's state must hold arrays of numbers, which can be saved; "
-                f"{_name(path)} is {what}"
+                "the model's state must hold arrays of numbers, which can be saved; "
+                f"state{jax.tree_util.keystr(path)} is {getattr(kind, '__name__', kind)}"
             )
     return params, state
 
@@ -65,12 +65,8 @@ def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, 
         match model.loss(*given):
             case tuple((value, dict() as metrics)) if not model.has_state:
                 new = None
-            case tuple((_, tuple((dict(), _)))) if not model.has_state:
-                raise InputError(f"{of} returns (metrics, state); say {_WITH_STATE}")
-            case tuple((_, tuple((a, b)))) if model.has_state and _swapped(a, b, state):
-                raise InputError(f"{of} returns (state, metrics); the metrics come first")
             case tuple((value, tuple((dict() as metrics, new)))) if model.has_state:
-                _check_like(f"the state that {of} returns", new, state)
+                _check_like(of, "state", new, state)
             case out:
                 raise InputError(
                     f"{of} must return (loss, metrics), one number and a dict of "
@@ -99,8 +95,8 @@ def checked_optimizer(
         made = optimizer.update(grads, state, params, **({"value": loss} if takes_value else {}))
         if not isinstance(made, tuple) or len(made) != 2:
             raise InputError(f"{of} must return (updates, state); it returns {_in_words(made)}")
-        _check_like(f"the updates of {of}", made[0], params, "updates", np.shape)
-        _check_like(f"the state that {of} returns", made[1], state)
+        _check_like(of, "updates", made[0], params, np.shape)
+        _check_like(of, "state", made[1], state)
         return made
 
     def rate(count: Any) -> jax.Array:
@@ -112,45 +108,11 @@ def checked_optimizer(
     return update, rate
 
 
-def _swapped(first: Any, second: Any, state: Any) -> bool:
-    trees: list[Any] = [jax.tree.structure(tree) for tree in (first, state, second)]
-    return bool(trees[0] == trees[1] != trees[2])
-
-
 def _is_number(value: Any) -> bool:
     """Return whether a value is one real number, of Python's, NumPy's or JAX's."""
     kinds = jnp.floating, jnp.integer, jnp.bool_
     is_one = not no_array(value) and not np.shape(value)
     return is_one and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in kinds)
-
-
-def _type_in_words(leaf: Any) -> str:
-    """Return an array's type as JAX has it, of a number too; of anything else as it is."""
-    return no_array(leaf) or f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-
-
-def _check_like(
-    what: str, new: Any, state: Any, of: str = "state", words: Callable[[Any], Any] = _type_in_words
-) -> None:
-    """Refuse a tree whose structure, and leaves in `words`, are not those of the given."""
-    now, before = (
-        {_name(path, of): words(x) for path, x in leaves}
-        for leaves in map(jax.tree_util.tree_leaves_with_path, (new, state))
-    )
-    trees: list[Any] = [jax.tree.structure(tree) for tree in (new, state)]
-    for name in before | now:
-        if now.get(name) != before.get(name):
-            changed = f"it has {name}, which was not given"
-            if name in before:
-                changed = f"{name} is {now.get(name, 'missing')}, and was {before[name]}"
-            break
-    else:
-        if trees[0] == trees[1]:
-            return
-        changed = f"it is {_in_words(new)}, and was {_in_words(state)}"
-    raise InputError(
-        f"{what} must have the names, shapes and dtypes of the one it was given; {changed}"
-    )
 
 
 def _check_numbers(of: str, value: Any, metrics: Metrics) -> None:
@@ -171,15 +133,29 @@ def _check_numbers(of: str, value: Any, metrics: Metrics) -> None:
         )
 
 
-def _name(path: Any, of: str = "state") -> str:
-    return f"{of}{jax.tree_util.keystr(path)}"
-
-
 def _in_words(value: Any) -> str:
     """Return the type and the shape of what a function returned, in words."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
     if type(value) is tuple:
         return f"({', '.join(map(_in_words, value))})"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    return no_array(value) or f"{jnp.result_type(value)}{list(np.shape(value))}"
+
+
+def _check_like(
+    of: str, name: str, new: Any, given: Any, words: Callable[[Any], Any] = _in_words
+) -> None:
+    """Refuse a tree whose structure, and leaves in `words`, are not those of the given."""
+    now, before = (
+        {f"{name}{jax.tree_util.keystr(path)}": words(x) for path, x in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (new, given))
+    )
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (new, given)]
+    leaf = next((leaf for leaf in before | now if now.get(leaf) != before.get(leaf)), None)
+    if leaf is None and trees[0] == trees[1]:
+        return
+    changed = f"it is {_in_words(new)}, and was {_in_words(given)}"
+    if leaf is not None:
+        changed = f"{leaf} is {now.get(leaf, 'missing')}, and was {before.get(leaf, 'missing')}"
+    raise InputError(
+        f"the {name} that {of} returns must have the names, shapes and dtypes of the one it was "
+        f"given; {changed}"
+    )

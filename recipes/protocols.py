@@ -77,8 +77,7 @@ class Dataset(NamedTuple):
             with none, is the last one.
         describe: one line that says what the data is.
         after: takes how many rows of each source were taken before, and returns what `train` is
-            after these; None: there is one source, "", and its rows follow one another, whatever
-            the size of a batch.
+            after these; None: there is one source, whose rows follow one another.
     """
 
     train: Callable[[int], Batch]
@@ -92,6 +91,8 @@ class Tokenizer(NamedTuple):
 
     Attributes:
         encode: texts to tokens, an integer array each, without tokens at either end.
+        place: a text to its tokens, as `encode` has them, and where in the text each of them begins
+            and ends, in characters, three integer arrays.
         decode: tokens to text; a token that it does not have stands as U+FFFD.
         vocab_size: all tokens are smaller.
         end_token: what is put behind each document; None: nothing.
@@ -101,11 +102,10 @@ class Tokenizer(NamedTuple):
         mask_token: the mask for tokens to be filled in, if any.
         begin: the tokens that are put before each document.
         end: those that are put behind it, but for `end_token`.
-        place: a text to its tokens, as `encode` has them, and where in the text each of them begins
-            and ends, in characters, three integer arrays; None: it encodes no conversations.
     """
 
     encode: Callable[[Sequence[str]], list[np.ndarray]]
+    place: Callable[[str], tuple[np.ndarray, np.ndarray, np.ndarray]]
     decode: Callable[[Sequence[int]], str]
     vocab_size: int
     end_token: int | None
@@ -115,7 +115,6 @@ class Tokenizer(NamedTuple):
     mask_token: int | None = None
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
-    place: Callable[[str], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued: it begins as a document does."""

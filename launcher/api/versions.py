@@ -7,6 +7,7 @@ import logging
 import re
 from importlib.metadata import PackageNotFoundError, version
 
+from launcher.base import problem_of
 from launcher.config.errors import ConfigError
 
 OLDEST, NEWEST = (0, 10), (0, 12)  # as pyproject.toml has them, by a test
@@ -42,8 +43,7 @@ def check_jax(found: str) -> None:
     try:
         _trace_a_step()
     except Exception as error:  # whatever a change of JAX leads to
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        problem = f"JAX {found} is too new: a step cannot be traced ({reason})"
+        problem = f"JAX {found} is too new: a step cannot be traced ({problem_of(error)})"
         raise ConfigError(problem, _REMEDY) from error
     _log.warning(f"JAX {found} is newer than those tested ({_TESTED}); continuing with it")
 

@@ -33,9 +33,11 @@ from launcher.base.output import Advance as Advance
 from launcher.base.output import answer as answer
 from launcher.base.output import complain as complain
 from launcher.base.output import discard as discard
+from launcher.base.output import first_line as first_line
 from launcher.base.output import held_back as held_back
 from launcher.base.output import lines_to as lines_to
 from launcher.base.output import not_run as not_run
+from launcher.base.output import problem_of as problem_of
 from launcher.base.output import setting_word as setting_word
 from launcher.base.output import source_of as source_of
 from launcher.base.output import take_over as take_over

@@ -10,7 +10,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -225,29 +225,22 @@ def _note_reads() -> None:
         pass
 
 
-def on_unreadable(callback: Callable[[str], None]) -> None:
-    """Have `callback` called with the key of each entry of JAX's cache that cannot be read.
+def around_cache_reads(reading: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Have each look-up in JAX's compilation cache happen inside `reading`, given the entry's key.
 
-    JAX itself compiles such a program again, but never replaces the entry.
+    An entry that cannot be read raises in there; JAX then compiles the program.
     """
-    try:
+    with suppress(AttributeError, ImportError):
         from jax._src import compilation_cache
 
         cache: Any = compilation_cache
         read = cache.get_executable_and_time
-    except (AttributeError, ImportError):
-        return
 
-    def noted(key: str, *rest: Any, **named: Any) -> Any:
-        try:
-            return read(key, *rest, **named)
-        except OSError:  # of the disk, not of the entry
-            raise
-        except Exception:
-            callback(key)
-            raise
+        def within(key: str, *rest: Any, **named: Any) -> Any:
+            with reading(key):
+                return read(key, *rest, **named)
 
-    cache.get_executable_and_time = noted
+        cache.get_executable_and_time = within
 
 
 def loaded_for(

@@ -20,7 +20,7 @@ import shlex
 import sys
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -28,16 +28,16 @@ from typing import Any, TypeAlias
 Advance: TypeAlias = Callable[..., None]
 
 _LAUNCHER = logging.getLogger("launcher")
-# Control characters, lone surrogates, and what separates lines and paragraphs.
 LAUNCH = ("python", "-m", "launcher")
 _NOT_TEXT = "null|true|false|nan|inf|infinity"  # nor what begins like a number
 _PLAIN = re.compile(rf"(?!(?:{_NOT_TEXT})$)[a-z_/][\w./:-]*", re.ASCII | re.IGNORECASE)
 _SPECIAL = re.compile(r'(\\*)("|\$\{|\Z)')  # with what escapes it in a quoted text of Hydra's
+# Control characters, lone surrogates, and what separates lines and paragraphs.
 _OBEYED = "Cc", "Cs", "Zl", "Zp"
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def to_type(*words: str | tuple[str, object]) -> str:
+def to_type(*words: str | tuple[str, str | Sequence[str]]) -> str:
     """Return words of a shell that a message advises to type; a pair is a setting with its value.
 
     Every message that names a command, or a setting with a value of the user's, has it from here.
@@ -45,16 +45,14 @@ def to_type(*words: str | tuple[str, object]) -> str:
     return shlex.join(word if isinstance(word, str) else setting_word(*word) for word in words)
 
 
-def setting_word(key: str, value: object) -> str:
+def setting_word(key: str, value: str | Sequence[str]) -> str:
     """Return the word of a command line, in Hydra's grammar, that sets `key` to `value`."""
     return f"{key}={_in_grammar(value)}"
 
 
-def _in_grammar(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_in_grammar, value))}]"
+def _in_grammar(value: str | Sequence[str]) -> str:
     if not isinstance(value, str):
-        return "null" if value is None else str(value).lower()
+        return f"[{','.join(map(_in_grammar, value))}]"
     if _PLAIN.fullmatch(value):
         return value
     return '"' + _SPECIAL.sub(lambda m: m[1] * 2 + (m[2] and "\\" + m[2]), value) + '"'
@@ -183,6 +181,17 @@ def source_of(fun: Any) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def problem_of(error: BaseException) -> str:
+    """Return an error's class and the first line of its text."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 def told(error: BaseException, module: str) -> str:
     """Return an exception of a user's code in a line, with the line of code that raised it.
 
@@ -190,12 +199,10 @@ def told(error: BaseException, module: str) -> str:
         error: the exception.
         module: a module of that code. The line is the deepest one in its package.
     """
-    text = (str(error).strip().splitlines() or [""])[0]
-    text = f"{type(error).__name__}: {text}".removesuffix(": ")
     frames = traceback.walk_tb(error.__traceback__)
     package = re.compile(rf"{module.split('.')[0]}(\.|$)")
     own = [f for f in frames if package.match(f[0].f_globals.get("__name__") or "")]
-    return text + (f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else "")
+    return problem_of(error) + (f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else "")
 
 
 def not_run(made: Any) -> str | None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from launcher.checkpoint.choose import InitError as InitError
 from launcher.checkpoint.choose import NewestIntact as NewestIntact
 from launcher.checkpoint.choose import RunMetadata as RunMetadata
-from launcher.checkpoint.choose import checkpoint_named as checkpoint_named
 from launcher.checkpoint.choose import newest as newest
+from launcher.checkpoint.choose import read_run_metadata as read_run_metadata
 from launcher.checkpoint.choose import resolve as resolve
 from launcher.checkpoint.layout import best_step as best_step
 from launcher.checkpoint.layout import clear_partial_saves as clear_partial_saves

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher.arrays.npz import read_headers
 from launcher.base import DamagedError, missing_path
-from launcher.checkpoint.layout import (
-    CHECKSUMS,
-    METADATA,
-    best_step,
-    damage,
-    is_step,
-    read_metadata,
-    steps_in,
-)
+from launcher.checkpoint.layout import CHECKSUMS, METADATA, damage, read_metadata, steps_in
 from launcher.recipes.models.hugging_face import CONFIG
 
 
@@ -65,8 +57,8 @@ def read_run_metadata(folder: Path, step: int) -> RunMetadata:
         raise DamagedError(f"{METADATA} continues at step {next_step!r}, not {step + 1}")
     if not isinstance(taken, dict) or not all(type(n) is int and n >= 0 for n in taken.values()):
         raise DamagedError(f"{METADATA} continues after {taken!r} rows of its data")
-    if type(next_batch) is not int or next_batch < (0 if taken else step):
-        raise DamagedError(f"{METADATA} continues at batch {next_batch!r}, after {step} steps")
+    if type(next_batch) is not int or next_batch < 0:
+        raise DamagedError(f"{METADATA} continues at batch {next_batch!r}")
     if not isinstance(data, str):
         raise DamagedError(f"{METADATA} holds no fingerprint of its data")
     return RunMetadata(run_id, config, prints, next_batch, data, taken)
@@ -79,7 +71,7 @@ class NewestIntact:
     Attributes:
         step: its step, or None if no checkpoint is intact.
         damaged: the newer steps, newest first, each with what is wrong with it.
-        run: the metadata of `step`, if a run's id or the checkpoint's name was given.
+        run: the metadata of `step`, if a run's id was given.
     """
 
     step: int | None
@@ -121,34 +113,6 @@ def _own(folder: Path, step: int, run_id: str) -> tuple[RunMetadata | None, str 
     if run.run_id != run_id:
         return run, f"{METADATA} is of run {run.run_id!r}; a folder was renamed or copied"
     return run, None
-
-
-def checkpoint_named(folder: Path, name: str, thorough: bool = True) -> NewestIntact:
-    """Return an intact checkpoint in `folder`, with its metadata.
-
-    Args:
-        folder: a folder of checkpoints.
-        name: its step, `best` or, for the newest intact one, `latest`.
-        thorough: whether to read all files, see `damage`.
-
-    Raises:
-        InitError: there is none.
-        OSError: the folder cannot be read.
-    """
-    steps, found = steps_in(folder), NewestIntact(int(name) if is_step(name) else None)
-    if name == "latest":
-        found = newest(folder, thorough)
-    elif name == "best":
-        found = NewestIntact(best_step(folder))
-    if found.step is None or found.step not in steps:
-        there = f", of {', '.join(map(str, steps))}" if steps else ""
-        raise InitError(f"has no {'intact ' * bool(found.damaged)}checkpoint {name}{there}")
-    try:
-        if problem := damage(folder / str(found.step), thorough and name != "latest"):
-            raise DamagedError(problem)
-        return replace(found, run=read_run_metadata(folder, found.step))
-    except DamagedError as error:
-        raise InitError(f"has a damaged checkpoint {found.step}: {error}") from None
 
 
 def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:

@@ -122,13 +122,10 @@ def check_state(path: Path, like: TrainState) -> None:
         Mismatch: names or shapes differ, or it cannot be read.
     """
     stored, wanted = leaf_shapes(stored_shapes(path)), leaf_shapes(leaves_of(stored_parts(like)))
-    if missing := sorted(wanted.keys() - stored.keys()):
-        raise Mismatch(f"it has no {first_of(missing)}")
-    if further := sorted(stored.keys() - wanted.keys()):
-        raise Mismatch(f"it has {first_of(further)} besides")
-    for name, shape in wanted.items():
-        if stored[name] != shape:
-            raise Mismatch(f"{name} is {stored[name]} there and {shape} here")
+    for name in sorted(wanted.keys() | stored.keys()):
+        there, here = stored.get(name, "missing"), wanted.get(name, "missing")
+        if there != here:
+            raise Mismatch(f"{name} is {there} there and {here} here")
 
 
 def _stored_leaves(path: Path) -> dict[str, Any]:

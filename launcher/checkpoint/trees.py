@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from launcher.api.ray_backend import RayBackend
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import current
 from launcher.arrays.stacked_array import StackedArray, spec_at
-from launcher.base import read_json, warn_once
+from launcher.base import warn_once
 from launcher.checkpoint.layout import CHECKSUMS, METADATA, is_step
 from launcher.checkpoint.shards import OwnedShards
 
@@ -45,14 +45,14 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
     each worker writes its shards; all of them must see the folder.
 
     Args:
-        folder: the checkpoint's folder. An existing checkpoint, unless a run has saved it, is
-            replaced once the new one is complete; the first time that is logged as a warning.
+        folder: the checkpoint's folder. An existing checkpoint is replaced once the new one is
+            complete; the first time that is logged as a warning.
         tree: arrays (of this process, or handles to the workers'), NumPy arrays, numbers and typed
             random keys.
 
     Raises:
         TypeError: a leaf is none of these, or two leaves have the same path.
-        FileExistsError: the folder holds something else than a checkpoint, or one of a run.
+        FileExistsError: the folder holds something else than a checkpoint.
         OSError: it cannot be written; what was there stays.
         WorkerError: a worker failed.
 
@@ -64,7 +64,11 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
     for path, leaf in zip(paths, leaves, strict=True):
         _check_leaf(path, leaf)
     if os.path.lexists(final):
-        _check_replaced(final)
+        if not _may_replace(final):
+            what = "it holds something else than a checkpoint; name another folder"
+            raise FileExistsError(errno.EEXIST, what, str(final))
+        if any(final.iterdir()):
+            warn_once(_log, f"launcher.save replaces the checkpoint in {final}")
     backend, token = current(), secrets.token_hex(4)
     if isinstance(backend, RayBackend):
         there = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RemoteArray)]
@@ -308,22 +312,8 @@ def _nothing_of(owned: OwnedShards) -> OwnedShards:
 # -- the rest ---------------------------------------------------------------------------------
 
 
-def _check_replaced(folder: Path) -> None:
-    """Check that what is at `folder` may be replaced; if it is a checkpoint, log a warning, once.
-
-    Raises:
-        FileExistsError: it is something else, or the checkpoint of a run.
-    """
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    what = "" if (folder / CHECKSUMS).exists() else "something else than a checkpoint"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is no run's any more
-        run = read_json(folder / METADATA)["custom_metadata"]["config"]["run"]["id"]
-        what = f"a checkpoint of run {run}"
-    if what:
-        what = f"it holds {what}; name another folder"
-        raise FileExistsError(errno.EEXIST, what, str(folder))
-    warn_once(_log, f"launcher.save replaces the checkpoint in {folder}")
+def _may_replace(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / CHECKSUMS).exists() or not any(folder.iterdir()))
 
 
 def _check_alone(what: str) -> None:

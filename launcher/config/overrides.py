@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
-from launcher.base import to_type
+from launcher.base import setting_word, to_type
 from launcher.config.errors import ConfigError, shown
 from launcher.config.folders import PARTS, find_groups
 from launcher.config.reader import text_keys
@@ -115,7 +115,8 @@ def _for_hydra(
     said = override.value()
     is_scalar = isinstance(said, bool | int | float)
     if key not in groups or isinstance(said, dict):
-        return f"++{key}={quoted(value) if is_scalar and key in text_keys() else value}"
+        is_text = is_scalar and key in text_keys()
+        return setting_word(f"++{key}", value) if is_text else f"++{key}={value}"
     if isinstance(said, list) or ".." in value or value.lstrip("'\"").startswith("/"):
         raise ConfigError(
             f"{key}={value} is not the name of one option",
@@ -123,12 +124,7 @@ def _for_hydra(
             where=COMMAND_LINE,
         )
     name = key if key in own_groups else override.get_key_element()
-    return f"{name}={quoted(value) if is_scalar or said is None else value}"
-
-
-def quoted(value: str) -> str:
-    """Return `value` as a quoted string of the override grammar."""
-    return QuotedString(value, Quote.single).with_quotes()
+    return setting_word(name, value) if is_scalar or said is None else f"{name}={value}"
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> None:

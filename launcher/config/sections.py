@@ -26,17 +26,10 @@ class Run:
     switches = (
         Switch(
             ("run.fork",),
-            ("task",),
-            lambda c: c.task in ("train", "plan", "check", "submit"),
-            "that is for a training",
-            "use task=train",
-        ),
-        Switch(
-            ("train.init_from",),
-            ("run.fork",),
-            lambda c: c.run.fork is None,
-            "run.fork begins with the whole state of a run",
-            "leave out run.fork to begin with its parameters alone",
+            ("run.resume", "train.init_from"),
+            lambda c: c.run.resume != "must" and c.train.init_from is None,
+            "it begins a new training with the whole state of another",
+            "leave out run.resume=must and train.init_from",
         ),
     )
 
@@ -55,11 +48,6 @@ class Run:
             )
         if self.resume == "must" and self.id is None:
             yield ConfigError("run.resume=must does not say which run", "Give run.id=VALUE.")
-        if self.resume == "must" and self.fork is not None:
-            yield ConfigError(
-                f"run.fork={self.fork} begins a new run, and run.resume=must resumes one",
-                "Leave one of them out.",
-            )
 
 
 @dataclass(frozen=True)
@@ -345,18 +333,9 @@ class Generate(ChosenWeights):
 
 @dataclass(frozen=True)
 class Prepare:
-    """Number of processes of `task=prepare_data`."""
+    """Number of processes that prepare the data."""
 
     processes: int | None = number(None, minimum=1)  # null: one a core
-    switches = (
-        Switch(
-            ("prepare",),
-            ("task",),
-            lambda c: c.task in ("prepare_data", "train", "evaluate"),
-            "that is for task=prepare_data, and for tasks that prepare their data first",
-            "use that task",
-        ),
-    )
 
 
 @dataclass(frozen=True)

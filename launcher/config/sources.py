@@ -48,6 +48,12 @@ _SWEEPER_TEXTS = (f"{SWEEPER}.direction", f"{SWEEPER}.study_name")
 # Settings that make a program: sections, and those of `train`.
 OF_PROGRAM = ("model", "dataset", "optimizer", "cluster")
 OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite")
+# By section, the setting that names its kind.
+_KINDS = {
+    field.name: f"{field.name}.{field.metadata['variants'].key}"
+    for field in dataclasses.fields(Config)
+    if "variants" in field.metadata
+}
 _HERE = (Local, Emulated)  # clusters that can be taken over: the others mean more than devices
 
 
@@ -122,7 +128,7 @@ class Origin:
         for override in self.overrides:
             said, value = override.key_or_group, override.value()
             is_option = said in self.groups and not isinstance(value, dict)
-            if is_option and key in (said, _kind_key(said)):
+            if is_option and key in (said, _KINDS.get(said)):
                 return ON_COMMAND_LINE
             if not is_option and any(
                 below(one, (key,)) or below(key, (one,)) for one, _ in leaves(said, value)
@@ -409,9 +415,7 @@ def with_runs_settings(
         plan = _plan_of_run(tree)
     elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
         plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
-    if plan is None:
-        return tree
-    run = settings_beside(str(plan))
+    run = settings_beside(str(plan)) if plan else {}
     if not run:
         return tree
     said = {override.key_or_group for override in overrides}
@@ -426,7 +430,7 @@ def with_runs_settings(
             said |= {f"model.{name}" for name in names}
     taken = {
         name: tree.get(name)
-        if _kind_key(name) in said
+        if _KINDS.get(name) in said
         else _laid_over(run[name], tree.get(name), said, name)
         for name in OF_PROGRAM
     }
@@ -454,9 +458,9 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
     if reads is None or (is_of_run and plan is None):
         return
     run = settings_beside(str(plan)) if is_of_run else {}
-    for key in _said_after(origin, "task"):
-        theirs = _at(run, key)
-        if below(key, reads) or (run and str(_at(tree, key)) == str(theirs)):
+    for key in _counting(origin):
+        ours, theirs = _at(tree, key), _at(run, key)
+        if below(key, reads) or (run and (ours == theirs or str(ours) == str(theirs))):
             continue
         why = f"task={task} does not read it"
         if is_of_run and key.partition(".")[0] in (*OF_PROGRAM, "train", "parallel"):
@@ -464,17 +468,17 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
         raise ConfigError(f"{key} has no effect: {why}", "Leave it out.", [key])
 
 
-def _said_after(origin: Origin, key: str) -> Iterator[str]:
-    """Yield the settings that users' files say from the one on that sets `key`, and overrides."""
-    for source in origin.sources[origin.rank(key) :]:
+def _counting(origin: Origin) -> Iterator[str]:
+    """Yield the settings of overrides, and of users' files from the one on that sets `task`."""
+    for source in origin.sources[origin.rank("task") :]:
         if not source.is_own:
             yield from (name for name in source.lines if name in setting_keys())
     for override in origin.overrides:
         said, value = override.key_or_group, override.value()
         if said not in origin.groups or isinstance(value, dict):
             yield from (name for name, _ in leaves(said, value))
-        elif kind := _kind_key(said):
-            yield kind
+        elif said in vars(Config()):
+            yield _KINDS.get(said, said)
 
 
 def _plan_of_run(tree: Tree) -> Path | None:
@@ -488,13 +492,6 @@ def _at(tree: Any, key: str) -> Any:
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _kind_key(section: str) -> str | None:
-    """Return the setting that names the kind of a section; None if it has no kinds."""
-    fields = (field for field in dataclasses.fields(Config) if field.name == section)
-    variants = next((field.metadata.get("variants") for field in fields), None)
-    return variants and f"{section}.{variants.key}"
 
 
 def shorthands_of(model: Any) -> Mapping[str, Sequence[str]]:

@@ -39,6 +39,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher.base import setting_word
 from launcher.config.compose import (
     PRIMARY,
     Asked,
@@ -49,7 +50,7 @@ from launcher.config.compose import (
 from launcher.config.errors import ConfigError
 from launcher.config.folders import search_folders
 from launcher.config.hydra_compat import Callbacks, searching
-from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse, quoted
+from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse
 from launcher.config.sections import MAXIMIZED
 from launcher.config.sources import (
     SWEEPER,
@@ -262,7 +263,7 @@ def _sweeper_settings(
     words = all_for_hydra(fixed, folders)
     sources = _sources([*words, *of_sweeper], fixed, folders, loader)
     in_files = frozenset(_said_in(sources))
-    ours = f"hydra.sweep.dir={quoted(str(scratch))}"
+    ours = setting_word("hydra.sweep.dir", str(scratch))
     try:
         # Files are merged only if they set something of the sweeper.
         primary, words = (PRIMARY, words) if in_files else (None, [])

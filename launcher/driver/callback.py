@@ -89,12 +89,13 @@ class Callbacks:
             except Exception as error:
                 if not name:
                     raise
+                said = f"hooks=[{name}]: {event} failed at step {step}: {told(error, name)}"
                 if event != "on_end":
                     raise HookError(
-                        f"{_failed(name, event, step, error)}. The run ends; fix the hook, or "
+                        f"{said}. The run ends; fix the hook, or "
                         "leave it out, and run the same command again with its run.id"
                     ) from error
-                _log.warning(_failed(name, event, step, error))
+                _log.warning(said)
 
 
 def find_hook(name: str) -> Callback | type[Callback]:
@@ -116,7 +117,3 @@ def no_callback(name: str) -> InputError:
         f"hooks=[{name}] is no callback; name a class or an instance of launcher.driver.Callback, "
         f"such as {name.rpartition('.')[0] or name}.MyCallback"
     )
-
-
-def _failed(name: str, event: Event, step: int, error: Exception) -> str:
-    return f"hooks=[{name}]: {event} failed at step {step}: {told(error, name)}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher import checkpoint
-from launcher.base import Advance, complain, lines_to
+from launcher.base import Advance, complain, first_line, lines_to, to_type
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, HungError, WorkerError
 from launcher.cluster.kinds import kind_of
@@ -122,7 +122,7 @@ def train_in(
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise
     finally:
         try:
@@ -264,7 +264,8 @@ class _Job:
             _log.warning(f"{name}: {line}")
         if short and (slurm := getattr(self._config.cluster, "slurm", None)):
             left_out = dict.fromkeys([*filter(None, [slurm.exclude]), *(name for name, _ in short)])
-            _log.warning(f"to do without: \"cluster.slurm.exclude='{','.join(left_out)}'\"")
+            setting = to_type(("cluster.slurm.exclude", ",".join(left_out)))
+            _log.warning(f"to do without: {setting}")
 
     def _start(self) -> RaySession:
         assert self._ready.pool is not None, "nothing to train on"

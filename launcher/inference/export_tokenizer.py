@@ -72,10 +72,10 @@ def run_tokenizer(settings: Config) -> NamedTokenizer | None:
     for folder in (Path(path).expanduser() for path in folders):
         if (folder / META).is_file():
             return _unchanged(folder, None, None)
-    start = folder_of(settings.train.init_from or "")
-    with suppress(InputError):  # there is none
-        tokenizer_fingerprint(str(start))
-        return NamedTokenizer(str(start))
+    if (start := folder_of(settings.train.init_from or "")) is not None:
+        with suppress(InputError):  # it holds none
+            tokenizer_fingerprint(str(start))
+            return NamedTokenizer(str(start))
     return None
 
 

@@ -381,7 +381,8 @@ def _command(
         return command  # it makes no run
     command += [setting_word("run.dir", str(folder)), setting_word("run.id", run_id)]
     wandb, is_used = point.config.wandb, "wandb" in (point.config.report.trackers or ())
-    if is_used and wandb.group is None and wandb.mode != "disabled":
+    is_free = wandb.group is None and not os.environ.get("WANDB_RUN_GROUP")
+    if is_used and is_free and wandb.mode != "disabled":
         command += [setting_word("wandb.group", sweep_id)]
     return command
 

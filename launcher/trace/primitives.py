@@ -248,12 +248,7 @@ def _bind(
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise LossError(f"{source_of(fun)} must return (loss, aux), as has_aux=True says")
         if nums:
-            value = out[0] if has_aux else out
-            if not jax.tree_util.all_leaves([value]) or value is None:
-                raise LossError(
-                    f"the loss of {source_of(fun)} must be one floating-point number; it is a "
-                    f"{type(value).__name__}"
-                )
+            _check_loss(fun, out[0] if has_aux else out)
         arrays_only(fun, out)
         out_leaves, out_tree = jax.tree.flatten(out)
         return out_leaves
@@ -261,8 +256,8 @@ def _bind(
     with _plain_is_loss(False):  # a gradient inside of the loss is part of it
         closed = inline_calls(make_jaxpr(flat_fun, *leaves))
     words = _reduction_words(out_tree, has_aux, reduce)
-    if nums:
-        _check_loss(fun, closed.out_avals[0], words[0])
+    if nums and words[0] not in ("infer", "mean", "sum"):
+        raise GradientError(f'a loss is combined by "mean" or "sum", not {words[0]!r}')
     operands = [*closed.consts, *leaves]
     wrt = tuple(len(closed.consts) + k for k, i in enumerate(traced) if is_diff[i])
     params = {"jaxpr": lift_constants(closed), "wrt": wrt, "reduce": words}
@@ -299,14 +294,12 @@ def _reduction_words(out_tree: Any, has_aux: bool, reduce: Any) -> tuple[str, ..
     return words
 
 
-def _check_loss(fun: Callable[..., Any], aval: Any, word: str) -> None:
-    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+def _check_loss(fun: Callable[..., Any], loss: Any) -> None:
+    wrong = no_array(loss) or jax.typeof(loss).str_short()
+    if no_array(loss) or jnp.shape(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise LossError(
-            f"the loss of {source_of(fun)} must be one floating-point number; it is "
-            f"{aval.str_short()}"
+            f"the loss of {source_of(fun)} must be one floating-point number; it is {wrong}"
         )
-    if word not in ("infer", "mean", "sum"):
-        raise GradientError(f'a loss is combined by "mean" or "sum", not {word!r}')
 
 
 def _whole_batch(

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,8 +182,9 @@ def trace_step(
     """
     arguments = read_arguments(args, batch_argnums, donate_argnums)
     maybe = [may_be_raw_key(leaf) for leaf in jax.tree.leaves(arguments.shapes)]
+    others = arguments.without(maybe)
     if needs_loss:  # a clearer error than that of the trace
-        batch_size(arguments.without(maybe))
+        batch_size(others)
 
     taking = plain_gradients if needs_loss else contextlib.nullcontext
 
@@ -200,8 +202,12 @@ def trace_step(
     equations = closed.eqns
     places = find_losses(fun, equations, needs_loss)
     constants = dict(zip(closed.constvars, closed.consts, strict=True))
-    keys = (k and raw_generator(v, equations) for k, v in zip(maybe, closed.invars, strict=True))
-    arguments = arguments.without([bool(key) or not places for key in keys])
+    rows = {v.aval.shape[:1] for v in itertools.compress(closed.invars, others.batch)} - {()}
+    no_rows = (
+        k and (bool(rows - {v.aval.shape}) or raw_generator(v, equations) is not None)
+        for k, v in zip(maybe, closed.invars, strict=True)
+    )
+    arguments = arguments.without([key or not places for key in no_rows])
     size = batch_size(arguments)
     whole = Interface(
         in_tree=jax.tree.structure(arguments.shapes),

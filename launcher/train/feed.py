@@ -8,12 +8,10 @@ piece by the rows that it stands for.
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,10 +19,10 @@ import numpy as np
 
 from launcher.base import source_of
 from launcher.recipes import Batches, InputError
-from launcher.trace import arrays_only
+from launcher.trace import arrays_only, may_be_raw_key
 
 if TYPE_CHECKING:
-    from launcher.recipes import Batch, Dataset
+    from launcher.recipes import Batch
 
 
 class Feeder:
@@ -75,6 +73,8 @@ class Feeder:
 def shapes_of(batches: Callable[[int], Batch], batch_size: int, held_out: bool = False) -> Any:
     """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample.
 
+    A function's batches may hold numbers and random keys, too, which have no rows.
+
     Raises:
         InputError: it is no tree of arrays, or has another number of rows.
     """
@@ -87,16 +87,24 @@ def shapes_of(batches: Callable[[int], Batch], batch_size: int, held_out: bool =
         if not isinstance(at, np.ndarray) or at.ndim != 1:
             raise InputError(f"{source_of(batches.numbers)} must return sample numbers, an array")
         make, at, rows = batches.gather, at[:1], 1
-    batch = arrays_only(make, make(at))
-    shapes = [np.shape(x) for x in jax.tree.leaves(batch)] or [()]
-    if held_out and shapes[0]:
-        rows = shapes[0][0]
-    if others := [shape for shape in shapes if shape[:1] != (rows,)]:
+    batch = jax.tree.map(_shape, arrays_only(make, make(at)))
+    leaves = jax.tree.leaves(batch) or [_shape(0)]
+    if held_out:
+        rows = next((leaf.shape[0] for leaf in leaves if leaf.shape), rows)
+    elif make is batches:
+        leaves = [x for x in leaves if x.shape and not may_be_raw_key(x)] or leaves
+    if others := [leaf.shape for leaf in leaves if leaf.shape[:1] != (rows,)]:
         raise InputError(
             f"{source_of(make)} must return arrays of {rows} rows, as train.global_batch_size="
             f"{batch_size} asks; it returns one of shape {others[0]}"
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype), batch)
+    if make is batches and not held_out:
+        return batch
+    return jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), batch)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
 
 
 def num_batches(held_out: Callable[[int], Batch], batch_size: int, most: int | None) -> int | None:
@@ -106,27 +114,6 @@ def num_batches(held_out: Callable[[int], Batch], batch_size: int, most: int | N
         return most
     all_batches = -(-num_rows // batch_size)
     return all_batches if most is None else min(most, all_batches)
-
-
-def after(dataset: Dataset, taken: Mapping[str, int], batch_size: int) -> Callable[[int], Batch]:
-    """Return the training batches that follow after rows that were taken; see `Dataset.after`."""
-    if not taken:
-        return dataset.train
-    if dataset.after is not None:
-        return dataset.after(taken)
-    skipped, cut = divmod(taken[""], batch_size)
-
-    def spliced(of: Callable[[int], Any], k: int) -> Any:
-        first = of(k + skipped)
-        if not cut:
-            return first
-        parts = first, of(k + skipped + 1)
-        return jax.tree.map(lambda a, b: np.concatenate([a[cut:], b[:cut]]), *parts)
-
-    if isinstance(dataset.train, Batches):
-        numbers = functools.partial(spliced, dataset.train.numbers)
-        return replace(dataset.train, numbers=numbers)
-    return functools.partial(spliced, dataset.train)
 
 
 def own_rows(
@@ -145,7 +132,7 @@ def own_rows(
         return lambda k: _gathered(batches, batches.numbers(k), shapes, rows)
 
     def batch_at(k: int) -> Batch:
-        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch := batches(k))
+        found = jax.tree.map(_shape, batch := batches(k))
         if found != shapes:
             raise InputError(f"{source_of(batches)} returns {found} as batch {k}, after {shapes}")
         return batch

@@ -96,9 +96,6 @@ def check_patterns(options: Optimizer, params: Any) -> None:
         raise InputError("optimizer.groups freezes all parameters; leave one to learn")
 
 
-_GIVEN = "; it is given the gradients, its state, the parameters and value, the loss, and no more"
-
-
 def _users_own(
     options: CustomOptimizer, total_steps: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
@@ -112,8 +109,7 @@ def _users_own(
             f"{key}: {source_of(module.build)} must return (transformation, schedule), an Optax "
             "transformation and a function from the number of updates to the learning rate"
         )
-    init, schedule = users_code(key, made[0].init), users_code(key, made[1])
-    update = users_code(key, made[0].update, note=_GIVEN)
+    init, update, schedule = (users_code(key, f) for f in (made[0].init, made[0].update, made[1]))
     return optax.GradientTransformation(init, update), schedule
 
 

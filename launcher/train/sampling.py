@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from launcher.arrays.stacked_array import StackedArray
+from launcher.base import problem_of
 from launcher.checkpoint.train_state import (
     adapted_kernel,
     adapters_of,
@@ -118,9 +119,3 @@ class Sampler:
                 a, b = factors if number is None else (factor[number] for factor in factors)
                 value = adapted_kernel(value, a, b, lora)
             yield number, value
-
-
-def problem_of(error: Exception) -> str:
-    """Return an error's class and the first line of its text."""
-    first, *_ = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -42,7 +42,7 @@ from launcher.runtime import (
     with_first_replicas,
     with_values,
 )
-from launcher.train.feed import Feeder, after, filled, own_rows
+from launcher.train.feed import Feeder, filled, own_rows
 from launcher.train.program import Program, averaged_model, build_program, with_stored_model
 from launcher.train.sampling import Sample, Sampler
 from launcher.train.step_result import (
@@ -331,7 +331,8 @@ class TrainWorker(Peer):
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
         program, rows = self._program, self._train.batch_rows()
-        batches = after(program.dataset, self._taken, self._config.train.global_batch_size)
+        data = program.dataset
+        batches = data.after(self._taken) if data.after else data.train
         self._feeder = Feeder(own_rows(batches, program.batch, rows), first, stop)
 
     def _finish(self) -> StepResult | None:

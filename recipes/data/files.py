@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 import re
-import shlex
 import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base import missing_path
+from launcher.base import missing_path, to_type
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
@@ -156,12 +155,12 @@ def _without_splits(named: str, root: Path, found: NamedFiles, splits: str) -> N
         train, *others = sorted(group, key=lambda one: (not one.startswith(_TRAIN), "test" in one))
         if splits != _TRAIN:
             key = named.partition("=")[0]
-            words = [f"{key}={_glob_of(group[train])}"]
+            words = [(key, str(_glob_of(group[train])))]
             if key == "dataset.path":
-                words.append(f"dataset.validation_path={_glob_of(group[others[0]])}")
+                words.append(("dataset.validation_path", str(_glob_of(group[others[0]]))))
             raise InputError(
                 f"{named} holds the splits {', '.join([train, *others])}, which are not one; name "
-                f"what to read: {' '.join(map(shlex.quote, words))}"
+                f"what to read: {to_type(*words)}"
             )
         for name in others:
             held = set(itertools.chain(*group[name].values()))

@@ -96,11 +96,6 @@ COMMAND_LINES = [
     ),
     # Code that no one has allowed.
     (
-        "model=custom model.module=os",
-        f"model.module=os is code that this run is not allowed to load {CLI}. "
-        "If you trust it, add 'allow_modules=[os]' on the command line.",
-    ),
-    (
         "dataset=custom dataset.module=my_pkg.data allow_modules=[my_pkg.da]",
         f"dataset.module=my_pkg.data is code that this run is not allowed to load {CLI}. "
         "If you trust it, add 'allow_modules=[my_pkg.da,my_pkg.data]' on the command line.",
@@ -120,11 +115,6 @@ COMMAND_LINES = [
         "wandb.name=(x",
         f"'wandb.name=(x' cannot be read as key=value {CLI}. "
         "Quote special characters, for example 'wandb.name=\"(x\"'",
-    ),
-    (
-        "prompt=it's",
-        f'"prompt=it\'s" cannot be read as key=value {CLI}. '
-        "Quote special characters, for example 'prompt=\"it'\"'\"'s\"'",
     ),
     (
         "prompt=42",
@@ -189,11 +179,6 @@ COMMAND_LINES = [
         "Ray cluster, or host:port as `ray start` printed it.",
     ),
     (
-        "cluster=ray cluster.address=my-host.example.com",
-        f'cluster.address=my-host.example.com is not a usable address {CLI}. Give "auto" for this '
-        "machine's Ray cluster, or host:port as `ray start` printed it.",
-    ),
-    (
         "cluster=ray cluster.resources={GPU:1}",
         f"cluster.resources.GPU cannot be set here {CLI}. Use cluster.gpus.",
     ),
@@ -254,14 +239,6 @@ COMMAND_LINES = [
         "parallel.data=2",
         f"parallel.data is not a setting of parallel=auto {CLI}. "
         "It belongs to parallel=shard or three_d.",
-    ),
-    (
-        "parallel=replay",
-        f"parallel.plan is not set (in {CONF}/parallel/replay.yaml:6). Give parallel.plan=VALUE.",
-    ),
-    (
-        "parallel=manual parallel.plan=p",
-        f"parallel.plan is not a setting of parallel=manual {CLI}. It belongs to parallel=replay.",
     ),
     (
         "parallel.method=maual",
@@ -377,10 +354,6 @@ COMMAND_LINES = [
         "Choose a shorter one.",
     ),
     ("run.resume=must", f"run.resume=must does not say which run {CLI}. Give run.id=VALUE."),
-    (
-        "model.name=bert",
-        "model.vocab_size is not set. Choose a model.size, or give model.vocab_size=VALUE.",
-    ),
     (
         "model.size=null",
         "model.vocab_size is not set. Choose a model.size, or give model.vocab_size=VALUE.",

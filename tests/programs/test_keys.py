@@ -242,6 +242,8 @@ KEYS = {
     "raw": jax.random.PRNGKey(5),
     "raw of another generator": jax.random.key_data(jax.random.key(5, impl="rbg")),
     "typed": jax.random.key(5),
+    "raw, a number added": jax.random.PRNGKey(5),
+    "raw, unused": jax.random.PRNGKey(5),
 }
 
 
@@ -253,6 +255,10 @@ def test_a_key_in_the_batch_is_a_key_and_no_rows(kind, rows):
     def loss(w, x, key):
         if kind == "raw of another generator":
             key = jax.random.wrap_key_data(key, impl="rbg")
+        if kind == "raw, a number added":
+            key = key + jnp.uint32(3)
+        if kind == "raw, unused":
+            key = jax.random.key(0)
         first, other = jax.random.split(key)
         h = jnp.tanh(x @ w + jax.random.normal(first, x.shape))
         launcher.mark_pipeline_boundary()

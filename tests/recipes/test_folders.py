@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from launcher.config.families import find_datasets
+from launcher.config.overrides import parse
 from launcher.recipes import InputError, build_dataset, prepare_dataset
 
 MODEL = SimpleNamespace(
@@ -149,7 +150,7 @@ def test_several_splits_are_not_read_as_one(key, shape, tmp_path):
         assert "1 of the split test (" in said
     except InputError as error:
         words = shlex.split(str(error).partition("name what to read: ")[2])
-        paths = dict(word.removeprefix("dataset.").split("=", 1) for word in words)
+        paths = {one.key_or_group.removeprefix("dataset."): one.value() for one in parse(words)}
         path = paths.pop("parts.a.path" if key == "mixture" else "path")
         assert paths.keys() == ({"validation_path"} if key != "mixture" else set())
         said = told(options_of(key, tmp_path / path, **paths))

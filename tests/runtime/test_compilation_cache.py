@@ -5,12 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from launcher.base.measurements import file_name, processor
 from launcher.runtime import keep_compiled, why_not_kept
+from launcher.runtime.programs import compilation_cache
+from launcher.runtime.programs.compilation_cache import _prune
 
 PROGRAM = """
 import json
@@ -67,14 +71,97 @@ def test_the_next_process_compiles_nothing_whatever_a_kill_left(start, tmp_path)
 
     for torn in folder.glob("*-cache"):
         torn.write_bytes(torn.read_bytes()[:100])
-    halves = [folder / "killed-cache", folder / "evicted-atime"]
-    for half in halves:
-        half.touch()
-    second, third = start(), start()
+    second = start()
     assert second["hits"] == 0
-    assert not any(half.exists() for half in halves)
+    programs = list(folder.glob("*-cache"))
+    for program in programs:
+        os.utime(program, (0, 0))
+    third = start()
     assert third["misses"] == 0
     assert third["hits"] == first["misses"]
+    assert all(program.stat().st_mtime > 0 for program in programs)  # their use is noted
+    assert sorted(filter(Path.is_file, folder.iterdir())) == sorted(programs)  # JAX notes nothing
+
+
+@pytest.fixture
+def bounded(tmp_path, monkeypatch):
+    """Fill the folder with programs of some sizes, the first one used last; bound it to 100."""
+    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 100)
+
+    def fill(sizes):
+        for age, size in enumerate(sizes):
+            path = tmp_path / f"jit_{len(sizes) - age}-cache"
+            path.write_bytes(b"x" * size)
+            os.utime(path, (0, 1000 - age))
+        return lambda: len(list(tmp_path.glob("*-cache")))
+
+    return fill
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_as_many_programs_as_fit_are_kept_those_used_last(bounded, tmp_path, seed):
+    sizes = np.random.default_rng(seed).integers(1, 60, size=2 * seed)
+    other = tmp_path / "xla_autotuning"
+    other.mkdir()
+    kept = bounded(sizes)
+    _prune(tmp_path)
+    fitting = int((np.cumsum(sizes) <= 100).sum())
+    assert kept() == fitting
+    ages = [1000 - path.stat().st_mtime for path in tmp_path.glob("*-cache")]
+    assert sorted(ages) == list(range(fitting))
+    assert other.exists()
+
+
+@pytest.mark.parametrize("step", ["stat", "unlink"])
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_another_process_may_prune_at_any_moment(bounded, tmp_path, monkeypatch, step, turn):
+    kept = bounded([40, 60, 20, 5, 30, 7])
+    do, calls = getattr(Path, step), []
+
+    def interrupted(path, **named):
+        calls.append(path)
+        if len(calls) == turn:
+            _prune(tmp_path)
+        return do(path, **named)
+
+    monkeypatch.setattr(Path, step, interrupted)
+    _prune(tmp_path)
+    assert len(calls) > turn
+    assert kept() == 2
+
+
+CROWD = """
+import sys
+from pathlib import Path
+from launcher.runtime.programs import compilation_cache
+compilation_cache.MOST_BYTES = 100
+print("ready", flush=True)
+input()
+compilation_cache._prune(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_prune_one_folder(bounded, tmp_path):
+    kept = bounded([1] * 3000)
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", CROWD, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate()
+    assert [process.returncode for process in both] == [0, 0]
+    assert kept() == 100
 
 
 @pytest.fixture

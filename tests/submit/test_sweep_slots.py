@@ -72,22 +72,31 @@ WITHOUT = (
 )
 
 
+def in_sweep(*words: str) -> tuple[Config, Config]:
+    """The settings of a point, and those of the run that the sweep starts for it."""
+    [point], _ = load_points([Asked((), words)])
+    return point.config, load(sweep._command(point, (), Path("a home=1"), "s-0", "s")[3:])
+
+
 @pytest.mark.parametrize("words", [*WITH_GROUP, *WITHOUT])
-@pytest.mark.parametrize("task", ["train", "plan"])
 def test_a_run_gets_the_sweeps_group_where_it_can_have_one(
-    task: str, words: tuple[str, ...]
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ("recipe=smoke", f"task={task}", "sweep={jobs: 2}", "+sweep.jobs=3", *words)
-    [point], _ = load_points([Asked((), given)])
-    found = load(sweep._command(point, (), Path("a home=1"), "s-0", "s")[3:])
+    given = ("recipe=smoke", "sweep={jobs: 2}", "+sweep.jobs=3", *words)
+    found = in_sweep(*given)[1]
     assert found.wandb.group == ("s" if words in WITH_GROUP else None)
-    assert (found.run.dir, found.run.id, found.sweep.jobs) == ("a home=1", "s-0", 1)
+    assert found.sweep.jobs == 1
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    assert in_sweep(*given)[1].wandb.group is None  # the variable counts
 
 
-@pytest.mark.parametrize("task", [name for name, reads in TASKS.items() if reads is not None])
+@pytest.mark.parametrize("task", TASKS)
 def test_what_a_sweep_adds_to_a_task_is_what_it_reads(task: str) -> None:
-    needed = {"sweep_status": ("sweep.dir=a",), "calibrate": (), "tokenize": ()}
-    given = (f"task={task}", *needed.get(task, ("run.id=of_mine",)))
-    [point], _ = load_points([Asked((), given)])
-    found = load(sweep._command(point, (), Path("home"), "s-0", "s")[3:])
-    assert found.run == point.config.run
+    needed = {"sweep_status": ["sweep.dir=a"], "submit": ["cluster=slurm", "cluster.gpus=2"]}
+    words = [
+        *needed.get(task, []),
+        *(["run.id=of_mine"] if "run.id" in (TASKS[task] or ()) else []),
+    ]
+    asked, found = in_sweep(f"task={task}", *words)
+    is_run = TASKS[task] is None
+    assert found.run == (replace(asked.run, dir="a home=1", id="s-0") if is_run else asked.run)

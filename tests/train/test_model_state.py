@@ -1,6 +1,7 @@
 """Models with state (batch statistics, counters): trained with, kept, and what is refused."""
 
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from launcher import checkpoint
-from launcher.base import source_of
 from launcher.config.compose import load
 from launcher.config.optimizer import AdamW
 from launcher.inference.eval_step import make_eval_step
@@ -160,93 +160,55 @@ def test_a_skipped_step_leaves_the_models_state_unchanged():
 
 
 def returns(make):
-    """A loss of a model with state that returns `make(state)`."""
+    """A model with state whose loss returns `make(value, state)`."""
     return counting(lambda params, state, batch, key: make(params.sum(), state))
 
 
-RETURNS = (
-    "the model's LOSS must return (loss, metrics), one number and a dict of further ones, or, of a "
-    "Model(init, loss, has_state=True), (loss, (metrics, state)); it returns"
-)
-ALIKE = (
-    "the state that the model's LOSS returns must have the names, shapes and dtypes of the one it "
-    "was given"
-)
+def returns_state(**changed):
+    return returns(lambda value, state: (value, ({}, {**state, **changed})))
+
+
+def starts_with(state):
+    return counting(init=lambda key: (jnp.ones(3), state(key)))
+
+
+ONE = jnp.ones(())
 REFUSED = [
-    (
-        Model(lambda key: jnp.ones(3), lambda p, b, k: (p.sum(), {}), has_state=True),
-        "the init of a model with state must return (parameters, state); it returns float32[3]",
-    ),
-    (
-        counting(init=lambda key: (jnp.ones(3), {"stream": key})),
-        "the model's state must hold arrays of numbers, which can be saved; state['stream'] is a "
-        "random key",
-    ),
-    (
-        counting(init=lambda key: (jnp.ones(3), {"count": 0})),
-        "the model's state must hold arrays of numbers, which can be saved; state['count'] is an "
-        "int",
-    ),
+    (counting(init=lambda key: jnp.ones(3)), "must return (parameters, state); it returns float32"),
+    (starts_with(lambda key: {"a": key}), "must hold arrays of numbers.*; state['a'] is key<fry>"),
+    (starts_with(lambda key: {"a": 0}), "must hold arrays of numbers.*; state['a'] is int"),
     (
         returns(lambda value, state: (value, state)),
-        f"{RETURNS} (float32[], a dict), with has_state=True",
+        "it returns (float32[], a dict), with",
     ),
+    (returns(lambda value, state: (value, {}, state)), "returns (float32[], a dict, a dict), with"),
+    (returns(lambda value, state: (value, [{}, state])), "it returns (float32[], a list), with"),
+    (returns(lambda value, state: (value, (state, {}))), "'count'] is missing, and was int32[]"),
+    (returns(lambda value, state: (value, ({}, [state]))), "['count'] is missing, and was int32"),
+    (returns_state(more=ONE), "; state['more'] is float32[], and was missing"),
+    (returns_state(mean="x"), "; state['mean'] is a str, and was float32[3]"),
+    (returns_state(mean=ONE), "; state['mean'] is float32[], and was float32[3]"),
+    (returns_state(count=ONE), "; state['count'] is float32[], and was int32[]"),
     (
-        returns(lambda value, state: (value, {}, state)),
-        f"{RETURNS} (float32[], a dict, a dict), with has_state=True",
-    ),
-    (
-        returns(lambda value, state: (value, (state, {}))),
-        "the model's LOSS returns (state, metrics); the metrics come first",
-    ),
-    (
-        returns(lambda value, state: (value, ({}, {"count": state["count"]}))),
-        f"{ALIKE}; state['mean'] is missing, and was float32[3]",
-    ),
-    (
-        returns(lambda value, state: (value, ({}, {**state, "more": value}))),
-        f"{ALIKE}; it has state['more'], which was not given",
-    ),
-    (
-        returns(lambda value, state: (value, ({}, {**state, "more": "x"}))),
-        f"{ALIKE}; it has state['more'], which was not given",
-    ),
-    (
-        returns(lambda value, state: (value, ({}, {**state, "mean": "x"}))),
-        f"{ALIKE}; state['mean'] is a str, and was float32[3]",
-    ),
-    (
-        returns(lambda value, state: (value, [{}, state])),
-        f"{RETURNS} (float32[], a list), with has_state=True",
-    ),
-    (
-        Model(lambda key: jnp.ones(3), lambda p, b, k: [p.sum(), {}]),
-        f"{RETURNS} a list, with has_state=False",
-    ),
-    (
-        returns(lambda value, state: (value, ({}, {**state, "mean": value}))),
-        f"{ALIKE}; state['mean'] is float32[], and was float32[3]",
-    ),
-    (
-        returns(lambda value, state: (value, ({}, {**state, "count": 1.0 * state["count"]}))),
-        f"{ALIKE}; state['count'] is float32[], and was int32[]",
+        Model(lambda key: ONE, lambda p, b, k: [p.sum(), {}]),
+        "it returns a list, with has",
     ),
     (
         Model(lambda key: jnp.ones(3), lambda p, b, k: (p.sum(), ({}, {"count": 1}))),
-        "the model's LOSS returns (metrics, state); say Model(init, loss, has_state=True)",
+        "of a Model(init, loss, has_state=True), (loss, (metrics, state)); it returns (float32",
     ),
 ]
 
 
-@pytest.mark.parametrize(("model", "text"), REFUSED)
+@pytest.mark.parametrize(("model", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_a_model_with_state_is_refused_in_one_line(model, text):
     def train(x):
         step, state = step_of(model)
         return step(state, {"x": x})
 
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=re.escape(text).replace(r"\.\*", ".*")) as error:
         jax.eval_shape(train, X["x"])
-    assert str(error.value) == text.replace("LOSS", source_of(model.loss))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -211,10 +211,22 @@ def states(step, state):
     return found
 
 
-@pytest.mark.parametrize("form", WANT_VALUE)
-def test_an_optimizer_that_wants_the_loss_gets_that_of_the_whole_batch(form, monkeypatch):
+STAGES = launcher.PipeshardParallel(4, stage_option=launcher.UniformStageOption(num_stages=2))
+UNDER = [
+    *((form, None) for form in WANT_VALUE),
+    ("where finite", STAGES),
+    *(
+        pytest.param("in a chain", method, marks=pytest.mark.slow)
+        for method in (STAGES, launcher.DataParallel(2), launcher.Zero3Parallel())
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "method"), UNDER)
+def test_an_optimizer_that_wants_the_loss_gets_that_of_the_whole_batch(form, method, monkeypatch):
     built, made = custom(monkeypatch, WANT_VALUE[form]), WANT_VALUE[form]
     state = init_state(TWO_LAYERS, built[0], jax.random.key_data(jax.random.key(0)))
+    step = make_train_step(TWO_LAYERS, *built)
 
     @jax.jit
     def by_hand(state, batch):
@@ -224,27 +236,9 @@ def test_an_optimizer_that_wants_the_loss_gets_that_of_the_whole_batch(form, mon
         params = optax.apply_updates(state.params, updates)
         return dataclasses.replace(state, params=params, opt_state=opt_state), loss
 
-    wanted = states(by_hand, state)
-    assert_close(states(jax.jit(make_train_step(TWO_LAYERS, *built)), state), wanted)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        launcher.PipeshardParallel(4, stage_option=launcher.UniformStageOption(num_stages=2)),
-        pytest.param(launcher.DataParallel(2), marks=pytest.mark.slow),
-        pytest.param(launcher.Zero3Parallel(), marks=pytest.mark.slow),
-    ],
-    ids=lambda method: type(method).__name__,
-)
-def test_the_loss_that_an_optimizer_gets_is_the_same_under_every_plan(method, monkeypatch):
-    made = optax.chain(contrib.momo_adam(0.1), PLATEAU, optax.scale_by_polyak(max_learning_rate=1))
-    built = custom(monkeypatch, made)
-    state = init_state(TWO_LAYERS, built[0], jax.random.key_data(jax.random.key(0)))
-    step = make_train_step(TWO_LAYERS, *built)
-    wanted = states(jax.jit(step), state)
-    run = launcher.parallelize(step, method=method, devices=jax.devices()[:4], donate_argnums=())
-    for got, want in zip(states(run, state), wanted, strict=True):
+    on_four = {"devices": jax.devices()[:4], "donate_argnums": ()}
+    run = launcher.parallelize(step, method=method, **on_four) if method else jax.jit(step)
+    for got, want in zip(states(run, state), states(by_hand, state), strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
 
 

@@ -70,6 +70,16 @@ def test_shapes_are_those_of_a_batch_and_take_one_row():
     assert len(source.asked) == len(source.asked[0]) == 1
 
 
+def test_the_batches_of_a_function_may_hold_numbers_and_a_random_key():
+    key = np.zeros(2, np.uint32)
+    batch = {"x": np.ones((6, 2)), "scale": 2.0, "rng": key, "typed": jax.random.key(0)}
+    shapes = shapes_of(lambda k: batch, 6)
+    assert {name: x.shape for name, x in shapes.items()} == jax.tree.map(np.shape, batch)
+    assert own_rows(lambda k: batch, shapes, None)(3) is batch
+    with pytest.raises(InputError, match=r"must return arrays of . rows.*one of shape \(\)"):
+        shapes_of(lambda k: batch, 6, held_out=True)
+
+
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_full_batch_for_each_piece_repeats_its_rows_evenly(as_function):
     held = held_out(11, 6, Source())

@@ -106,7 +106,7 @@ def test_evaluation_switches_dropout_off_and_keeps_the_models_own_metrics():
         ({"hits": jnp.ones(4)}, r"its metric 'hits' is float32\[4\]: take its mean"),
         (
             {"ok": 1.0, "both": (1.0, 2.0)},
-            r"its metric 'both' is \(a float, a float\): take its mean",
+            r"its metric 'both' is \(float32\[\], float32\[\]\): take its mean",
         ),
         ({"none": None}, "its metric 'none' is a NoneType"),
         ([1.0], r"must return \(loss, metrics\), .*; it returns \(float32\[\], a list\)"),

@@ -23,18 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from launcher import checkpoint
-from launcher.base import (
-    aside,
-    clear_partial,
-    complain,
-    missing_path,
-    open_own,
-    set_aside,
-    write_whole,
-)
-from launcher.checkpoint import RunMetadata
+from launcher.base import aside, clear_partial, complain, open_own, set_aside, write_whole
+from launcher.checkpoint import RunMetadata, copy_checkpoint, read_run_metadata, steps_in
 from launcher.cluster.slurm.allocation import attempt_folder
 from launcher.config.compose import redacted, to_dict, to_written
 from launcher.config.environment import dotted, unresolved
@@ -61,7 +55,6 @@ _FIXED = (
     "train.precision",
     "run.seed",
 )
-_FIXED_IN_FORKS = ("model.name", "model.module", "optimizer.name", "optimizer.module")
 # Settings by which batch k depends on other rows.
 _OF_DATA = ("dataset", "train.global_batch_size", "run.seed", "model.sequence_length")
 # Settings that a fork does not list: they are no part of the training, or always others.
@@ -173,12 +166,18 @@ def check(config: Config, thorough: bool = True) -> int:
     """
     path = check_folder(config)
     if (parent := parent_of(config)) is not None:
-        changes = _check_fork(config, parent)
+        if config.train.steps <= (begins := int(parent.path.name)):
+            raise ConfigError(
+                f"train.steps={config.train.steps} leaves nothing to train: "
+                f"run.fork={config.run.fork} begins after step {begins}",
+                "Raise train.steps, the number of the last step.",
+                ["train.steps", "run.fork"],
+            )
         _log.info(f"a new run begins with the state of {parent.path}")
-        for key, (before, now) in changes.items():
+        for key, (before, now) in differences(parent.run, config).items():
             if not _is_below(key, _UNLISTED):
                 _log.info(f"  {key}: {before} -> {now}")
-        return int(parent.path.name)
+        return begins
     if path is None:
         return 0
     step = _choose(config, path, thorough=False).step or 0
@@ -316,10 +315,11 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
 
 
 class Parent(NamedTuple):
-    """A checkpoint of another run, which a run begins with, and its metadata."""
+    """A checkpoint of another run, its metadata, and its settings with today's environment."""
 
     path: Path
     run: RunMetadata
+    settings: dict[str, Any]
 
 
 def parent_of(config: Config, thorough: bool = False) -> Parent | None:
@@ -333,79 +333,49 @@ def parent_of(config: Config, thorough: bool = False) -> Parent | None:
         ConfigError: it names no intact checkpoint.
     """
     run = config.run
-    if run.fork is None or (run.id and checkpoint.steps_in(Path(run.dir, run.id, _CHECKPOINTS))):
+    if run.fork is None or (run.id and steps_in(Path(run.dir, run.id, _CHECKPOINTS))):
         return None
-    named, name = _run_and_step(run.fork)
-    places = [Path(named).expanduser(), Path(run.dir, named), Path(type(run).dir, named)]
-    there = [path for path in places if path.exists()]
-    there.sort(key=lambda path: not Path(path, _CHECKPOINTS).is_dir())
+    named, _, name = run.fork.rpartition("@")
+    if not named or "/" in name:
+        named, name = run.fork, "latest"
+    homes = [Path(base, named).expanduser().absolute() for base in ("", run.dir, type(run).dir)]
+    place = next((h for h in homes if (h / _CHECKPOINTS).is_dir()), homes[0]) / _CHECKPOINTS
+    step = {"latest": "", "best": str(checkpoint.best_step(place))}.get(name, name)
     try:
-        if not there:
-            raise checkpoint.InitError(missing_path(places[0]))
-        found = checkpoint.checkpoint_named(there[0].absolute() / _CHECKPOINTS, name, thorough)
-    except (checkpoint.InitError, OSError) as error:
+        path, damaged = checkpoint.resolve(place / step, thorough)
+        stored = read_run_metadata(path.parent, int(path.name))
+        settings: Any = OmegaConf.to_container(OmegaConf.create(stored.config), resolve=True)
+    except (checkpoint.InitError, ValueError, OSError, OmegaConfBaseException) as error:
+        steps = ", ".join(map(str, steps_in(place))) or "none"
         raise ConfigError(
-            f"run.fork={run.fork} {error}",
-            "Name a run by its folder or id, and a checkpoint of it: outputs/ID@STEP, or @latest, "
-            "or @best where train.keep_best keeps one.",
+            f"run.fork={run.fork} {str(error).splitlines()[0]}",
+            "Name a run by its folder or id, then @ and latest, best (by train.keep_best) or one "
+            f"of its checkpoints: {steps}.",
             ["run.fork"],
         ) from None
-    if thorough:
-        for step, what in found.damaged:
-            _log.warning(f"checkpoint {step} of {there[0]} is damaged: {what}")
-    assert found.run is not None
-    return Parent(there[0].absolute() / _CHECKPOINTS / str(found.step), found.run)
-
-
-def _run_and_step(fork: str) -> tuple[str, str]:
-    """Return the run that `run.fork` names, and the name of its checkpoint."""
-    named, _, name = fork.rpartition("@")
-    return (named, name) if named and "/" not in name else (fork, "latest")
-
-
-def _is_start(fork: str, began: str) -> bool:
-    """Return whether a run that began with that checkpoint is what `run.fork` asks for."""
-    (named, name), (parent, step) = _run_and_step(fork), _run_and_step(began)
-    return Path(named).absolute().name == Path(parent).name and name in (step, "latest", "best")
-
-
-def _check_fork(config: Config, parent: Parent) -> dict[str, tuple[str, str]]:
-    """Check that a run can begin with another's checkpoint; return the settings that differ."""
-    fork, changes = f"run.fork={config.run.fork}", differences(parent.run, config)
-    for key, (before, now) in changes.items():
-        if _is_below(key, _FIXED_IN_FORKS):
-            raise ConfigError(
-                f"{key}={now} does not fit {fork}, a run with {key}={before}",
-                "Set it back; or begin with the parameters alone, if they fit: "
-                f"train.init_from={parent.path} in place of run.fork.",
-                [key, "run.fork"],
-            )
-    if config.train.steps <= int(parent.path.name):
-        raise ConfigError(
-            f"train.steps={config.train.steps} leaves nothing to train: {fork} begins after step "
-            f"{parent.path.name}",
-            "Raise train.steps, the number of the last step.",
-            ["train.steps", "run.fork"],
-        )
-    return changes
+    for line in damaged if thorough else ():
+        _log.warning(line)
+    return Parent(path, stored, settings)
 
 
 def _adopt(parent: Parent, config: Config, home: RunFolder) -> None:
     """Copy a parent's checkpoint into a run's folder, as one that the run itself has saved."""
-    changed, data = _check_fork(config, parent), fingerprint_dataset(config.dataset)
-    (path, run), step = parent, int(parent.path.name)
-    position = {"next_batch": run.next_batch, "fingerprint": data, "taken": run.taken}
-    if data != run.data or any(_is_below(key, _OF_DATA) for key in changed):
-        rows = run.next_batch * run.config["train"]["global_batch_size"]
-        taken = rows_taken(config.dataset, run.config["dataset"], run.data, rows, run.taken)
-        position |= {"next_batch": 0, "taken": taken}
-        counts = ", ".join(f"{of}: {n:,}".removeprefix(": ") for of, n in taken.items())
-        _log.info(f"rows of the data that are taken as used: {counts}")
+    path, run, before = parent
+    step, data = int(path.name), fingerprint_dataset(config.dataset)
+    next_batch, taken = run.next_batch, run.taken
+    if data != run.data or any(_is_below(key, _OF_DATA) for key in differences(run, config)):
+        rows = run.next_batch * before["train"]["global_batch_size"]
+        taken = rows_taken(config.dataset, before["dataset"], run.data, rows, run.taken)
+        is_other = taken or data != run.data or before["dataset"]["name"] != config.dataset.name
+        next_batch = 0 if is_other else -(-rows // config.train.global_batch_size)
+        used = "".join(f", after {n:,} rows of {name}" for name, n in taken.items())
+        _log.info(f"the data begin at batch {next_batch}{used}")
     config = replace(config, run=replace(config.run, fork=f"{path.parents[1]}@{step}"))
     plan = checkpoint.read_metadata(path.parent, step)["plan"]
     home.checkpoints.mkdir(exist_ok=True)
+    position = {"next_batch": next_batch, "fingerprint": data, "taken": taken}
     about = contents(config, plan, step, position)
-    checkpoint.copy_checkpoint(path, home.checkpoints / path.name, about, not config.run.shared)
+    copy_checkpoint(path, home.checkpoints / path.name, about, not config.run.shared)
 
 
 class LostFolderError(OSError):
@@ -464,24 +434,14 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         ConfigError: a setting that must not change has changed, or the data has.
         launcher.recipes.InputError: the data cannot be used.
     """
-    asked = f"run.fork={path}@{step} to begin with its state"
     for key, (before, now) in differences(stored, config).items():
         if _is_below(key, _FIXED):
             raise ConfigError(
                 f"{key}={now} does not fit run.id={path.name}, which reached step {step} "
                 f"with {key}={before}",
-                "Set it back to resume that run, or choose another run.id"
-                + ("." if _is_below(key, ("model", *_FIXED_IN_FORKS)) else f" and {asked}."),
+                "Set it back to resume that run, or choose another run.id.",
                 [key],
             )
-    began = stored.config["run"].get("fork")
-    if config.run.fork is not None and not _is_start(config.run.fork, began or ""):
-        raise ConfigError(
-            f"run.fork={config.run.fork} does not fit run.id={path.name}, which began "
-            f"{f'with {began}' if began else 'afresh'} and reached step {step}",
-            "Leave it out to resume that run, or choose another run.id.",
-            ["run.fork", "run.id"],
-        )
     if stored.data and stored.data != fingerprint_dataset(config.dataset):
         raise ConfigError(
             f"the data of dataset={config.dataset.name} has changed since run.id={path.name} "
@@ -495,17 +455,15 @@ def differences(stored: RunMetadata, config: Config) -> dict[str, tuple[str, str
     """Return the settings that are others now than in a checkpoint: both as written, by key."""
     before, written, now = flat(stored.config), flat(redacted(config)), flat(to_dict(config))
 
-    def is_same(key: str) -> bool:
-        value = now.get(key)
-        if key in stored.fingerprints:
-            return _matches(stored.fingerprints[key], json.dumps(value))
-        return before.get(key) in (written.get(key), unresolved({key: value}, {})[key])
-
     found: dict[str, tuple[str, str]] = {}
     for key in sorted(before.keys() | now.keys()):
-        if not is_same(key):  # a variable that has another value is written as before
-            was, text = before.get(key), written.get(key)
-            found[key] = shown(was), shown(now.get(key) if text == was else text)
+        was, text, value = before.get(key), written.get(key), now.get(key)
+        if key in stored.fingerprints:
+            is_same = _matches(stored.fingerprints[key], json.dumps(value))
+        else:
+            is_same = was in (text, unresolved({key: value}, {})[key])
+        if not is_same:  # a variable that has another value is written as before
+            found[key] = shown(was), shown(value if text == was else text)
     return found
 
 
@@ -523,8 +481,10 @@ def contents(
     settings = redacted(config)
     # Resolved, even if it comes from a variable.
     settings["run"] |= {"id": config.run.id, "fork": config.run.fork}
-    # Resolved as well: a variable of a later start must not change which checkpoints stay.
+    # Resolved as well: a variable of a later start must not change which checkpoints stay, or the
+    # number of rows that were taken.
     settings["train"]["checkpoint"]["every_steps"] = config.train.checkpoint.every_steps
+    settings["train"]["global_batch_size"] = config.train.global_batch_size
     return {
         "format": FORMAT,
         "config": settings,

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import psutil
 
-from launcher.base import write_whole
+from launcher.base import first_line, write_whole
 from launcher.driver.callback import Callback
 from launcher.report.console import Phase
 from launcher.report.jsonl import json_number
@@ -81,7 +81,7 @@ class Status(Callback):
     ) -> None:
         if error is not None and self._fields["exit_reason"] is None:
             stopped = isinstance(error, KeyboardInterrupt)
-            self.on_end(self._fields["step"], "interrupted" if stopped else _line(error))
+            self.on_end(self._fields["step"], "interrupted" if stopped else first_line(error))
         self._over = True
         self._changed.set()
         self._thread.join()
@@ -152,7 +152,3 @@ def _phase(phase: str) -> dict[str, Any]:
 
 def _number(value: float | None) -> float | None:
     return None if value is None else json_number(value)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -32,6 +32,7 @@ from launcher.recipes.models.hugging_face import (
 )
 
 _KEY = "train.init_from"
+_KINDS = {"model.name", "optimizer.name"}
 
 _RUNS_REMEDY = "Use the model settings of the run that saved it; they are in its config.yaml."
 _ARRAYS_REMEDY = (
@@ -66,15 +67,14 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
             that has learned other tokens than the data's.
         InputError: a tokenizer cannot be read.
     """
-    if config.run.fork is not None:
-        return _find_parent(config)
+    if (parent := folder.parent_of(config)) is not None:
+        _check_parent(config, parent)
+        return parent.path
     named = config.train.init_from
-    if named is None:
-        return None
-    if finished:
-        _log.warning(
-            f"{_KEY} is not used: run {config.run.id} resumes from its own step {finished}"
-        )
+    if finished and (named or config.run.fork):
+        key = "run.fork" if config.run.fork else _KEY
+        _log.warning(f"{key} is not used: run {config.run.id} resumes from its own step {finished}")
+    if finished or named is None:
         return None
     theirs = folder_of(named)
     try:
@@ -130,39 +130,39 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
             )
 
 
-def _find_parent(config: Config) -> Path | None:
-    """Return the checkpoint that `run.fork` names; raises ConfigError for another tokenizer's."""
-    if (parent := folder.parent_of(config)) is None:
-        return None
+def _check_parent(config: Config, parent: folder.Parent) -> None:
+    """Check a parent without tracing; raises ConfigError if it is of another kind."""
+    if _KINDS & folder.differences(parent.run, config).keys():
+        raise _unfit(config, parent, "its state is of another kind", *_KINDS)
     try:
-        theirs, ours = _maker(from_dict(parent.run.config).dataset), _maker(config.dataset)
+        theirs, ours = _maker(from_dict(parent.settings).dataset), _maker(config.dataset)
     except (ConfigError, InputError, OSError):  # data that has gone
-        return parent.path
+        return
     if theirs and ours and theirs.fingerprint != ours.fingerprint:
-        raise ConfigError(
-            f"the tokens of dataset={config.dataset.name} are made by {ours.name}, and those of "
-            f"run.fork={config.run.fork} by {theirs.name}",
-            f"Prepare the data with dataset.tokenizer={theirs.name}.",
-            [ours.key, "run.fork"],
-        )
-    return parent.path
+        made = f"its tokens are made by {theirs.name}, and these by {ours.name}"
+        raise _unfit(config, parent, made, "dataset.")
 
 
-def check_parent_state(config: Config, path: Path, state: Any) -> None:
+def check_parent_state(config: Config, state: Any) -> None:
     """Check that the checkpoint that `run.fork` names holds such a state; raises ConfigError."""
-    try:
-        checkpoint.check_state(path, state)
-    except checkpoint.Mismatch as error:
-        run = checkpoint.checkpoint_named(path.parent, path.name, thorough=False).run
-        changed = folder.differences(run, config) if run else {}
-        keys = [key for key in changed if key.startswith(("model.", "optimizer."))]
-        was = "".join(f"; {key} was {changed[key][0]}" for key in keys)
-        raise ConfigError(
-            f"run.fork={config.run.fork} does not fit this state: {error}{was}",
-            "Set that back; or begin with the parameters alone, if they fit: "
-            f"train.init_from={path} in place of run.fork.",
-            [*keys, "run.fork"],
-        ) from None
+    if (parent := folder.parent_of(config)) is not None:
+        try:
+            checkpoint.check_state(parent.path, state)
+        except checkpoint.Mismatch as error:
+            raise _unfit(config, parent, str(error), "model.", "optimizer.") from None
+
+
+def _unfit(config: Config, parent: folder.Parent, problem: str, *names: str) -> ConfigError:
+    """Return the error for a parent; it lists the settings below these names that differ."""
+    changed = folder.differences(parent.run, config)
+    keys = [key for key in changed if key.startswith(names)]
+    was = "".join(f"; {key} was {changed[key][0]}" for key in keys)
+    return ConfigError(
+        f"run.fork={config.run.fork} does not fit: {problem}{was}",
+        "Set that back; or begin with the parameters alone, if they fit: "
+        f"{to_type(('train.init_from', str(parent.path)))} in place of run.fork.",
+        [*keys, "run.fork"],
+    )
 
 
 def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None:

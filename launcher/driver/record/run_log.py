@@ -243,11 +243,10 @@ class RunLog:
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
         if tokens := batch_tokens(self._config):
-            batches, rows = step, sum(self._home.taken.values())
-            if self._home.taken:  # it began on other batches
-                batches += self._home.next_batch - self._home.finished_steps
-            taken = rows * tokens // self._config.train.global_batch_size
-            metrics = {**metrics, "perf/tokens": taken + batches * tokens}
+            home, size = self._home, self._config.train.global_batch_size
+            batches = step - home.finished_steps + home.next_batch
+            rows = sum(home.taken.values()) + batches * size
+            metrics = {**metrics, "perf/tokens": rows * tokens // size}
         self._trackers.log(step, metrics)
         for key in FINITE:
             if not math.isfinite(metrics.get(key) or 0.0):
@@ -341,8 +340,8 @@ class RunLog:
             return to_type("sbatch", str(script)) if script.exists() else None
         program = Path(sys.argv[0]).name
         command = [program] if program == "launcher" else LAUNCH
-        words = sys.argv[1:]
-        settings = [word for word in words if not re.match(r"\+*run\.(id|resume)=", word)]
+        begins = re.compile(r"\+*run\.(id|resume)=")
+        settings = [word for word in sys.argv[1:] if not begins.match(word)]
         return to_type(*command, *settings, ("run.id", self._home.id))
 
 

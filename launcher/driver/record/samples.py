@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.base import without_control, write_whole
+from launcher.base import problem_of, without_control, write_whole
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.callback import Callback
@@ -14,7 +14,7 @@ from launcher.driver.record.step_log import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
 from launcher.recipes import InputError, Tokenizer, tokenizer_of
 from launcher.recipes.models.decoding import build_decoder
-from launcher.train.sampling import Sample, problem_of
+from launcher.train.sampling import Sample
 
 FOLDER = "samples"  # in the run's folder
 LARGEST = 2**31  # bytes of parameters that are moved for a sample nobody asked for

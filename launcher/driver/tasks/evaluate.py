@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +51,8 @@ class EvaluateTask(CheckpointTask):
         size = config.train.global_batch_size
         dataset = build_dataset(config.dataset, config.model, size, config.run.seed)
         batches, plan = _batches(config, dataset), stored_plan(home)
-        given = replace(config, optimizer=settings.optimizer)
         counts = batches, _rows(size, plan)
-        asked_of = EvaluationWorker, given, source, plan, config.evaluate.ema, counts, console
+        asked_of = EvaluationWorker, config, source, plan, config.evaluate.ema, counts, console
         with (
             model_answers(*asked_of) as answers,
             status(console, f"evaluating {source}") as advance,

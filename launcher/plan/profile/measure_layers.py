@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from launcher.base import measurements
+from launcher.base import first_line, measurements
 from launcher.hardware import ClusterShape
 from launcher.partition import (
     MODEL,
@@ -462,4 +462,4 @@ def _reason(error: Exception) -> str:
         if error.returncode < 0:
             return f"its process was ended by signal {-error.returncode}"
         return lines[-1].strip()[:300] if lines else f"exit code {error.returncode}"
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return first_line(error)[:300]

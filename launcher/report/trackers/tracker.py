@@ -20,7 +20,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from launcher.base import lacking, not_run
+from launcher.base import first_line, lacking, not_run
 from launcher.config.errors import ConfigError
 
 Metrics = Mapping[str, float | None]
@@ -225,11 +225,6 @@ class QueuedTracker(ForwardingTracker):
         except (Exception, SystemExit) as error:  # so wandb passes on the end of its service
             self._failed = True
             _log.warning(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 Opener = Callable[[TrackedRun], Tracker | None]

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.base import DamagedError, read_json, to_type, write_whole
+from launcher.base import DamagedError, first_line, read_json, to_type, write_whole
 from launcher.config.sections import Wandb
 from launcher.report.run_record import ended_well
-from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker, first_line
+from launcher.report.trackers.tracker import Metrics, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     import wandb
@@ -34,7 +33,7 @@ _OURS = (
     *("RUN_ID", "DIR", "RESUME", "REINIT", "SILENT", "CONSOLE", "X_DISABLE_META", "DISABLE_GIT"),
     *("SAVE_CODE", "INIT_TIMEOUT", "FINISH_TIMEOUT"),
 )
-# Files in the folder of a recording that hold its newest step: ours, and one of `wandb sync`.
+# Files in the folder of a recording that hold its newest step: ours, and one of wandb online.
 _FINISHED, _UPLOADED = "finished.json", "files/wandb-summary.json"
 
 _log = logging.getLogger(__name__)
@@ -208,10 +207,9 @@ class WandbTracker(Tracker):
             began, folder = time.monotonic(), Path(run.dir).parent
             run.finish(exit_code=int(failed))
             if time.monotonic() - began >= UPLOAD_TIMEOUT:
-                command = shlex.join(["wandb", "sync", "--include-online", str(folder)])
+                command = to_type("wandb", "sync", "--include-online", str(folder))
                 _log.warning(f"wandb: not all is uploaded after {UPLOAD_TIMEOUT} s; run {command}")
-            with suppress(OSError):
-                write_whole(folder / _FINISHED, json.dumps({"step": self._newest}))
+            write_whole(folder / _FINISHED, json.dumps({"step": self._newest}))
         self._run = None
         _teardown()
 
@@ -238,11 +236,12 @@ def _newest_recorded(folder: Path, mode: Mode) -> int:
     """
     newest = 0
     for part in folder.glob("offline-run-*" if mode == "online" else "*run-[0-9]*"):
-        known = [part / name for name in (_FINISHED, _UPLOADED) if (part / name).exists()]
-        with suppress(OSError, DamagedError, KeyError, TypeError):
-            newest = max(newest, *(int(read_json(path)["step"]) for path in known))
-        if not known and part.name.startswith("offline-"):
-            with suppress(OSError):
+        is_offline = part.name.startswith("offline-")
+        path = part / (_FINISHED if is_offline else _UPLOADED)
+        try:
+            newest = max(newest, int(read_json(path)["step"]))
+        except (OSError, DamagedError, KeyError, TypeError):
+            if is_offline:
                 part.rename(part.with_name(f"unfinished-{part.name}"))
     return newest
 

@@ -2,28 +2,26 @@
 
 `keep_compiled` turns it on in a worker process, before anything is compiled there; the driver asks
 `why_not_kept`. What is read back is code that will run, so the folder must be this user's alone.
-JAX writes its files in place: what a kill or a full disk left of them is deleted here.
+JAX writes its files in place: what a kill or a full disk left of them is deleted here. JAX could
+bound the folder, too, but would then read every file's time of last use for each new program.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import jax
-from filelock import FileLock
 
 from launcher.base import exposed, make_private
-from launcher.base.jax_compat import on_unreadable
+from launcher.base.jax_compat import around_cache_reads
 from launcher.base.measurements import cache_folder, file_name, processor
 
-MOST_BYTES = 2 << 30  # the programs that were used least recently go first
-_LOCK = ".lockfile"  # JAX's own names
-_ENTRY = "-cache"
-_USED = "-atime"  # when the entry was used last
-_PATIENCE = 10  # seconds, as JAX's
+MOST_BYTES = 2 << 30  # at each start
+_ENTRY = "-cache"  # how JAX names the files
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +38,12 @@ def keep_compiled() -> None:
         return
     try:
         folder = _folder()
-        _delete_halves(folder)
+        _prune(folder)
     except (OSError, RuntimeError) as error:
         _log.warning(_not_kept(error))
         return
-    on_unreadable(functools.partial(_delete, folder))
-    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    around_cache_reads(lambda key: _reading(folder, key))
+    jax.config.update("jax_compilation_cache_max_size", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -88,24 +86,34 @@ def _folder() -> Path:
     return folder
 
 
-def _delete_halves(folder: Path) -> None:
-    """Delete each program without its time of last use, and each time without its program.
+def _prune(folder: Path) -> None:
+    """Delete the programs that were used least recently, as far as there are over `MOST_BYTES`.
 
-    JAX would never write a new time for such a program.
+    Other processes may use the folder, and prune it, at the same time.
     """
-    with FileLock(folder / _LOCK, timeout=_PATIENCE):
-        programs = {path.name.removesuffix(_ENTRY) for path in folder.glob(f"*{_ENTRY}")}
-        times = {path.name.removesuffix(_USED) for path in folder.glob(f"*{_USED}")}
-        for key in programs ^ times:
-            _unlink(folder, key)
+    found = []
+    for path in folder.glob(f"*{_ENTRY}"):
+        with suppress(FileNotFoundError):
+            found.append((path.stat(), path))
+    left = MOST_BYTES
+    for status, path in sorted(found, key=lambda one: -one[0].st_mtime_ns):
+        left -= status.st_size
+        if left < 0:
+            path.unlink(missing_ok=True)
 
 
-def _delete(folder: Path, key: str) -> None:
-    """Delete a program that cannot be read: JAX would neither use nor replace it."""
-    with FileLock(folder / _LOCK, timeout=_PATIENCE):
-        _unlink(folder, key)
+@contextmanager
+def _reading(folder: Path, key: str) -> Iterator[None]:
+    """Note the use of a program that JAX reads, and delete it if JAX cannot: it never replaces one.
 
-
-def _unlink(folder: Path, key: str) -> None:
-    for end in (_ENTRY, _USED):
-        (folder / f"{key}{end}").unlink(missing_ok=True)
+    The note is the file's time of change, since many file systems keep no time of access.
+    """
+    path = folder / f"{key}{_ENTRY}"
+    with suppress(OSError):
+        os.utime(path)
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError):  # of the disk, not of the entry
+            path.unlink(missing_ok=True)
+        raise

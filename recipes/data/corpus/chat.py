@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from launcher.recipes.data.corpus.documents import check_text
@@ -40,10 +38,11 @@ Messages = Sequence[Mapping[str, Any]]
 _MARK = re.compile("\ufdd0(\\d+)\ufdd1")
 _GENERATED = re.compile("[\ufdd2\ufdd3]")
 _REMEDY = "put the answers of the template into {% generation %} … {% endgeneration %}"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def chat_encoder(tokenizer: Tokenizer, template: str | None) -> Callable[..., Encoded]:
+def chat_encoder(
+    tokenizer: Tokenizer, template: str | None, when: float = 0.0
+) -> Callable[[Messages], Encoded]:
     """Return what turns messages into tokens, and into which of them are to be learned, bool.
 
     Tokens are those of the whole rendering, which may depend on later messages. The text in the
@@ -52,7 +51,8 @@ def chat_encoder(tokenizer: Tokenizer, template: str | None) -> Callable[..., En
 
     - It begins where a prompt for it would end: the messages before it are rendered with
       `add_generation_prompt`, and what this has behind their last content is compared with what the
-      whole has there. A thought that only the prompt opens is no part of either.
+      whole has there. A thought that only the prompt opens is no part of either. A content
+      that begins as such a thought does is learned whole.
     - It ends where the messages up to it end, compared in the same way, so that the end of a turn
       is to be learned.
 
@@ -63,47 +63,33 @@ def chat_encoder(tokenizer: Tokenizer, template: str | None) -> Callable[..., En
         tokenizer: the tokenizer.
         template: a name in `TEMPLATES` or of one that the tokenizer has, a file of Jinja, or None:
             the tokenizer's own.
+        when: the time of the template's `strftime_now`, in seconds since 1970, UTC.
 
     Raises:
         InputError: there is no such template.
     """
-    render, place = _renderer(tokenizer, template), tokenizer.place
-    assert place is not None
+    render = _renderer(tokenizer, template, when)
 
-    def encode(messages: Messages, when: float = 0.0) -> Encoded:
-        """Encode messages, as `checked_value` returns them; raises ValueError for bad ones.
-
-        Args:
-            messages: the conversation.
-            when: the time of the template's `strftime_now`, in seconds since 1970, UTC.
-        """
+    def encode(messages: Messages) -> Encoded:
+        """Encode messages, as `checked_value` returns them; raises ValueError for bad ones."""
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no message is the assistant's, so that nothing is to be learned")
-        messages = [_with_reasoning(message) for message in messages]
-        rendered = render(messages, False, when)
-        pieces = _GENERATED.split(rendered)
+        pieces = _GENERATED.split(render(messages, False))
         text = "".join(pieces)
         check_text(text)
-        tokens, first, last = place(text)
-        if not len(tokens):
-            raise ValueError("it has no token")
+        tokens, first, last = tokenizer.place(text)
         learned = np.zeros(len(tokens), bool)
         ends = list(accumulate(map(len, pieces)))
         for start, stop in zip(ends[::2], ends[1::2], strict=False):
             learned |= (last > start) & (first < stop)
         if len(pieces) == 1:
-            for start, stop in _answers(functools.partial(render, when=when), messages, text):
+            for start, stop in _answers(render, messages, text):
                 learned |= (last > start) & (last <= stop)
+        if not learned.any():
+            raise ValueError("the chat template leaves its answers out, or they have no token")
         return tokens, learned
 
     return encode
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose reasoning, if any, has the names that templates know it by."""
-    found = next((message[name] for name in _REASONING if name in message), None)
-    names = {"thinking": found, **message, "reasoning_content": found}
-    return message if found is None else names
 
 
 def _answers(
@@ -135,45 +121,26 @@ def _answers(
                     f"the chat template hides where the answer in message {number + 1} lies, or "
                     f"leaves it out; {_REMEDY}"
                 )
-            yield start, stop
+            at = places.get(str(number), len(text))
+            said = _MARK.split(marked[number].get("content", ""))[0]
+            yield min(start, at - len(said)) if text[:at].endswith(said) else start, stop
 
 
 def _marked(messages: Messages, number: int, share: float) -> Mapping[str, Any]:
     """Return a message with a mark in its content if it is an answer or stands before one.
 
-    Without content, the mark is in the name of the last tool that it calls.
+    Without content, the mark is in the names of the tools that it calls.
     """
     message, mark = messages[number], f"\ufdd0{number}\ufdd1"
-    content = message.get("content", "")
-    core = content.strip()
     if all(one["role"] != "assistant" for one in messages[number : number + 2]):
         return message
-    if core:
+    content = message.get("content", "")
+    if core := content.strip():
         place = content.index(core) + int(share * len(core))
         return {**message, "content": content[:place] + mark + content[place:]}
-    try:
-        *calls, last = message["tool_calls"]
-        tool = last.get("function", last)
-        named = {**tool, "name": tool["name"] + mark}
-    except (AttributeError, LookupError, TypeError, ValueError):  # it calls none
-        return message
-    return {**message, "tool_calls": [*calls, {**last, **named, "function": named}]}
-
-
-class _GenerationTag(Extension):
-    """Renders `{% generation %} … {% endgeneration %}` as what is within, between two marks."""
-
-    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return a call of `mark` with the block."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Callable[[], str]) -> str:
-        """Return the text of a block between marks."""
-        return f"\ufdd2{caller()}\ufdd3"
+    named = json.dumps(message, default=str).replace('"name": "', f'"name": "{mark}')
+    marked: Mapping[str, Any] = json.loads(named)
+    return marked
 
 
 def template_text(tokenizer: Tokenizer, template: str | None) -> str:
@@ -190,38 +157,44 @@ def template_text(tokenizer: Tokenizer, template: str | None) -> str:
     )
 
 
-def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[..., str]:
+def _renderer(
+    tokenizer: Tokenizer, template: str | None, when: float
+) -> Callable[[Messages, bool], str]:
     """Return what renders messages in the environment that `transformers` gives a template.
 
     Generation blocks are rendered between marks.
     """
-    extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
-    blocks = {"trim_blocks": True, "lstrip_blocks": True}
-    environment = ImmutableSandboxedEnvironment(extensions=extensions, **blocks)
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(
+        extensions=extensions, trim_blocks=True, lstrip_blocks=True
+    )
 
     def fail(message: str) -> str:
         raise ValueError(message)
 
-    environment.globals["raise_exception"] = fail
+    clock = datetime.fromtimestamp(when, UTC).strftime
+    environment.globals |= {"raise_exception": fail, "strftime_now": clock}
     # Jinja's own escapes HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    fixed = {"tools": None, "documents": None, **tokenizer.special}
+    environment.filters["generation"] = "\ufdd2{}\ufdd3".format
+    text = template_text(tokenizer, template)
+    for tag, block in {"generation": "filter generation", "endgeneration": "endfilter"}.items():
+        text = re.sub(rf"({{%[-+]?\s*){tag}\b", rf"\1{block}", text)
     try:
-        compiled = environment.from_string(template_text(tokenizer, template))
+        compiled = environment.from_string(text)
     except TemplateError as error:
         named = "the tokenizer's" if template is None else f"dataset.chat_template={template}"
         raise InputError(
             f"{named}: not a valid Jinja chat template ({error}); name another"
         ) from None
 
-    def render(messages: Messages, prompts: bool, when: float) -> str:
+    def render(messages: Messages, prompts: bool) -> str:
         # Templates speak of the first message; without any they fail, and there is nothing to say.
         if not messages and not prompts:
             return ""
-        clock = datetime.fromtimestamp(when, UTC).strftime
-        asked = {"messages": messages, "add_generation_prompt": prompts, "strftime_now": clock}
+        asked = {"messages": messages, "add_generation_prompt": prompts}
         try:
-            return compiled.render(fixed | asked)
+            return compiled.render(tokenizer.special, tools=None, documents=None, **asked)
         except (TemplateError, ArithmeticError, AttributeError, TypeError, LookupError) as error:
             raise ValueError(f"the chat template fails on it: {error}") from None
 

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.recipes.data.corpus.chat import template_text
-from launcher.recipes.data.corpus.tokenizers import (
-    BYTES,
-    file_in,
-    load_tokenizer,
-)
+from launcher.recipes.data.corpus.tokenizers import BYTES, file_in, load_tokenizer
 from launcher.recipes.protocols import InputError
 
 _TEMPLATE = "chat_template.jinja"
@@ -101,10 +97,12 @@ def _byte_letters() -> dict[str, int]:
 
     Printable bytes are their own letters; the others are those from U+0100 on (GPT-2's way).
     """
-    own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in own)
-    letters = {byte: 0x100 + number for number, byte in enumerate(others)}
-    return {chr(letters.get(byte, byte)): byte for byte in range(256)}
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = (byte for byte in range(256) if byte not in own.values())
+    return own | dict(zip(letters[len(own) :], others, strict=True))
 
 
 def _settings(special: dict[str, str]) -> bytes:

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import re
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,9 +57,7 @@ def settings_fingerprint(name: str) -> str:
     """Return a digest of what the files beside a tokenizer say: of its tokens and templates."""
     if name == BYTES:
         return ""
-    settings = _settings(_file(name).parent)
-    said = json.dumps([settings, _templates(_file(name).parent, settings)])
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(_settings(_file(name).parent)).encode()).hexdigest()[:32]
 
 
 def plain_bytes() -> Tokenizer:
@@ -117,16 +114,11 @@ def _bytes() -> Tokenizer:
         first = np.repeat(np.arange(len(text)), [len(one.encode(errors="replace")) for one in text])
         return encode([text])[0], first, first + 1
 
-    def decode(tokens: Sequence[int]) -> str:
-        runs = itertools.groupby(tokens, lambda token: token < _END_OF_BYTES)
-        return "".join(
-            bytes(run).decode(errors="replace")
-            if is_text
-            else "\ufffd" * sum(token != _END_OF_BYTES for token in run)
-            for is_text, run in runs
-        )
+    def decode(run: list[int]) -> str:
+        return bytes(token for token in run if token != _END_OF_BYTES).decode(errors="replace")
 
-    return Tokenizer(encode, decode, _END_OF_BYTES + 1, _END_OF_BYTES, BYTES, place=place)
+    known = range(_END_OF_BYTES + 1)
+    return Tokenizer(encode, place, _total(decode, known), len(known), _END_OF_BYTES, BYTES)
 
 
 def _hugging_face(path: Path) -> Tokenizer:
@@ -137,15 +129,16 @@ def _hugging_face(path: Path) -> Tokenizer:
         found, settings = _sentencepiece(path, settings)
     else:
         found = tokenizers.Tokenizer.from_file(str(path))
-        _as_llama(found, settings)
+        if _is_llama(settings) and not isinstance(found.decoder, tokenizers.decoders.ByteLevel):
+            found.normalizer = None
+            scheme = "always" if settings.get("legacy") else "first"
+            found.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("▁", scheme, split=False)
     found.no_padding()
     found.no_truncation()
     special, listed = _special(settings), settings["added_tokens_decoder"]
-    known = set(map(str, found.get_added_tokens_decoder().values()))
-    named = [listed[number] for number in sorted(listed, key=int)]
-    for token in [*named, *({"content": text, "special": True} for text in special.values())]:
-        if token["content"] not in known:
-            found.add_tokens([tokenizers.AddedToken(**token)])
+    tokens = [listed[number] for number in sorted(listed, key=int)]
+    tokens += [{"content": text, "special": True} for text in special.values()]
+    found.add_tokens([tokenizers.AddedToken(**token) for token in tokens])  # that it lacks
     vocabulary = found.get_vocab(with_added_tokens=True)
 
     def number_of(role: str, usual: Sequence[str]) -> int | None:
@@ -167,16 +160,16 @@ def _hugging_face(path: Path) -> Tokenizer:
     inside = [n for n, text in enumerate(sample.sequence_ids) if text == 0] or [0]
     return Tokenizer(
         encode,
+        place,
         _total(functools.partial(found.decode, skip_special_tokens=False), vocabulary.values()),
         max(vocabulary.values(), default=-1) + 1,
         number_of("eos_token", _ENDS),
         tokenizer_fingerprint(str(path)),
-        _templates(path.parent, settings),
+        settings["templates"],
         special,
         number_of("mask_token", _MASKS),
         tuple(sample.ids[: inside[0]]),
         tuple(sample.ids[inside[-1] + 1 :]),
-        place,
     )
 
 
@@ -198,20 +191,14 @@ def _total(
     return decode_any
 
 
-def _as_llama(found: Any, settings: dict[str, Any]) -> None:
-    """Have a tokenizer of the class `LlamaTokenizer` put blanks as that class does, from 5.0 on.
+def _is_llama(settings: dict[str, Any]) -> bool:
+    """Return whether `transformers`, from 5.0 on, puts blanks as its class `LlamaTokenizer` does.
 
     Whatever its file says, there is a blank before the text, or before each part between special
     tokens if it is a `legacy` one, unless one stands there.
     """
-    from tokenizers import decoders, pre_tokenizers
-
     name = (settings.get("tokenizer_class") or "").removesuffix("Fast")
-    is_llama = name == "LlamaTokenizer" and settings["model_type"] in (None, "llama")
-    if is_llama and not isinstance(found.decoder, decoders.ByteLevel):
-        scheme = "always" if settings.get("legacy") else "first"
-        found.normalizer = None
-        found.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
+    return name == "LlamaTokenizer" and settings["model_type"] in (None, "llama")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -221,7 +208,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         settings |= _tree(folder / "special_tokens_map.json")
         added = sorted(_tree(folder / "added_tokens.json").items(), key=lambda item: item[1])
         settings["added_tokens_decoder"] = {n: {"content": text} for text, n in added}
-    return settings | {"model_type": _tree(folder / "config.json").get("model_type")}
+    kind = _tree(folder / "config.json").get("model_type")
+    return settings | {"model_type": kind, "templates": _templates(folder, settings)}
 
 
 def _tree(file: Path) -> dict[str, Any]:
@@ -266,39 +254,43 @@ def _sentencepiece(path: Path, settings: dict[str, Any]) -> tuple[Any, dict[str,
     Returns:
         The tokenizer, and the settings with the special tokens that the model names.
     """
-    import tokenizers
-    from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 
     content = _fields(path.read_bytes())
     pieces = [dict(_fields(piece)) for number, piece in content if number == 1]
     trainer, form = (dict(_fields(dict(content)[number])) for number in (2, 3))
     names = [piece[1].decode() for piece in pieces]
+    kinds = [piece.get(3, 1) for piece in pieces]
     roles = {f"{role}_token": trainer.get(*of) for role, of in _SPM_ROLES.items()}
     settings = {role: names[n] for role, n in roles.items() if n < len(names)} | settings
-    found = tokenizers.Tokenizer(_spm_model(names, pieces, trainer))
-
-    # Its class decides what `transformers` does where the settings do not say.
-    is_llama = (settings.get("tokenizer_class") or "Llama").startswith("Llama")
+    found = _spm_model(pieces, names, kinds, trainer)
+    is_llama = _is_llama(settings)
+    if is_llama:  # its own rules of blanks are not asked
+        form = {4: 0}
     each, prefix = settings.get("legacy", not is_llama), form.get(3, 1)
     first = [normalizers.Precompiled(form[2])] if form.get(2) else []
     put = [(r"\A +| +\z", ""), (" {2,}", " ")] * form.get(4, 1) + [(" ", "▁")] * form.get(5, 1)
-    if prefix and each:
+    if prefix and each and not is_llama:
         put += [(r"\A▁", "▁▁")]  # Metaspace puts nothing before a blank
     replaced = (normalizers.Replace(Regex(this), by) for this, by in put)
     found.normalizer = normalizers.Sequence([*first, *replaced])
     scheme = "always" if each else "first"
-    cuts: list[Any] = [pre_tokenizers.Metaspace("▁", scheme, False)] if prefix else []
-    whole, special = ([n for n, p in zip(names, pieces, strict=True) if p.get(3) == kind]
-                      for kind in (_USERS, _CONTROL))  # fmt: skip
-    if whole:
+    cuts: list[Any] = [pre_tokenizers.Metaspace("▁", scheme, split=False)] if prefix else []
+    if whole := [name for name, kind in zip(names, kinds, strict=True) if kind == _USERS]:
         pattern = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
         cuts += [pre_tokenizers.Split(Regex(pattern), "isolated")]
     found.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    found.add_tokens([tokenizers.AddedToken(name, special=True) for name in special])
-    joins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    found.decoder = decoders.Sequence([*joins, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    begin, end = ([_special(settings)[f"{role}_token"]] * bool(settings.get(f"add_{role}_token"))
-                  for role in ("bos", "eos"))  # fmt: skip
+    special = (name for name, kind in zip(names, kinds, strict=True) if kind == _CONTROL)
+    found.add_tokens([AddedToken(name, special=True) for name in special])
+    strips = [decoders.Strip(" ", 1, 0)] * bool(prefix)
+    found.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strips]
+    )
+    texts = _special(settings)
+    begin, end = (
+        [texts[f"{role}_token"]] if settings.get(f"add_{role}_token") else []
+        for role in ("bos", "eos")
+    )
     found.post_processor = processors.TemplateProcessing(
         single=[*begin, "$A", *end],
         special_tokens=[(token, found.token_to_id(token)) for token in {*begin, *end}],
@@ -306,22 +298,25 @@ def _sentencepiece(path: Path, settings: dict[str, Any]) -> tuple[Any, dict[str,
     return found, settings
 
 
-def _spm_model(names: list[str], pieces: list[dict[int, Any]], trainer: dict[int, Any]) -> Any:
-    """Return the model of sentencepiece's pieces: a Unigram, or a BPE that merges by scores."""
-    from tokenizers import models
+def _spm_model(
+    pieces: list[dict[int, Any]], names: list[str], kinds: list[int], trainer: dict[int, Any]
+) -> Any:
+    """Return a tokenizer of sentencepiece's pieces: a Unigram, or a BPE that merges by scores."""
+    from tokenizers import Tokenizer, models
 
-    scores = [struct.unpack("<f", struct.pack("<I", piece.get(2, 0)))[0] for piece in pieces]
-    falls_back, unknown = bool(trainer.get(35)), trainer.get(40, 0)
+    bits = np.array([piece.get(2, 0) for piece in pieces], np.uint32)
+    scores, falls_back = bits.view(np.float32).tolist(), bool(trainer.get(35))
+    unknown = trainer.get(40, 0)
     if trainer.get(3, _UNIGRAM) == _UNIGRAM:
-        return models.Unigram(list(zip(names, scores, strict=True)), unknown, falls_back)
+        scored = list(zip(names, scores, strict=True))
+        return Tokenizer(models.Unigram(scored, unknown, falls_back))
     numbers = {name: number for number, name in enumerate(names)}
-    normal = {name: (-scores[n], n) for name, n in numbers.items() if pieces[n].get(3, 1) == 1}
+    normal = {name: (-scores[n], n) for name, n in numbers.items() if kinds[n] == 1}
     cuts = ((name, name[:cut], name[cut:]) for name in normal for cut in range(1, len(name)))
-    pairs = [(normal[name], a, b) for name, a, b in cuts if a in normal and b in normal]
-    merges = [(left, right) for _, left, right in sorted(pairs)]
+    pairs = sorted((normal[name], a, b) for name, a, b in cuts if a in normal and b in normal)
+    merges = [(left, right) for _, left, right in pairs]
     form = {"fuse_unk": True, "byte_fallback": falls_back, "unk_token": names[unknown]}
-    whole = any(piece.get(3) == _USERS for piece in pieces)
-    return models.BPE(numbers, merges, ignore_merges=whole, **form)
+    return Tokenizer(models.BPE(numbers, merges, ignore_merges=_USERS in kinds, **form))
 
 
 def _fields(content: bytes) -> list[tuple[int, Any]]:
@@ -360,9 +355,9 @@ def _tiktoken(path: Path) -> Tokenizer:
 
     return Tokenizer(
         encode,
+        place,
         _total(found.decode, [*ranks.values(), end]),
         found.n_vocab,
         end,
         tokenizer_fingerprint(str(path)),
-        place=place,
     )

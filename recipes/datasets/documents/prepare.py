@@ -88,8 +88,8 @@ _tokenizer = functools.lru_cache(1)(load_tokenizer)
 
 
 @functools.lru_cache(1)
-def _chat(tokenizer: str, template: str | None) -> Callable[..., Encoded]:
-    return chat_encoder(_tokenizer(tokenizer), template)
+def _chat(tokenizer: str, template: str | None, when: float) -> Callable[[Any], Encoded]:
+    return chat_encoder(_tokenizer(tokenizer), template, when)
 
 
 def encoded_documents(
@@ -124,9 +124,9 @@ def encoded_documents(
                 yield from flush()
         else:
             yield from flush()
-            encode = _chat(options.tokenizer, options.chat_template)
+            encode = _chat(options.tokenizer, options.chat_template, when)
             try:
-                tokens, learned = encode(found.value, when)
+                tokens, learned = encode(found.value)
             except ValueError as error:
                 bad.add(piece.path, replace(found, why=str(error)))
                 continue
@@ -233,10 +233,7 @@ def prepare_corpus(
         if len(done) == len(keys) and (meta := up_to_date(options)):
             return meta
         if (folder / META).exists():
-            _log.warning(
-                f"the tokens in {options.folder} are those of another source or other settings: "
-                "they are replaced"
-            )
+            _log.warning(f"the tokens in {options.folder} are replaced: source or settings differ")
         (folder / META).unlink(missing_ok=True)  # no mixture of old and new is ever complete
         sizes = {name: sum(p.size for p in group) for name, group in zip(keys, groups, strict=True)}
         todo = {
@@ -262,10 +259,9 @@ def prepare_corpus(
             fingerprint=_digest([dtype.name, *[part.digest for part in parts]]),
             mask_token=tokenizer.mask_token,
         )
-        if not meta.tokens:
-            (bad,) = [part.first_bad for part in parts if part.first_bad][:1] or [""]
-            raise InputError(f"dataset.path={options.path} holds no document{bad and f' ({bad})'}")
         _check_skipped(options, meta)
+        if not meta.tokens:
+            raise InputError(f"dataset.path={options.path} holds no document")
         write_meta(folder, meta)
         return meta
 

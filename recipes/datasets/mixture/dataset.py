@@ -109,12 +109,13 @@ def _counts(weights: Sequence[float], rows: int) -> list[int]:
 
     parts = [grain.MapDataset.range(n * _MOST, (n + 1) * _MOST) for n in range(len(weights))]
     order, found = grain.MapDataset.mix(parts, weights), dict[int, int]()
-    for k in itertools.count(rows):
-        part, before = divmod(int(order[k]), _MOST)  # the next row of a part tells of those before
+    while len(found) < len(weights):
+        part, before = divmod(
+            int(order[rows]), _MOST
+        )  # the next row of a part tells of those before
         found.setdefault(part, before)
-        if len(found) == len(weights):
-            return [found[n] for n in range(len(weights))]
-    raise AssertionError
+        rows += 1
+    return [found[n] for n in range(len(weights))]
 
 
 def fingerprint(options: Mixture) -> str:

@@ -24,71 +24,48 @@ READ = {
     *("train.init_from", "run.fork", "sweep.dir"),
     *("cluster.slurm.container.workdir", "generate.max_new_tokens"),  # of a container; a number
 }
-EXPORT = ("task=export", "run.id=a")
-
-
-def refused(words, write):
-    """What a second write is refused with."""
-    Path("out").write_text("mine")
-    with pytest.raises(ConfigError) as error:
-        write(load(words))
-    assert Path("out").read_text() == "mine"
-    return str(error.value)
-
-
-def of_export(said):
-    words = [*EXPORT, "export.path=out"]
-    return refused(words, lambda config: export._target(config, Path(), Path("7")))
-
-
-def of_evaluation(said):
-    words = ["task=evaluate", "run.id=a", "evaluate.path=out"]
-    return refused(words, lambda config: evaluate._target(config, Path("other")))
-
-
-def of_tokenizer(said):
-    words = ["task=tokenize", "dataset=jsonl", "dataset.path=a.jsonl", "tokenize.path=out"]
-    return refused(words, lambda config: TokenizeTask().run(config, make_console()))
-
-
-def of_tokens(said):
-    """Tokens of the same source and settings are kept, others replaced with a line."""
-    words = ["model=gpt", "dataset=jsonl", "dataset.path=a.jsonl", "dataset.tokens=out"]
-    for more in ([], [], ["dataset.bad=skip"]):
-        assert said == []
-        prepare_corpus(load([*words, *more]).dataset, 1)
-    (line,) = said
-    return line
-
-
-WRITTEN = {
-    "export.path": (of_export, "export.path=out exists already"),
-    "evaluate.path": (of_evaluation, "evaluate.path=out exists already"),
-    "tokenize.path": (of_tokenizer, "tokenize.path=out exists already"),
-    "dataset.tokens": (of_tokens, "the tokens in out are those of another source or other"),
-}
 OF_RUNS = {"run.id", "run.dir"}  # a run resumes in its own folder: tests/driver/folder
+# Writing what each setting names.
+REFUSED = {
+    "export.path": lambda config: export._target(config, Path(), Path("7")),
+    "evaluate.path": lambda config: evaluate._target(config, Path("other")),
+    "tokenize.path": lambda config: TokenizeTask().run(config, make_console()),
+}
 # Where each task writes beside its run's own folder; "" nowhere.
 TARGETS = {
-    "export": "export.path",
-    "evaluate": "evaluate.path",
-    "tokenize": "tokenize.path",
+    **{task: f"{task}.path" for task in ("export", "evaluate", "tokenize")},
     "prepare_data": "dataset.tokens",
     **dict.fromkeys(("train", "plan", "submit"), "run.id"),
     **dict.fromkeys(("check", "calibrate", "generate", "sweep_status"), ""),
 }
+JSONL = ("model=gpt", "dataset=jsonl", "dataset.path=a.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(json.dumps({"text": "some words"}) + "\n")
 
 
 def test_every_task_and_every_setting_that_names_a_place_is_classified():
     assert {*TASKS, *sections.TASKS} == set(TARGETS)
-    assert {key for key in TARGETS.values() if key} <= {*WRITTEN, *OF_RUNS}
+    written = {*REFUSED, "dataset.tokens"}
+    assert {*TARGETS.values()} - {""} <= written | OF_RUNS
     named = {key for key in setting_keys() if key.rpartition(".")[2].endswith(ENDINGS)}
-    assert named == READ | OF_RUNS | set(WRITTEN)
+    assert named == READ | OF_RUNS | written
 
 
-@pytest.mark.parametrize("key", WRITTEN)
-def test_a_second_write_is_refused_or_said(key, tmp_path, monkeypatch, said):
-    monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_text(json.dumps({"text": "some words"}) + "\n")
-    write, text = WRITTEN[key]
-    assert write(said).startswith(text)
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_second_write_is_refused(key):
+    Path("out").write_text("mine")
+    config = load([f"task={key.partition('.')[0]}", *JSONL, "run.id=a", f"{key}=out"])
+    with pytest.raises(ConfigError, match=f"{key}=out exists already"):
+        REFUSED[key](config)
+    assert Path("out").read_text() == "mine"
+
+
+def test_tokens_of_another_source_or_settings_are_replaced_with_a_word(said):
+    for more in ([], [], ["dataset.bad=skip"]):
+        assert said == []
+        prepare_corpus(load([*JSONL, "dataset.tokens=out", *more]).dataset, 1)
+    assert said == ["the tokens in out are replaced: source or settings differ"]

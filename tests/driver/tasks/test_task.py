@@ -33,13 +33,7 @@ def count_layers(monkeypatch):
 def test_a_task_from_outside_runs_and_answers(count_layers, capsys):
     assert run(count_layers, Stop()) == 0
     assert capsys.readouterr() == ("3\n", "counting\n")
-
-
-def test_it_says_what_it_reads(count_layers):
-    with pytest.raises(
-        ConfigError, match=r"train\.steps has no effect: task=count_layers does not"
-    ):
-        load(["task=count_layers", "train.steps=3"])
+    assert sections.TASKS["count_layers"] == ("model",)
 
 
 def test_its_errors_are_reported(count_layers, capsys, monkeypatch):

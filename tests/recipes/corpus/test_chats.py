@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tokenizer_forms import CHAT, write
+from tokenizer_forms import CHAT, CHATML, write
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.chat import chat_encoder
@@ -40,10 +40,10 @@ CASES = {
         + each("{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}", "")
         + each(
             "{{- '<' + m.role + '>' }}{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
-            "{{- '<think>' + m.reasoning_content|default('') + '</think>' }}{%- endif %}"
+            "{{- '<think>' + m.thought|default('') + '</think>' }}{%- endif %}"
             "{{- m.content + '</>' }}"
         ),
-        [*TALK[:3], {**LAST, "reasoning": "hm"}], WHOLE.replace("B", "<think>hm</think>B"),
+        [*TALK[:3], {**LAST, "thought": "hm"}], WHOLE.replace("B", "<think>hm</think>B"),
         "A</>|<think>hm</think>B</>",
     ),
     # DeepSeek R1: the prompt opens a thought, which is cut out of written answers.
@@ -52,7 +52,8 @@ CASES = {
             TURN.replace("content", "content.split('</think>')[-1]"),
             PROMPT.replace("<assistant>", "<assistant><think>"),
         ),
-        [*TALK[:3], {**LAST, "content": "<think>so</think>B"}], WHOLE, "A</>|B</>",
+        [TALK[0], {**LAST, "content": "<A"}, TALK[2], {**LAST, "content": "<think>so</think>B"}],
+        WHOLE.replace("A", "<A"), "<A</>|B</>",
     ),
     # Mistral: what the system says stands before the last question.
     "system later": (
@@ -67,19 +68,14 @@ CASES = {
         each(TURN, "{%- if not add_generation_prompt %}{{- '[end]' }}{%- endif %}" + PROMPT),
         TALK, WHOLE + "[end]", "A</>|B</>[end]",
     ),
-    "tags": (
-        each(
-            "{{- m.role }}{%- if m.role == 'assistant' %}{% generation %}{{- m.content }}"
-            "{% endgeneration %}{%- else %}{{- m.content }}{%- endif %}"
+    "environment": (
+        "{{- strftime_now('%b %Y') }}"
+        + each(
+            "{%- if m.role == 'system' %}{%- continue %}{%- endif %}{{- m.role }}"
+            "{%- if m.role == 'assistant' %}{% generation %}{{- m.content }}{% endgeneration %}"
+            "{%- break %}{%- else %}{{- m.content }}{%- endif %}"
         ),
-        TALK, "userQassistantAuserRassistantB", "A|B",
-    ),
-    "loop controls": (
-        each(
-            "{%- if m.role == 'system' %}{%- continue %}{%- endif %}" + TURN
-            + "{%- if loop.index0 == 2 %}{%- break %}{%- endif %}"
-        ),
-        [SYSTEM, *TALK[:2]], "<user>Q</><assistant>A</>", "A</>",
+        [SYSTEM, *TALK], "Jan 1970userQassistantA", "A",
     ),
     "tools": (
         each(
@@ -95,7 +91,6 @@ CASES = {
         each(TURN.replace("'<'", "('!' if m.content.endswith('Q') else '<')")),
         [{"role": "user", "content": "QQ"}, TALK[1]], "!user>QQ</><assistant>A</>", "A</>",
     ),
-    "date": ("{{- strftime_now('%b %Y') }}" + each(TURN), TALK, "Jan 1970" + WHOLE, "A</>|B</>"),
 }  # fmt: skip
 
 
@@ -119,12 +114,13 @@ def test_what_answers_contribute_to_the_whole_is_learned(case, tmp_path):
         each("{{- m.content|length }}"),  # no content is in it
         each("{%- if loop.index0 != 1 %}" + TURN + "{%- endif %}"),  # leaves an answer out
         each(TURN).replace("messages", "messages[-1:]"),  # leaves out what it answers
+        "",
+        each(TURN) + "{% generation %}{% endgeneration %}",
     ],
 )
-def test_a_template_that_hides_answers_is_refused_with_a_remedy(template, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"hides where .*; put the answers of the .* into {% gener"
-    ):
+def test_a_template_that_hides_answers_is_refused(template, tmp_path):
+    said = r"hides where .*; put the answers of the .* into {% gener|leaves its answers out"
+    with pytest.raises(ValueError, match=said):
         encoder(tmp_path, template)(TALK[:2])
 
 
@@ -159,14 +155,21 @@ def test_named_templates_of_a_tokenizer_are_chosen_by_name(tmp_path):
     (folder / "chat_template.jinja").unlink()
     listed = [
         {"name": "default", "template": each(TURN)},
-        {"name": "loud", "template": "!" + each(TURN)},
+        {
+            "name": "ends",
+            "template": CHATML + "{% if not add_generation_prompt %}<|im_end|>{% endif %}",
+        },
     ]
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": listed}))
     tokenizer = load_tokenizer(str(folder))
-    both = [chat_encoder(tokenizer, name)(CHAT)[0] for name in (None, "loud")]
-    assert tokenizer.decode(both[1]) == "!" + tokenizer.decode(both[0])
-    with pytest.raises(InputError, match="or one of chatml, plain, default, loud"):
+    assert tokenizer.decode(chat_encoder(tokenizer, None)(CHAT)[0]).startswith("<user>one</>")
+    tokens, learned = chat_encoder(tokenizer, "ends")(CHAT)
+    # The end is no part of a turn's beginning, which has the same letters.
+    assert tokenizer.decode(tokens[learned]) == "two<|im_end|>\nnaïve two<|im_end|>\n<|im_end|>"
+    with pytest.raises(
+        InputError, match=r"there is none such; .*, or one of chatml, plain, default, ends"
+    ):
         chat_encoder(tokenizer, "none")
 
 

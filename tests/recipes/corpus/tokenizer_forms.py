@@ -31,7 +31,11 @@ TAGGED = (
 CUT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 S = ["<unk>", "<s>", "</s>"]
-ENDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+ENDS = {
+    "bos_token": {"__type": "AddedToken", "content": "<s>"},
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+}
 ASKED = {"add_bos_token": True, "add_eos_token": True}
 
 
@@ -87,22 +91,21 @@ def unigram(special, post):
     return made(model, special, post, pre_tokenizer=pre_tokenizers.Sequence(words))
 
 
-def message(*fields):
-    """Protocol Buffers' encoding of numbered fields."""
-    found = b""
-    for number, value in fields:
-        if isinstance(value, float):
-            found += varint(number << 3 | 5) + struct.pack("<f", value)
-        elif isinstance(value, int):
-            found += varint(number << 3) + varint(value)
-        else:
-            content = value.encode() if isinstance(value, str) else value
-            found += varint(number << 3 | 2) + varint(len(content)) + content
-    return found
-
-
 def varint(value):
     return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + varint(value >> 7)
+
+
+def field(number, value):
+    """Protocol Buffers' encoding of a numbered field: an integer, a float, or bytes."""
+    if isinstance(value, bytes):
+        return varint(number << 3 | 2) + varint(len(value)) + value
+    if isinstance(value, float):
+        return varint(number << 3 | 5) + struct.pack("<f", value)
+    return varint(number << 3) + varint(value)
+
+
+def message(*fields):
+    return b"".join(field(*one) for one in fields)
 
 
 def sentencepiece(kind, prefix, squeeze=False, users=()):
@@ -110,7 +113,7 @@ def sentencepiece(kind, prefix, squeeze=False, users=()):
     names, _ = vocabulary(S, [*users, *FALLBACK])
     kinds = dict.fromkeys(users, 4) | dict.fromkeys(FALLBACK, 6) | {"<unk>": 2, "<s>": 3, "</s>": 3}
     pieces = [
-        (1, message((1, name), (2, -float(number)), (3, kinds.get(name, 1))))
+        (1, message((1, name.encode()), (2, -float(number)), (3, kinds.get(name, 1))))
         for name, number in names.items()
     ]
     trainer = message((3, kind), (35, 1), (40, 0), (41, 1), (42, 2))
@@ -129,8 +132,6 @@ FORMS = {
         "Qwen2", byte_level(["<|im_start|>", "<|im_end|>"], "", CUT, normalizer=normalizers.NFC()),
         {"eos_token": "<|im_end|>", "add_bos_token": False}, CHATML,
     ),
-    # What the settings ask for is in the file already, or it is not put.
-    "asked": ("PreTrained", byte_level(["<s>", "</s>"]), ENDS | ASKED, "{{ bos_token }}" + CHATML),
     "gemma": (
         "Gemma",
         byte_fallback(["<pad>", "<eos>", "<bos>", "<unk>"], "<bos> $A",
@@ -155,8 +156,8 @@ FORMS = {
         {"eos_token": "<|im_end|>", "pad_token": "<pad>",
          "added_tokens_decoder": {"400": {"content": "<|im_start|>", "special": True}}}, CHATML,
     ),
-    "llama2.model": ("Llama", sentencepiece(2, True), ENDS | {"add_bos_token": True}, INST),
-    "unigram.model": ("PreTrained", sentencepiece(1, True, True), {"add_eos_token": True}, INST),
+    "llama2.model": ("Llama", sentencepiece(2, False), ENDS | {"add_bos_token": True}, INST),
+    "unigram.model": ("", sentencepiece(1, True, True), {"add_eos_token": True}, INST),
     "users.model": ("PreTrained", sentencepiece(2, False, False, ["\n\n", "▁▁"]), ASKED, INST),
 }  # fmt: skip
 
@@ -164,13 +165,13 @@ FORMS = {
 def write(form, folder):
     """Write a form's files into a new folder."""
     of, found, settings, template = FORMS[form]
-    of += "TokenizerFast" if of == "PreTrained" else "Tokenizer"
     folder.mkdir()
     if isinstance(found, bytes):
         (folder / "tokenizer.model").write_bytes(found)
     else:
         found.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": of, **settings}))
+    named = {"tokenizer_class": f"{of}Tokenizer{'Fast' * (of == 'PreTrained')}"} if of else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
     (folder / "chat_template.jinja").write_text(template)
     return folder
 

@@ -63,44 +63,30 @@ def alone(monkeypatch, tmp_path):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
 
 
-def opened(name, folder, first=1):
-    """A tracker of a start at step `first`, beside the run's own record."""
+def record(name, folder, first, *steps, rewinds=0, kill=False, reason="done"):
+    """Record a start at the step `first`, beside the run's own record; `rewinds` is done again."""
     own = JsonlTracker(folder / METRICS, first)
-    if name == METRICS:
-        return [own]
-    config = {"wandb": vars(Wandb(mode="offline"))}
-    run = TrackedRun("mine", folder, config, own.records())
-    return [own, *open_trackers(run, openers([name]))]
-
-
-def log(trackers, *steps):
+    run = TrackedRun("mine", folder, {"wandb": vars(Wandb(mode="offline"))}, own.records())
+    trackers = [own, *(() if name == METRICS else open_trackers(run, openers([name])))]
     for step in steps:
         for each in trackers:
+            if step == rewinds:
+                each.rewind(step)
             each.log(step, {"train/loss": 1.0 / step})
+    for service in psutil.Process().children(recursive=True) if kill else ():
+        if "wandb" in service.name():
+            service.kill()
+            service.wait()
+    for each in trackers:
+        each.finish({"exit_reason": reason})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_step_is_held_once(name, tmp_path):
     """A start that is killed, one that fails and goes back, and one that ends."""
-    killed = opened(name, tmp_path)
-    log(killed, 1, 2, 3)
-    for service in psutil.Process().children(recursive=True):
-        if "wandb" in service.name():
-            service.kill()
-            service.wait()
-    for each in killed:
-        each.finish({})
-    failed = opened(name, tmp_path, first=3)
-    log(failed, 3, 4, 5)
-    for each in failed:
-        each.rewind(4)
-    log(failed, 4, 5, 6)
-    for each in failed:
-        each.finish({"exit_reason": "worker_1 died"})
-    last = opened(name, tmp_path, first=5)
-    log(last, 5, 6, 7)
-    for each in last:
-        each.finish({"exit_reason": "done"})
+    record(name, tmp_path, 1, *(1, 2, 3), kill=True)
+    record(name, tmp_path, 3, *(3, 4, 5, 4, 5, 6), rewinds=4, reason="worker_1 died")
+    record(name, tmp_path, 5, *(5, 6, 7))
     assert READERS[name](tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -108,9 +94,6 @@ def test_each_step_is_held_once(name, tmp_path):
 def test_a_server_that_is_dead_holds_up_no_end(tmp_path, monkeypatch, said):
     monkeypatch.setattr(queued, "FINISH_SECONDS", 1.0)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    trackers = opened("mlflow", tmp_path)
-    log(trackers, 1)
-    for each in trackers:
-        each.finish({})
+    record("mlflow", tmp_path, 1, 1)
     [line] = said
     assert line.startswith("mlflow: ")

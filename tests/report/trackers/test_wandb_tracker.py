@@ -86,14 +86,6 @@ def test_tables_and_pictures_are_recorded(run_dir, said):
     assert len(list(media.glob("offline-run-*/files/media/images/plots/*.png"))) == 1
 
 
-def test_a_run_can_be_recorded_again_under_its_id(run_dir, said):
-    for step in (1, 2):
-        tracker = open_it(run_dir)
-        tracker.log(step, {})
-        tracker.finish({})
-        assert said == []
-
-
 def test_online_without_a_login_is_offline_and_says_so(run_dir, said):
     tracker = open_it(run_dir, mode="online")
     tracker.finish({})
