@@ -81,9 +81,11 @@ class Graph:
         arrays = list(dynamic)
         for i, tree in zip(self.places, new, strict=True):
             arrays[i] = jax.tree.map(lambda x, y: x if y is None else y, dynamic[i], tree)
-            if isinstance(args[i], _nnx().Metric):
-                arrays[i] = _together(arrays[i])
-        _nnx().update([args[i] for i in self.places], self._state(arrays))
+        objects = [args[i] for i in self.places]
+        _nnx().update(objects, self._state(arrays))
+        for _, node in _nnx().iter_graph(objects):
+            if isinstance(node, _nnx().Metric):
+                _nnx().update(node, _together(_nnx().state(node)))
 
     def _state(self, dynamic: Sequence[Any]) -> Any:
         return _nnx().State({n: dynamic[i] for n, i in enumerate(self.places)})

@@ -275,6 +275,25 @@ def test_objects_of_nnx_are_updated_in_place(form, plan):
     check_form(form, plan)
 
 
+def test_a_metric_in_a_container_is_on_one_device():
+    """Its total is of the first stage and its count of the last."""
+
+    def step(objects, x):
+        loss, grads = nnx.value_and_grad(square)(objects["model"], x)
+        weight = objects["model"].layers[0].kernel[...]
+        objects["optimizer"].update(objects["model"], grads)
+        objects["metrics"]["weight"].update(values=weight.sum())
+        return loss
+
+    model = nnx.Sequential(*(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(i)) for i in range(2)))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    average, want = nnx.metrics.Average(), model.layers[0].kernel[...].sum()
+    objects = {"model": model, "optimizer": optimizer, "metrics": {"weight": average}}
+    options = {"method": PLANS["stages"], "devices": jax.devices()[:DEVICES]}
+    launcher.parallelize(step, **options)(objects, np.eye(ROWS, SIDE, dtype=np.float32))
+    assert np.isclose(average.compute(), want)
+
+
 def test_statistics_are_updated_in_place():
     check_form(in_place, "data", norm=True)
     with pytest.raises(JoinedError, match=r"test_documented\.py:\d+.* joins examples"):
