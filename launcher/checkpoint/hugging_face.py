@@ -111,13 +111,10 @@ class HuggingFace:
 
     def _lacks(self, missing: Sequence[str], further: Sequence[str]) -> str:
         """Return in words which arrays the files lack."""
-        family, tensors = self._model
-        prefix = tensors[0].theirs.partition(".")[0] + "."
+        prefix = self._model[1][0].theirs.partition(".")[0] + "."
         said = f"it has no {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}"
         if not missing[0].startswith(prefix):
             said += ": it was saved without the model's head"
-            if missing[0] in family.TIED:
-                said += f", and by tie_word_embeddings in {CONFIG} the embeddings are none"
         return f"{said}; it has {further[0]}" if further else said
 
     def _files(self) -> dict[str, Path]:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,9 +37,10 @@ from launcher.cluster.ray.worker_actor import machine_id
 from launcher.hardware import HostReport
 from launcher.runtime import Transport, keep_compiled, make_transport
 
-_PACKAGES = frozenset([DISTRIBUTION, "jax", "jaxlib", "flax", "optax", "numpy", "ray"])
-_SIDE = 8192, 256  # of the matrices: on GPUs, on CPU devices
-_ROUNDS = 6  # the first compiles
+_PACKAGES = (DISTRIBUTION, "jax", "jaxlib", "flax", "optax", "numpy", "ray")
+_SIDE = 4096, 256  # of the matrices: on GPUs, where each takes 64 MiB; on CPU devices
+_ROUNDS = 20  # the first compiles
+_SECONDS = 0.5  # after which no further round begins
 
 
 class Peer:
@@ -93,14 +94,20 @@ class Peer:
             folder: the run's folder.
         """
         rates = [_rates(device) for device in jax.local_devices()]
-        versions = {one.name: one.version for one in distributions() if one.name in _PACKAGES}
+        versions, free = {"Python": platform.python_version()}, {}
+        for name in _PACKAGES:
+            with suppress(PackageNotFoundError):  # a checkout
+                versions[name] = version(name)
         with suppress(OSError):  # no such driver
             driver = Path("/proc/driver/nvidia/version").read_text()
             versions["GPU driver"] = driver.splitlines()[0]
+        for path in (folder, tempfile.gettempdir()):
+            with suppress(OSError):  # another host's folder
+                free[path] = psutil.disk_usage(path).free
         return HostReport(
             machine=machine_id(),
-            versions={"Python": platform.python_version(), **versions},
-            free={path: psutil.disk_usage(path).free for path in (folder, tempfile.gettempdir())},
+            versions=versions,
+            free=free,
             amounts={
                 "free memory": (float(psutil.virtual_memory().available),),
                 "rate of matrix products": tuple(products for products, _ in rates),
@@ -159,16 +166,22 @@ class Peer:
 def _rates(device: jax.Device) -> tuple[float, float]:
     """Return a device's rates in products of square matrices and in transfers from the host.
 
-    They are those of the fastest round, so that other work on the host counts little.
+    They are those of the fastest round, so that other work on the host counts little; 0 where the
+    device has no room for the matrices.
     """
     size = _SIDE[device.platform == "cpu"]
     block = np.ones((size, size), np.float32)
-    product, rounds = jax.jit(lambda x: x @ x), []
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        there = jax.block_until_ready(jax.device_put(block, device))
-        moved = time.perf_counter()
-        jax.block_until_ready(product(there))
-        rounds.append((time.perf_counter() - moved, moved - began))
+    product = jax.jit(lambda x: x @ x)
+    rounds: list[tuple[float, float]] = []
+    until = time.perf_counter() + _SECONDS
+    try:
+        while len(rounds) < 2 or (len(rounds) < _ROUNDS and time.perf_counter() < until):
+            began = time.perf_counter()
+            there = jax.block_until_ready(jax.device_put(block, device))
+            moved = time.perf_counter()
+            jax.block_until_ready(product(there))
+            rounds.append((time.perf_counter() - moved, moved - began))
+    except jax.errors.JaxRuntimeError:
+        return 0.0, 0.0
     products, transfers = map(min, zip(*rounds, strict=True))
     return 2.0 * size**3 / products, block.nbytes / transfers

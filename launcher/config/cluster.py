@@ -107,12 +107,9 @@ _TEXTS = {
     ),
     "job_name": (r"[\w.+-]+", "Use letters, digits, '.', '_', '+' and '-'."),
 }
-# Options of sbatch that `extra` may not set: those that the launcher decides, and the others with
-# the setting to use instead.
-_DECIDED = (
-    "ntasks ntasks-per-node ntasks-per-gpu output error open-mode chdir parsable wait wrap "
-    "test-only"
-)
+# Options of sbatch that `extra` may not set, with the setting to use instead; of those that the
+# launcher decides itself there is none.
+_DECIDED = "ntasks ntasks-per-node ntasks-per-gpu output error open-mode chdir parsable wait wrap"
 _SBATCH_OPTIONS = {
     name.replace("_", "-"): f"cluster.slurm.{name}"
     for name in (
@@ -126,7 +123,7 @@ _SBATCH_OPTIONS = {
     "gpus-per-node": "cluster.gpus",
     "requeue": "cluster.slurm.max_requeues",
     "no-requeue": "cluster.slurm.max_requeues",
-    **dict.fromkeys(_DECIDED.split(), ""),
+    **dict.fromkeys((*_DECIDED.split(), "test-only"), ""),
 }
 # Options of sbatch and srun of which a job may have one, by their manuals.
 _ALTERNATIVES = (

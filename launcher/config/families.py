@@ -98,6 +98,15 @@ class DatasetOptions:
         yield from ()
 
 
+# A dataset whose `validation_path` names what is held out takes no part of the rest for it.
+HOLDS_OUT = Switch(
+    ("dataset.validation_fraction",),
+    ("dataset.validation_path",),
+    lambda config: config.dataset.validation_path is None,
+    "dataset.validation_path names what is held out",
+    "leave that out",
+)
+
 _Options = TypeVar("_Options", bound=type[ModelOptions] | type[DatasetOptions])
 _MODELS: dict[str, type[ModelOptions]] = {}
 _DATASETS: dict[str, type[DatasetOptions]] = {}

@@ -260,6 +260,8 @@ class _Job:
         if problems := "; ".join(differing_versions(hosts)):
             raise ConfigError(f"The hosts differ: {problems}", "Give them the same environment.")
         short = list(shortages(hosts))
+        if not short and self._config.task == "preflight":
+            _log.info(f"nothing was found that sets these hosts apart: {', '.join(names)}")
         for name, line in short:
             _log.warning(f"{name}: {line}")
         if short and (slurm := getattr(self._config.cluster, "slurm", None)):

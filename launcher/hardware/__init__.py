@@ -1,14 +1,14 @@
-"""Devices and clusters as data: datasheets, memory shares, shapes."""
+"""Devices, hosts and clusters as data: datasheets, memory shares, shapes, comparison of hosts."""
 
 from launcher.hardware.cluster_shape import JAX_MEMORY_SHARE as JAX_MEMORY_SHARE
 from launcher.hardware.cluster_shape import LOCAL as LOCAL
 from launcher.hardware.cluster_shape import ClusterShape as ClusterShape
-from launcher.hardware.cluster_shape import HostReport as HostReport
 from launcher.hardware.cluster_shape import WorkerInfo as WorkerInfo
-from launcher.hardware.cluster_shape import differing_versions as differing_versions
 from launcher.hardware.cluster_shape import gpu_memory_variables as gpu_memory_variables
 from launcher.hardware.cluster_shape import is_nominal as is_nominal
 from launcher.hardware.cluster_shape import local_shape as local_shape
 from launcher.hardware.cluster_shape import memory_share as memory_share
-from launcher.hardware.cluster_shape import shortages as shortages
 from launcher.hardware.cluster_shape import usable_bytes as usable_bytes
+from launcher.hardware.hosts import HostReport as HostReport
+from launcher.hardware.hosts import differing_versions as differing_versions
+from launcher.hardware.hosts import shortages as shortages

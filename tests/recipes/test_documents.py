@@ -39,9 +39,9 @@ def test_documents_are_checked_before_they_are_tokens(given):
     small = SimpleNamespace(name="gpt", vocab_size=200, sequence_length=8)
     with pytest.raises(InputError, match=r"^dataset\.tokenizer=bytes has 257 tokens, more than mo"):
         check_dataset(given, small, validation=True)
-    with pytest.raises(InputError, match=r"dataset\.path=none does not exist"):
+    with pytest.raises(InputError, match=r"dataset\.path=none does not exist; name a file, a fol"):
         check_dataset(Documents(path="none"), MODEL, validation=True)
-    with pytest.raises(InputError, match=r"dataset\.tokenizer=x: x does not exist"):
+    with pytest.raises(InputError, match=r"dataset\.tokenizer=x: x does not exist; name a token"):
         check_dataset(Documents(path=given.path, tokenizer="x"), MODEL, validation=True)
     with pytest.raises(InputError, match=r"are not made yet .*; run this command with task=prep"):
         build_dataset(given, MODEL, 4, 0)  # as for a plan

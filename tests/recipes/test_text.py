@@ -115,15 +115,16 @@ def test_the_standard_library_is_text():
     assert dataset.describe.startswith(f"the standard library in {stdlib_folder()}: ")
 
 
-def test_build_refuses_what_check_refuses(tmp_path):
-    with pytest.raises(InputError, match="does not exist"):
-        build_dataset(text(tmp_path / "none.txt"), model(), 4, seed=0)
-
-
 @pytest.mark.parametrize(
     ("content", "name", "changes", "said"),
     [
         (None, "none.txt", {}, "dataset.path={} does not exist; name a text file, or a folder who"),
+        (
+            None,
+            "/dev/null",
+            {},
+            "dataset.path={} is neither a file nor a folder; name a text file,",
+        ),
         (b"", "a.txt", {}, "dataset.path={} is empty; name a file or folder with text in it"),
         (b"", "", {}, "dataset.path={} holds only empty files for **/*.txt; name a file or folder"),
         (None, "", {}, "dataset.pattern=**/*.txt fits no file below dataset.path={}; change eith"),
@@ -148,13 +149,6 @@ def test_text_that_cannot_be_used_is_refused(tmp_path, content, name, changes, s
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     assert refusal(text(tmp_path / name, **changes)).startswith(said.format(tmp_path / name))
-
-
-def test_refuses_what_is_no_file():
-    assert refusal(text("/dev/null")) == (
-        "dataset.path=/dev/null is neither a file nor a folder; name a text file, or a folder "
-        "whose files fit dataset.pattern"
-    )
 
 
 def test_one_sequence_is_enough(tmp_path):

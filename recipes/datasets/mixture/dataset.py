@@ -194,12 +194,7 @@ def _mixed(
 def _parts(options: Mixture, model_options: Any) -> Iterator[_MixedPart]:
     for name, part in options.parts.items():
         one = _tokens(options, part)
-        find_corpus(one.path, one.dtype, f"dataset.parts.{name}.path")  # its errors name the part
-        try:
-            ranges = tokens.find_ranges(one, model_options)
-        except InputError as error:
-            text = str(error).replace("dataset.path=", f"dataset.parts.{name}.path=")
-            raise InputError(text) from None
+        ranges = tokens.find_ranges(one, model_options, f"dataset.parts.{name}.path")
         length = model_options.sequence_length
         yield _MixedPart(
             name,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.families import DatasetOptions, register
-from launcher.config.fields import Switch, choice, number
+from launcher.config.families import HOLDS_OUT, DatasetOptions, register
+from launcher.config.fields import choice, number
 
 
 @register
@@ -26,12 +26,4 @@ class Pictures(DatasetOptions):
     validation_path: str | None = None
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
-    switches = (
-        Switch(
-            ("dataset.validation_fraction",),
-            ("dataset.validation_path",),
-            lambda config: config.dataset.validation_path is None,
-            "dataset.validation_path names what is held out",
-            "leave that out",
-        ),
-    )
+    switches = (HOLDS_OUT,)

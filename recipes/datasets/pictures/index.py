@@ -123,7 +123,7 @@ def load_index(source: PictureSource, progress: Progress = lambda share: None) -
     if not good:
         first = f" ({bad[0].place}: {bad[0].why})" if bad else ""
         raise InputError(f"{source.key}={source.path} holds no picture{first}; name another")
-    index = replace(_index(good, bad), notes=tuple(notes))
+    index = _index(good, bad, notes)
     _keep(source, stamps, index)
     return index
 
@@ -168,7 +168,7 @@ def index_fingerprint(source: PictureSource, index: PictureIndex) -> str:
     return digest.hexdigest()[:32]
 
 
-def _index(good: list[FoundPicture], bad: list[FoundPicture]) -> PictureIndex:
+def _index(good: list[FoundPicture], bad: list[FoundPicture], notes: list[str]) -> PictureIndex:
     files = {name: number for number, name in enumerate(dict.fromkeys(one.file for one in good))}
     classes = sorted({one.label for one in good if one.label is not None})
     numbers = {name: number for number, name in enumerate(classes)}
@@ -182,7 +182,7 @@ def _index(good: list[FoundPicture], bad: list[FoundPicture]) -> PictureIndex:
         np.array(labels, np.int64),
         tuple(classes),
         tuple(f"{one.place}: {one.why}" for one in bad),
-        (),
+        tuple(notes),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.config.errors import ConfigError
-from launcher.config.families import DatasetOptions, ModelOptions, register, taken_by
+from launcher.config.families import HOLDS_OUT, DatasetOptions, ModelOptions, register, taken_by
 from launcher.config.fields import Switch, choice, number
 
 IS_PACKED = Switch(
@@ -50,13 +50,4 @@ class Tokens(TokenRows):
     validation_path: str | None = None
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
-    switches = (
-        IS_PACKED,
-        Switch(
-            ("dataset.validation_fraction",),
-            ("dataset.validation_path",),
-            lambda config: config.dataset.validation_path is None,
-            "dataset.validation_path names what is held out",
-            "leave that out",
-        ),
-    )
+    switches = (IS_PACKED, HOLDS_OUT)

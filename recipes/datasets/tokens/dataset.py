@@ -121,14 +121,23 @@ def tokenizer(options: Tokens) -> Tokenizer:
     return made
 
 
-def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:
-    """Find the files and split their tokens; raises InputError where they do not fit the model."""
+def find_ranges(options: Tokens, model_options: Any, key: str = "dataset.path") -> TokenRanges:
+    """Find the files and split their tokens.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        key: the setting that names the files.
+
+    Raises:
+        InputError: they do not fit the model.
+    """
     if taken_by(model_options) != "text":
         raise InputError(
             f"dataset.name={options.name} holds tokens, which model.name={model_options.name} "
             "does not take; choose model=gpt or dataset=synthetic"
         )
-    corpus = find_corpus(options.path, options.dtype)
+    corpus = find_corpus(options.path, options.dtype, key)
     _check_fit(corpus, options, model_options)
     if options.validation_path is not None:
         held = find_corpus(options.validation_path, options.dtype, "dataset.validation_path")

@@ -364,17 +364,10 @@ def test_lines_are_counted_also_in_later_pieces(tmp_path, small_pieces):
         prepare_corpus(work(source, tmp_path / "out"), 1)
 
 
-def test_a_missing_source_column_or_tokenizer_is_named(tmp_path):
-    with pytest.raises(InputError, match="does not exist; name a file, a folder or a glob"):
-        prepare_corpus(work(tmp_path / "none", tmp_path / "out"), 1)
-    with pytest.raises(InputError, match=r"holds no file that fits \*\.jsonl or"):
-        prepare_corpus(work(tmp_path, tmp_path / "out"), 1)
+def test_a_missing_column_is_named(tmp_path):
     pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"it has no column 'text' \(dataset\.field\), it has"):
         prepare_corpus(work(tmp_path, tmp_path / "out", format="parquet"), 1)
-    lines(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(InputError, match=r"dataset\.tokenizer=x: x does not exist; name a token"):
-        prepare_corpus(work(tmp_path, tmp_path / "out", tokenizer="x"), 1)
 
 
 def test_two_that_need_the_same_tokens_make_them_once(tmp_path, caplog):
