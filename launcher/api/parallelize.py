@@ -27,13 +27,13 @@ import jax
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
-from launcher.api.signature import Signature, Traceable, check_context, created, kind, unfixed
+from launcher.api.signature import Signature, Traceable, check_context, created, kind
 from launcher.base import Clock, warn_once
 from launcher.plan import Plan, PlanError, TooLargeError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
 from launcher.report.pages.timeline import ProcessSpans, Timeline
 from launcher.runtime import Executable, Transport
-from launcher.trace import TracedStep, TraceError, no_gradient_note, trace_step
+from launcher.trace import TracedStep, TraceError, no_gradient_note, trace_step, unfixed
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
 _log = logging.getLogger(__name__)

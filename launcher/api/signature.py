@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from launcher.trace import TraceError, arrays_only, no_array
+from launcher.trace import TraceError, arrays_only, fixed, no_array, unfixed
 
 _DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
 # Those that affect how a function is traced.
@@ -59,15 +59,6 @@ class Traceable:
     needs_loss: bool
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Static:
-    """A leaf that is no array, as a part of the structure of its tree."""
-
-    kind: type  # since 1 == 1.0 == True
-    value: Any
-
-
 @dataclass(frozen=True)
 class Graph:
     """The Flax NNX objects among dynamic arguments, apart from their arrays.
@@ -90,9 +81,11 @@ class Graph:
         arrays = list(dynamic)
         for i, tree in zip(self.places, new, strict=True):
             arrays[i] = jax.tree.map(lambda x, y: x if y is None else y, dynamic[i], tree)
-            if isinstance(args[i], _nnx().Metric):
-                arrays[i] = _together(arrays[i])
-        _nnx().update([args[i] for i in self.places], self._state(arrays))
+        objects = [args[i] for i in self.places]
+        _nnx().update(objects, self._state(arrays))
+        for _, node in _nnx().iter_graph(objects):
+            if isinstance(node, _nnx().Metric):
+                _nnx().update(node, _together(_nnx().state(node)))
 
     def _state(self, dynamic: Sequence[Any]) -> Any:
         return _nnx().State({n: dynamic[i] for n, i in enumerate(self.places)})
@@ -206,19 +199,15 @@ class Signature:
         Raises:
             TraceError: a position is none of an argument, or an NNX object is a batch.
         """
-        *values, graph = static
-        count = len(dynamic) + len(values)
+        graph, count = static[-1], len(dynamic) + len(static) - 1
         batch = self._dynamic_numbers("batch_argnums", self.batch, count)
         donated = self._dynamic_numbers("donate_argnums", self.donate, count)
-        positions = self._positions(self.static, count)
-        fun = _bound(self.fun, positions, values) if values else self.fun
         if graph is not None and {*graph.places}.intersection(batch):
             raise TraceError(
                 f"batch_argnums={self.batch} of {self.name} names a Flax NNX object, which has no "
                 "rows; name the batch's arguments there, from 0, and the objects in donate_argnums"
             )
-        if graph is not None or "equinox" in sys.modules:
-            fun = _of_arrays(fun, self.name, graph, donated)
+        fun = _of_arrays(self, self._positions(self.static, count), static, donated)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*kind(leaf)), dynamic)
         return Traceable(fun, shapes, batch, donated, needs_loss)
 
@@ -263,41 +252,29 @@ class Signature:
         return tuple(n for n, i in enumerate(kept) if i in wanted)
 
 
-def _bound(
-    fun: Callable[..., Any], positions: Sequence[int], values: Sequence[tuple[Any, Any]]
-) -> Callable[..., Any]:
-    """Return a function of its other arguments, with the static ones filled in."""
-
-    @functools.wraps(fun)
-    def bound(*dynamic: Any) -> Any:
-        args = list(dynamic)
-        for position, (_, value) in zip(positions, values, strict=True):
-            args.insert(position, value)
-        return fun(*args)
-
-    bound.__name__ = getattr(fun, "__name__", "step")
-    return bound
-
-
 def _of_arrays(
-    fun: Callable[..., Any], name: str, graph: Graph | None, donated: Sequence[int]
+    of: Signature, positions: Sequence[int], static: tuple[Any, ...], donated: Sequence[int]
 ) -> Callable[..., Any]:
     """Return a function of the arrays of its arguments, as `Signature.traceable` describes it.
 
     Of an argument that is not donated it returns the arrays that have changed, None for others.
     """
+    *values, graph = static
 
-    @functools.wraps(fun)
+    @functools.wraps(of.fun)
     def of_arrays(*dynamic: Any) -> Any:
         args = unfixed(dynamic) if graph is None else graph.merged(unfixed(dynamic))
-        out = _fixed(fun(*args))
+        everything = [*args]
+        for position, (_, value) in zip(positions, values, strict=True):
+            everything.insert(position, value)
+        out = fixed(of.fun(*everything))
         if graph is None:
             return out
         trees, after = _arrays_of(args)
         if after != graph:
             raise TraceError(
-                f"{name} changes more of a Flax NNX object than its arrays, such as an attribute, "
-                "or its mode by model.train() or model.eval(); do that before the call"
+                f"{of.name} changes more of a Flax NNX object than its arrays, such as an "
+                "attribute, or its mode by model.train() or model.eval(); do that before the call"
             )
         new = [
             jax.tree.map(lambda x, y, i=i: None if x is y and i not in donated else x, *pair)
@@ -306,7 +283,7 @@ def _of_arrays(
         ]
         return (*new, out)
 
-    of_arrays.__name__ = name
+    of_arrays.__name__ = of.name
     return of_arrays
 
 
@@ -325,11 +302,11 @@ def _arrays_of(args: Sequence[Any]) -> tuple[tuple[Any, ...], Graph | None]:
 
     places = tuple(i for i, arg in enumerate(args) if holds(arg))
     if not places:
-        return tuple(map(_fixed, args)), None
+        return tuple(map(fixed, args)), None
     definition, state = _nnx().split([args[i] for i in places])
     arrays = _nnx().to_pure_dict(state)
     of = {i: arrays.get(n, {}) for n, i in enumerate(places)}  # none of its own: all are shared
-    trees = (of[i] if i in of else _fixed(arg) for i, arg in enumerate(args))
+    trees = (of[i] if i in of else fixed(arg) for i, arg in enumerate(args))
     return tuple(trees), Graph(places, definition)
 
 
@@ -353,34 +330,9 @@ def _together(tree: Any) -> Any:
     arrays = jax.tree.leaves(tree)
     if not all(isinstance(x, jax.Array) for x in arrays):  # they are on workers
         return jax.tree.map(jax.numpy.asarray, jax.device_get(tree))
-    if len({frozenset(x.devices()) for x in arrays}) < 2 or not arrays[0].is_fully_addressable:
+    if not arrays or not arrays[0].is_fully_addressable:
         return tree
     return jax.device_put(tree, min(arrays[-1].devices(), key=lambda device: device.id))
-
-
-def _fixed(tree: Any) -> Any:
-    """Return a tree with each leaf of an Equinox module that is no array as a `_Static`."""
-    if (module := getattr(sys.modules.get("equinox"), "Module", None)) is None:
-        return tree
-
-    def leaf(x: Any) -> Any:
-        return x if hasattr(x, "dtype") else _Static(type(x), x)
-
-    def part(x: Any) -> Any:
-        return jax.tree.map(leaf, x) if isinstance(x, module) else x
-
-    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, module))
-
-
-def unfixed(tree: Any) -> Any:
-    """Return a tree with the leaves that a `_Static` stands for."""
-    if "equinox" not in sys.modules:
-        return tree
-
-    def part(x: Any) -> Any:
-        return x.value if isinstance(x, _Static) else x
-
-    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, _Static))
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:

@@ -372,10 +372,13 @@ def taking_gradients(take: Callable[..., Any]) -> Iterator[None]:
         kept: Any = getattr(api, name, jax.vjp)
 
         def asked(fun: Any, *primals: Any, has_aux: bool = False, **rest: Any) -> Any:
-            frame = inspect.currentframe()
-            caller = frame and frame.f_back and frame.f_back.f_code.co_name  # or `jax.jacrev`
-            is_gradient = caller == "value_and_grad_f"
-            taken = is_gradient and take(getattr(fun, "call_wrapped", fun), primals, has_aux)
+            frame: Any = inspect.currentframe()
+            taken = None
+            if frame.f_back.f_code.co_name == "value_and_grad_f":  # not `jax.jacrev`
+                call = getattr(fun, "call_wrapped", fun)
+                user = frame.f_back.f_locals["fun"]  # to be named in errors
+                named = functools.wraps(user, (), ())(lambda *diff: call(*diff))
+                taken = take(named, primals, has_aux)
             return taken or kept(fun, *primals, has_aux=has_aux, **rest)
 
         setattr(api, name, asked)

@@ -7,8 +7,10 @@ from launcher.trace.errors import BatchError, BoundaryError, GradientError, Join
 from launcher.trace.errors import LayerCountError as LayerCountError
 from launcher.trace.interface import Interface as Interface
 from launcher.trace.interface import arrays_only as arrays_only
+from launcher.trace.interface import fixed as fixed
 from launcher.trace.interface import leaf_names as leaf_names
 from launcher.trace.interface import no_array as no_array
+from launcher.trace.interface import unfixed as unfixed
 from launcher.trace.ir.cost import backward_share as backward_share
 from launcher.trace.ir.cost import flops as flops
 from launcher.trace.ir.cost import matmul_flops as matmul_flops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -237,3 +238,37 @@ def _alike(a: Any, b: Any) -> bool:
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """A leaf that is no array, as a part of the structure of its tree."""
+
+    kind: type  # since 1 == 1.0 == True
+    value: Any
+
+
+def fixed(tree: Any) -> Any:
+    """Return a tree with each leaf of an Equinox module that is no array as a `_Static`."""
+    if (module := getattr(sys.modules.get("equinox"), "Module", None)) is None:
+        return tree
+
+    def leaf(x: Any) -> Any:
+        return x if hasattr(x, "dtype") else _Static(type(x), x)
+
+    def part(x: Any) -> Any:
+        return jax.tree.map(leaf, x) if isinstance(x, module) else x
+
+    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, module))
+
+
+def unfixed(tree: Any) -> Any:
+    """Return a tree with the leaves that a `_Static` stands for."""
+    if "equinox" not in sys.modules:
+        return tree
+
+    def part(x: Any) -> Any:
+        return x.value if isinstance(x, _Static) else x
+
+    return jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, _Static))

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from launcher.base import jax_compat, source_of
 from launcher.trace.errors import GradientError, LossError
-from launcher.trace.interface import arrays_only, no_array
+from launcher.trace.interface import arrays_only, fixed, no_array, unfixed
 from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
@@ -31,10 +31,12 @@ from launcher.trace.ir.jaxpr import (
     jaxpr_as_fun,
     lift_constants,
     make_jaxpr,
+    walk,
 )
 
 REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
 _PER_SLICE = "launcher.per_slice"
+_PLAIN = "launcher.plain"
 
 # Whether `jax.grad` is `launcher.grad` in this thread; `jax.jit` keeps its traces apart.
 _plain_is_loss = jax.make_user_context(False)
@@ -172,27 +174,32 @@ def grad(
 
 
 @contextlib.contextmanager
-def plain_gradients(are_losses: bool) -> Iterator[list[Any]]:
-    """Have the outermost `jax.grad` and `jax.value_and_grad` be those of this module, or not.
+def plain_gradients() -> Iterator[None]:
+    """Have the outermost `jax.grad` and `jax.value_and_grad` be those of this module.
 
     So are functions of other libraries that end in them. One inside a loss is a part of it, and one
     that is differentiated (`jax.jvp`) or of integers or complex numbers stays as it is.
-
-    Yields:
-        A list to which each function is added of which such a gradient is taken.
     """
-    found: list[Any] = []
 
     def take(fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Any:
         types = [jnp.result_type(x) for x in jax.tree.leaves(primals)]
         if not (_plain_is_loss.value and all(jnp.issubdtype(t, jnp.floating) for t in types)):
             return None
-        found.append(fun)
-        out, grads = value_and_grad(fun, tuple(range(len(primals))), has_aux)(*primals)
+        with jax.named_scope(_PLAIN):
+            out, grads = value_and_grad(fun, tuple(range(len(primals))), has_aux)(*primals)
         return (out[0], lambda _: grads, out[1]) if has_aux else (out, lambda _: grads)
 
-    with _plain_is_loss(are_losses), jax_compat.taking_gradients(take):
-        yield found
+    with _plain_is_loss(True), jax_compat.taking_gradients(take):
+        yield
+
+
+def is_mixed(equations: Sequence[Equation]) -> bool:
+    """Return whether a program has plain gradients as losses, and others too."""
+    outermost = walk(equations, lambda eqn: eqn.primitive is not loss_p)
+    plain = [
+        e for e in outermost if e.primitive is loss_p and _PLAIN in str(e.source_info.name_stack)
+    ]
+    return 0 < len(plain) < sum(e.primitive is loss_p for e in walk(equations))
 
 
 def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[..., Any]:
@@ -237,7 +244,7 @@ def _bind(
         for i, value in zip(traced, flat, strict=True):
             full[i] = value
         again, named = jax.tree.unflatten(tree, full)
-        out = fun(*again, **named)
+        out = fixed(fun(*again, **named))
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise LossError(f"{source_of(fun)} must return (loss, aux), as has_aux=True says")
         if nums:
@@ -260,7 +267,7 @@ def _bind(
     values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
     grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
     by_num = dict(zip(sorted(set(nums)), grads, strict=True))
-    return jax.tree.unflatten(out_tree, values), tuple(by_num[n] for n in nums)
+    return unfixed(jax.tree.unflatten(out_tree, values)), tuple(by_num[n] for n in nums)
 
 
 def _check_differentiable(fun: Callable[..., Any], leaf: Any) -> None:

@@ -58,7 +58,7 @@ from launcher.trace.parts import (
     refuse_side_effects,
     with_named_operands,
 )
-from launcher.trace.primitives import calling_at_losses, loss_p, plain_gradients
+from launcher.trace.primitives import calling_at_losses, is_mixed, loss_p, plain_gradients
 from launcher.trace.slicing.outside_loss import may_be_raw_key, raw_generator
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, slice_loss, split_loss
 
@@ -186,19 +186,19 @@ def trace_step(
     if needs_loss:  # a clearer error than that of the trace
         batch_size(others)
 
-    takes_plain = needs_loss
+    taking = plain_gradients if needs_loss else contextlib.nullcontext
 
-    def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any, int]:
-        with described_cudnn(), plain_gradients(takes_plain) as found:
+    def make(shapes: tuple[Any, ...]) -> tuple[Jaxpr, Any]:
+        with described_cudnn(), taking():
             closed, out = trace_users(fun, *shapes)
-        return inline_calls(closed), out, len(found)
+        return inline_calls(closed), out
 
     reached: list[Any] = []
     with calling_at_losses(lambda _, params: reached.append(params["jaxpr"])):
-        closed, out_shape, num_plain = make(arguments.shapes)
-        if 0 < num_plain < len(reached):  # the step says itself which gradient is the loss's
-            takes_plain, reached = False, []
-            closed, out_shape, _ = make(arguments.shapes)
+        closed, out_shape = make(arguments.shapes)
+        if is_mixed(closed.eqns):  # the step says itself which gradient is the loss's
+            taking, reached = contextlib.nullcontext, []
+            closed, out_shape = make(arguments.shapes)
     equations = closed.eqns
     places = find_losses(fun, equations, needs_loss)
     constants = dict(zip(closed.constvars, closed.consts, strict=True))
@@ -226,7 +226,7 @@ def trace_step(
         try:
             stopping = calling_at_losses(_stop) if may_stop else contextlib.nullcontext()
             with _of_slice(rows, size), stopping:
-                again, *_ = make(arguments.with_rows(rows))
+                again, _ = make(arguments.with_rows(rows))
         except _LossReachedError as end:
             avals, params = end.args
             (eqn,) = make_jaxpr(functools.partial(loss_p.bind, **params), *avals).eqns

@@ -275,6 +275,25 @@ def test_objects_of_nnx_are_updated_in_place(form, plan):
     check_form(form, plan)
 
 
+def test_a_metric_in_a_container_is_on_one_device():
+    """Its total is of the first stage and its count of the last."""
+
+    def step(objects, x):
+        loss, grads = nnx.value_and_grad(square)(objects["model"], x)
+        weight = objects["model"].layers[0].kernel[...]
+        objects["optimizer"].update(objects["model"], grads)
+        objects["metrics"]["weight"].update(values=weight.sum())
+        return loss
+
+    model = nnx.Sequential(*(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(i)) for i in range(2)))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    average, want = nnx.metrics.Average(), model.layers[0].kernel[...].sum()
+    objects = {"model": model, "optimizer": optimizer, "metrics": {"weight": average}}
+    options = {"method": PLANS["stages"], "devices": jax.devices()[:DEVICES]}
+    launcher.parallelize(step, **options)(objects, np.eye(ROWS, SIDE, dtype=np.float32))
+    assert np.isclose(average.compute(), want)
+
+
 def test_statistics_are_updated_in_place():
     check_form(in_place, "data", norm=True)
     with pytest.raises(JoinedError, match=r"test_documented\.py:\d+.* joins examples"):
@@ -310,8 +329,12 @@ def slope(name, f, p):
     return eqx.filter_jit(take(f))(p)
 
 
+def squares_of(p, x):
+    return (jnp.tanh(x @ p["first"]) @ p["last"] - x) ** 2
+
+
 def loss_of(p, x):
-    return jnp.mean((jnp.tanh(x @ p["first"]) @ p["last"] - x) ** 2)
+    return jnp.mean(squares_of(p, x))
 
 
 def compare(step, plan):
@@ -357,28 +380,52 @@ def test_a_gradient_in_a_loss_is_a_part_of_it(name):
 
 
 def test_beside_a_gradient_of_launcher_one_of_jax_is_no_loss():
+    decay = jax.jit(jax.grad(lambda p: jnp.sum(p["first"] ** 3)))  # JAX keeps its traces
+
     def step(p, x):
-        grads = launcher.grad(loss_of)(p, x)
-        return jax.tree.map(jnp.add, grads, jax.grad(lambda p: jnp.sum(p["first"] ** 3))(p)), p
+        return jax.tree.map(jnp.add, launcher.grad(loss_of)(p, x), decay(p)), p
 
     compare(step, "stages")
     shapes = {"first": jnp.eye(SIDE), "last": jnp.eye(SIDE)}, jnp.ones((ROWS, SIDE))
-    assert len(trace_step(step, shapes).parts) == 1
+    assert [len(trace_step(step, shapes).parts) for _ in range(2)] == [1, 1]
+
+
+def test_a_loss_returns_a_module_beside():
+    """Its activation is a leaf that is no array."""
+    model = eqx.nn.MLP(SIDE, SIDE, SIDE, 1, key=jax.random.key(0))
+
+    def step(p, x):
+        def loss(p, x):
+            return loss_of(p, x), eqx.tree_at(lambda m: m.layers[0].weight, model, p["first"])
+
+        (_, module), grads = eqx.filter_value_and_grad(loss, has_aux=True)(p, x)
+        return grads, jax.vmap(module)(jnp.eye(SIDE))
+
+    compare(step, "stages")
 
 
 def test_other_threads_take_gradients_as_ever():
     """While one thread traces; and afterwards all."""
-    with plain_gradients(True) as found, ThreadPoolExecutor(1) as pool:
-        assert float(pool.submit(jax.grad(jnp.sin), 0.0).result()) == 1.0
-        assert not found
-        jax.grad(jnp.sin)(0.0)
-        assert len(found) == 1
-    assert "microbatched_loss" not in str(jax.make_jaxpr(jax.grad(jnp.sin))(0.0))
+
+    def is_loss():
+        return "microbatched_loss" in str(jax.make_jaxpr(jax.grad(jnp.sin))(0.0))
+
+    with plain_gradients(), ThreadPoolExecutor(1) as pool:
+        assert (pool.submit(is_loss).result(), is_loss()) == (False, True)
+    assert not is_loss()
 
 
 @pytest.mark.parametrize(
     ("run", "match"),
     [
+        (
+            lambda: compare(lambda p, x: jax.grad(squares_of)(p, x), "data"),
+            r"the loss of squares_of \(.*test_documented\.py:\d+\) must be one .*32\[16,8\]",
+        ),
+        (
+            lambda: compare(lambda p, x: jax.grad(loss_of, 1)(p, x), "data"),
+            "take that gradient inside the loss",
+        ),
         (
             lambda: launcher.parallelize(in_place)(Dense(nnx.Rngs(0), False), nnx.Rngs(0), 0),
             r"batch_argnums=\(1,\) of in_place names a Flax NNX .* in donate",

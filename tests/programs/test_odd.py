@@ -330,11 +330,6 @@ def in_a_loop(value_and_grad, state, b):
     return lax.scan(one, state, None, length=2)
 
 
-def without_launcher(value_and_grad, state, b):
-    value, grads = jax.value_and_grad(lambda p, b: losses(p, b).mean())(state, b)
-    return descended(state, grads), value
-
-
 def of_single_examples(value_and_grad, state, b):
     """The gradient of each example, clipped (Abadi et al., 2016)."""
 
@@ -454,6 +449,5 @@ PROGRAMS = {
     "gradient in a loop": stateful(
         params, in_a_loop, refused=everywhere("inside scan at", GradientError)
     ),
-    "gradient of JAX": stateful(params, without_launcher),
 }
 test_equal_to_one_device_or_refused = table_test(PROGRAMS)

@@ -218,7 +218,8 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
         if any(axes[i] is not None for i in eqn.params["wrt"]):
             raise BatchError(
                 "the loss is differentiated with respect to the batch, of which a microbatch sees "
-                "only a part; take that gradient without microbatches and replicas"
+                "only a part; take that gradient inside the loss that uses it, or without "
+                "microbatches and replicas"
             )
         found = _follow(traces, eqn, axes, num_slices)
         words = reductions(traces.whole, eqn, found.outs, num_slices)
