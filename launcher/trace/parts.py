@@ -32,8 +32,17 @@ from launcher.trace.ir.jaxpr import (
     source_line,
     walk,
 )
-from launcher.trace.primitives import loss_p
+from launcher.trace.primitives import PLAIN, loss_p
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces
+
+
+def is_mixed(equations: Sequence[Equation]) -> bool:
+    """Return whether a program has plain gradients as losses, and others too."""
+    outermost = walk(equations, lambda eqn: eqn.primitive is not loss_p)
+    plain = [
+        e for e in outermost if e.primitive is loss_p and PLAIN in str(e.source_info.name_stack)
+    ]
+    return 0 < len(plain) < sum(e.primitive is loss_p for e in walk(equations))
 
 
 def find_losses(

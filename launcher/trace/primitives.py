@@ -31,12 +31,11 @@ from launcher.trace.ir.jaxpr import (
     jaxpr_as_fun,
     lift_constants,
     make_jaxpr,
-    walk,
 )
 
 REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
 _PER_SLICE = "launcher.per_slice"
-_PLAIN = "launcher.plain"
+PLAIN = "launcher.plain"
 
 # Whether `jax.grad` is `launcher.grad` in this thread; `jax.jit` keeps its traces apart.
 _plain_is_loss = jax.make_user_context(False)
@@ -185,21 +184,12 @@ def plain_gradients() -> Iterator[None]:
         types = [jnp.result_type(x) for x in jax.tree.leaves(primals)]
         if not (_plain_is_loss.value and all(jnp.issubdtype(t, jnp.floating) for t in types)):
             return None
-        with jax.named_scope(_PLAIN):
+        with jax.named_scope(PLAIN):
             out, grads = value_and_grad(fun, tuple(range(len(primals))), has_aux)(*primals)
         return (out[0], lambda _: grads, out[1]) if has_aux else (out, lambda _: grads)
 
     with _plain_is_loss(True), jax_compat.taking_gradients(take):
         yield
-
-
-def is_mixed(equations: Sequence[Equation]) -> bool:
-    """Return whether a program has plain gradients as losses, and others too."""
-    outermost = walk(equations, lambda eqn: eqn.primitive is not loss_p)
-    plain = [
-        e for e in outermost if e.primitive is loss_p and _PLAIN in str(e.source_info.name_stack)
-    ]
-    return 0 < len(plain) < sum(e.primitive is loss_p for e in walk(equations))
 
 
 def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[..., Any]:

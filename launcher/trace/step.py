@@ -54,11 +54,12 @@ from launcher.trace.parts import (
     cut_at_losses,
     find_losses,
     interfaces,
+    is_mixed,
     no_loss,
     refuse_side_effects,
     with_named_operands,
 )
-from launcher.trace.primitives import calling_at_losses, is_mixed, loss_p, plain_gradients
+from launcher.trace.primitives import calling_at_losses, loss_p, plain_gradients
 from launcher.trace.slicing.outside_loss import may_be_raw_key, raw_generator
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, slice_loss, split_loss
 
