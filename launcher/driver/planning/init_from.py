@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,11 +146,13 @@ def _check_parent(config: Config, parent: folder.Parent) -> None:
 
 def check_parent_state(config: Config, state: Any) -> None:
     """Check that the checkpoint that `run.fork` names holds such a state; raises ConfigError."""
-    if (parent := folder.parent_of(config)) is not None:
-        try:
-            checkpoint.check_state(parent.path, state)
-        except checkpoint.Mismatch as error:
-            raise _unfit(config, parent, str(error), "model.", "optimizer.") from None
+    # The run's own folder may hold the copy already.
+    parent = folder.parent_of(replace(config, run=replace(config.run, id=None)))
+    assert parent is not None
+    try:
+        checkpoint.check_state(parent.path, state)
+    except checkpoint.Mismatch as error:
+        raise _unfit(config, parent, str(error), "model.", "optimizer.") from None
 
 
 def _unfit(config: Config, parent: folder.Parent, problem: str, *names: str) -> ConfigError:

@@ -105,7 +105,7 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.device_kind)
-    if config.run.fork is not None:
+    if inputs.init_from is not None and config.run.fork is not None:
         check_parent_state(config, program.state)
     elif inputs.init_from is not None:
         check_start(config.train.init_from, inputs.init_from, stored_part(program.state.model))

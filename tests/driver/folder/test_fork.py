@@ -120,8 +120,9 @@ def test_a_state_of_other_shapes_is_refused_by_the_keys_that_changed():
         "model.hidden_size=24": r"is \(.*\) there and \(.*; model.hidden_size was 16\.",
         "optimizer.ema=0.9": r"ema\..* is missing there .*; optimizer.ema was null\.",
     }.items():
-        other = load([*words, "run.fork=a", word])
-        with pytest.raises(ConfigError, match=f"run.fork=a does not fit: .*{problem}"):
+        other = load([*words, "run.fork=a", f"run.id={word[:5]}", word])
+        match = f"run.fork=a does not fit: .*{problem}"
+        with folder.claim(other), pytest.raises(ConfigError, match=match):
             check_parent_state(other, build_program(other).state)
 
 
