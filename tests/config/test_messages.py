@@ -189,8 +189,7 @@ COMMAND_LINES = [
     (
         "task=calibrate cluster=slurm",
         "task=calibrate measures the devices that are here, and those of cluster=slurm are not "
-        f"(task {CLI[1:-1]}, cluster.kind in {CONF}/cluster/slurm.yaml:8). "
-        "Run it on a node, with cluster=local.",
+        f"{CLI}. Run it on a node, with cluster=local.",
     ),
     (
         "--package train",
@@ -216,8 +215,7 @@ COMMAND_LINES = [
     (
         "task=plan cluster=h100_8 parallel.cost=profile",
         "parallel.cost=profile measures devices, and those of cluster=h100_8 are not here "
-        f"(parallel.cost on the command line, cluster.kind in {CONF}/cluster/h100_8.yaml:9). "
-        "Use parallel.cost=model.",
+        f"{CLI}. Use parallel.cost=model.",
     ),
     (
         "parallel.num_stages=8",
@@ -387,7 +385,7 @@ COMMAND_LINES = [
         "-m parallel.num_micro_batches=2,5",
         "parallel.num_micro_batches=5: train.global_batch_size=32 cannot be cut into "
         "parallel.num_micro_batches=5 equal microbatches (train.global_batch_size in "
-        f"{CONF}/config.yaml:42, parallel.num_micro_batches on the command line). "
+        f"{CONF}/config.yaml:44, parallel.num_micro_batches on the command line). "
         "Use train.global_batch_size=30 or 35.",
     ),
 ]
