@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 _SLOW_SHARE = 0.8  # of the median over all hosts
 _CLOCK_SECONDS = 1.0  # off by more, times in logs and files mislead
@@ -59,7 +60,7 @@ def shortages(hosts: Sequence[HostReport]) -> Iterator[tuple[str, str]]:
     if len({host.machine for host in hosts}) < len(hosts):
         return
     for of in hosts[0].amounts:
-        median = statistics.median(one for host in hosts for one in host.amounts[of])
+        median = float(np.median([one for host in hosts for one in host.amounts[of]]))
         for host in hosts:
             if (least := min(host.amounts[of])) < _SLOW_SHARE * median:
                 at = f" on device {host.amounts[of].index(least)}" if host.amounts[of][1:] else ""
