@@ -294,13 +294,15 @@ def _nnx() -> Any:
 
 def _arrays_of(args: Sequence[Any]) -> tuple[tuple[Any, ...], Graph | None]:
     """Return trees of the arguments' arrays, and the graph of the NNX objects, if there are any."""
-    kind = getattr(_nnx(), "Pytree", ())
+
+    def is_object(x: Any) -> bool:
+        return isinstance(x, _nnx().Pytree)
 
     def holds(arg: Any) -> bool:
-        leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, kind))
-        return any(isinstance(x, kind) for x in leaves)
+        return any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))
 
-    places = tuple(i for i, arg in enumerate(args) if holds(arg))
+    # Every call of a step comes here: without Flax NNX nobody looks at the leaves.
+    places = tuple(i for i, arg in enumerate(args) if holds(arg)) if _nnx() else ()
     if not places:
         return tuple(map(fixed, args)), None
     definition, state = _nnx().split([args[i] for i in places])

@@ -461,9 +461,8 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
     untracked = () if _at(tree, "report.trackers") else ("report", "report.trackers")
     for key in _counting(origin):
         ours, theirs = _at(tree, key), _at(run, key)
-        if key in untracked:  # as it is
-            continue
-        if below(key, reads) or (run and (ours == theirs or str(ours) == str(theirs))):
+        repeats = run and (ours == theirs or str(ours) == str(theirs))
+        if repeats or key in untracked or below(key, reads):
             continue
         why = f"task={task} does not read it"
         if is_of_run and key.partition(".")[0] in (*OF_PROGRAM, "train", "parallel"):
