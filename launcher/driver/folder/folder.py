@@ -27,7 +27,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher import checkpoint
-from launcher.base import aside, clear_partial, complain, open_own, set_aside, write_whole
+from launcher.base import (
+    aside,
+    clear_partial,
+    complain,
+    missing_path,
+    open_own,
+    set_aside,
+    write_whole,
+)
 from launcher.checkpoint import RunMetadata, copy_checkpoint, read_run_metadata, steps_in
 from launcher.cluster.slurm.allocation import attempt_folder
 from launcher.config.compose import redacted, to_dict, to_written
@@ -339,16 +347,19 @@ def parent_of(config: Config, thorough: bool = False) -> Parent | None:
     if not named or "/" in name:
         named, name = run.fork, "latest"
     homes = [Path(base, named).expanduser().absolute() for base in ("", run.dir, type(run).dir)]
-    place = next((h for h in homes if (h / _CHECKPOINTS).is_dir()), homes[0]) / _CHECKPOINTS
+    likely = homes[0] if "/" in named else homes[1]
+    home = next((home for home in homes if (home / _CHECKPOINTS).is_dir()), likely)
+    place = home / _CHECKPOINTS
     step = {"latest": "", "best": str(checkpoint.best_step(place))}.get(name, name)
     try:
         path, damaged = checkpoint.resolve(place / step, thorough)
         stored = read_run_metadata(path.parent, int(path.name))
         settings: Any = OmegaConf.to_container(OmegaConf.create(stored.config), resolve=True)
     except (checkpoint.InitError, ValueError, OSError, OmegaConfBaseException) as error:
+        problem = str(error).splitlines()[0] if home.is_dir() else missing_path(home)
         steps = ", ".join(map(str, steps_in(place))) or "none"
         raise ConfigError(
-            f"run.fork={run.fork} {str(error).splitlines()[0]}",
+            f"run.fork={run.fork} {problem}",
             "Name a run by its folder or id, then @ and latest, best (by train.keep_best) or one "
             f"of its checkpoints: {steps}.",
             ["run.fork"],

@@ -87,6 +87,8 @@ def test_a_checkpoint_has_several_names_and_a_damaged_one_is_passed_over(said):
     ("words", "problem"),
     [
         (["run.fork=outputs/x@8"], "run.fork=outputs/x@8 does not exist"),
+        (["run.fork=mlp_aa@8"], r"run.fork=mlp_aa@8 does not exist \(.*outputs/mlp_a does\)"),
+        (["run.fork=outputs/mlp_aa"], r"run.fork=outputs/mlp_aa does not exist \(.*/mlp_a does\)"),
         (["run.fork=a@5"], "run.fork=a@5 does not exist. .* of its checkpoints: 4, 8"),
         (["run.fork=a@best"], "run.fork=a@best does not exist"),
         (["run.fork=a@8", "train.steps=8"], "train.steps=8 leaves nothing to train: run.fork=a@8"),
@@ -96,11 +98,12 @@ def test_a_checkpoint_has_several_names_and_a_damaged_one_is_passed_over(said):
 )
 def test_wrong_parents_and_settings_are_refused_in_one_line(words, problem):
     saved(*WORDS)
+    Path("outputs/mlp_a").mkdir()
     config = load([*WORDS, *words])
     with pytest.raises(ConfigError, match=problem) as error:
         find_start(config, folder.check(config))
     assert "\n" not in str(error.value)
-    assert os.listdir("outputs") == ["a"]
+    assert sorted(os.listdir("outputs")) == ["a", "mlp_a"]
 
 
 def test_the_settings_that_differ_are_listed(said):
