@@ -33,16 +33,16 @@ try:
     cuda = ctypes.CDLL("libcuda.so.1")
     code = cuda.cuInit(0)
     if code == 0:
-        count, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+        count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        name = ctypes.create_string_buffer(256)
         cuda.cuDeviceGetCount(ctypes.byref(count))
         for device in range(count.value):
             cuda.cuDeviceGetName(name, 256, device)
             names.append(name.value.decode())
-            version = []
-            for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-                cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
-                version.append(number.value)
-            capabilities.append(float("{}.{}".format(*version)))
+            # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+            cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+            capabilities.append(float(f"{major.value}.{minor.value}"))
     elif code != 100:  # CUDA_ERROR_NO_DEVICE: none, or all hidden
         text = ctypes.c_char_p()
         cuda.cuGetErrorString(code, ctypes.byref(text))

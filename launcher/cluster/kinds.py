@@ -41,8 +41,7 @@ from launcher.hardware import memory_share
 if TYPE_CHECKING:
     from launcher.cluster.ray.session import RaySession, StartLimit
     from launcher.cluster.slurm.rendezvous import Rendezvous
-    from launcher.hardware import ClusterShape
-    from launcher.hardware.datasheets import Datasheet
+    from launcher.hardware import ClusterShape, Datasheet
 
 C = TypeVar("C", bound=Cluster)
 
@@ -167,12 +166,14 @@ def find_devices(cluster: Cluster) -> DevicePool:
 
 
 def pool_shape(pool: DevicePool) -> ClusterShape:
-    """Return the shape of existing devices, at nominal rates."""
+    """Return the shape of existing devices, at nominal rates.
+
+    What a GPU says of its compute capability counts before its datasheet.
+    """
     from launcher.hardware import local_shape  # `task=check` needs none
 
-    share = memory_share(os.environ)
-    said = pool.compute_capability
-    return local_shape(pool.num_devices, pool.hosts, pool.device_kind, share, said)
+    shape = local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
+    return replace(shape, compute_capability=pool.compute_capability or shape.compute_capability)
 
 
 @register
@@ -335,18 +336,12 @@ class DescribedKind(ClusterKind[Described]):
         )
 
     def sheet(self) -> Datasheet:
-        """Return the datasheet of its devices.
+        """Return the datasheet of its devices."""
+        from launcher.hardware import described_sheet
 
-        Of a kind that `conf/device/` knows by its name, what the compiler has to know may be left
-        out.
-        """
-        from launcher.hardware.datasheets import COMPILER_KEYS, datasheet_of, find_datasheet
-
-        cluster, device = self.cluster, self.cluster.device
-        known = find_datasheet(str(device.name))
-        of_kind = {key: getattr(known, key, None) for key in COMPILER_KEYS}
-        given = {key: value for key, value in vars(device).items() if value is not None}
-        return datasheet_of(of_kind | given, vars(cluster.links), f"cluster={cluster.title}")
+        cluster = self.cluster
+        source = f"cluster={cluster.title}"
+        return described_sheet(vars(cluster.device), vars(cluster.links), source)
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""

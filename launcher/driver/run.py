@@ -19,7 +19,7 @@ from rich.console import Console
 
 from launcher.base import complain, lines_to
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.kinds import kind_of
+from launcher.cluster.kinds import kind_of, pool_shape
 from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.cluster import machines_of
@@ -200,7 +200,7 @@ def _trace_and_plan(
         traced = trace(config, console, found, measures=True)
     if session is not None:
         with stop.heeded(line_printer(console), _LEAVES):
-            _start_workers(session, config, home, traced.cluster.compute_capability)
+            _start_workers(session, config, home)
     with stop.interruptible():
         return plan(config, console, traced)
 
@@ -228,9 +228,7 @@ def _start_ray(config: Config, home: RunFolder, found: Inputs, stop: Stop) -> Ra
     return kind_of(config.cluster).start(found.pool, home.logs, limit)
 
 
-def _start_workers(
-    session: RaySession, config: Config, home: RunFolder, capability: float | None
-) -> None:
+def _start_workers(session: RaySession, config: Config, home: RunFolder) -> None:
     """Start the workers; a single worker traces at once, several must join first."""
     from launcher.train.worker import TrainWorker
 
@@ -238,4 +236,5 @@ def _start_workers(
         workers = session.begin(TrainWorker)
         if len(workers) == 1:
             named = replace(config, run=replace(config.run, id=home.id))
+            capability = pool_shape(session.pool).compute_capability
             workers[0].submit("build", to_dict(named), capability)

@@ -98,11 +98,6 @@ class ClusterShape:
     correction: float = 1.0
 
     @property
-    def computes_bf16(self) -> bool:
-        """Whether products of bf16 are computed as such, as far as is known."""
-        return has_bf16(self.compute_capability)
-
-    @property
     def num_devices(self) -> int:
         """Number of devices on all hosts."""
         return self.hosts * self.devices_per_host
@@ -161,18 +156,13 @@ _CPU_PARALLELISM = 1.25  # on two cores; XLA lets each device use both
 
 
 def local_shape(
-    num_devices: int,
-    num_hosts: int,
-    device_kind: str,
-    memory_share: float = GPU_MEMORY_SHARE,
-    compute_capability: float | None = None,
+    num_devices: int, num_hosts: int, device_kind: str, memory_share: float = GPU_MEMORY_SHARE
 ) -> ClusterShape:
     """Return the shape of this machine.
 
     It has GPUs of `device_kind` (as JAX or nvidia-smi names them) or, for `"cpu"`, emulated devices
     that share the machine's cores and memory. The rates of a GPU without a datasheet in
-    `conf/device/` are nominal (`is_nominal`). What a GPU says of its compute capability counts
-    before the datasheet.
+    `conf/device/` are nominal (`is_nominal`).
     """
     if device_kind == "cpu":
         return _emulated(num_devices, num_hosts)
@@ -180,8 +170,6 @@ def local_shape(
     sheet = find_datasheet(device_kind)
     if sheet is not None:
         rates = sheet_rates(sheet, memory_share)
-    if compute_capability is not None:
-        rates["compute_capability"] = compute_capability
     return ClusterShape(
         name=LOCAL,
         hosts=num_hosts,

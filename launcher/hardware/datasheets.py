@@ -91,22 +91,31 @@ def datasheets() -> tuple[Datasheet, ...]:
     files = sorted((CONF / "device").glob("*.yaml"), key=lambda file: file.stem)
     trees = ((file.name, yaml.safe_load(file.read_text(encoding="utf-8"))) for file in files)
     return tuple(
-        datasheet_of(tree["device"], tree["links"], f"conf/device/{name}") for name, tree in trees
+        _datasheet(tree["device"], tree["links"], f"conf/device/{name}") for name, tree in trees
     )
 
 
-def datasheet_of(device: Mapping[str, Any], links: Mapping[str, Any], source: str) -> Datasheet:
-    """Return a datasheet by the keys of `conf/device/`, or of a described cluster.
+def described_sheet(device: Mapping[str, Any], links: Mapping[str, Any], source: str) -> Datasheet:
+    """Return the datasheet of a described cluster's devices.
+
+    What only the compiler has to know may be None: it is then that of the kind, if its name is
+    known.
 
     Args:
-        device: the keys below `device`.
-        links: those below `links`.
+        device: the values of the keys below `device`, as in `conf/device/`.
+        links: of those below `links`.
         source: where they stand.
     """
+    known = find_datasheet(device["name"])
+    of_kind = {key: getattr(known, key, None) for key in COMPILER_KEYS if device[key] is None}
+    return _datasheet({**device, **of_kind}, links, source)
+
+
+def _datasheet(device: Mapping[str, Any], links: Mapping[str, Any], source: str) -> Datasheet:
     peak = device["peak_tflops"] * 1e12
     single = device.get("peak_tflops_fp32")
     return Datasheet(
-        name=str(device["name"]),
+        name=device["name"],
         peak_flops=peak,
         peak_flops_fp32=single * 1e12 if single else peak / 2,
         sustained=device["sustained"],

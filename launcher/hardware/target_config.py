@@ -6,39 +6,21 @@ takes as `target_config`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from launcher.hardware.datasheets import Datasheet
 
-
-@dataclass(frozen=True)
-class _Generation:
-    """What all GPUs of a compute capability share.
-
-    Attributes:
-        threads: that a multiprocessor holds.
-        shared_kib: shared memory of a multiprocessor.
-        units: of a multiprocessor, for fp32.
-        pcie: the generation of PCI Express, at 16 lanes.
-    """
-
-    threads: int
-    shared_kib: int
-    units: int
-    pcie: int
-
-
-# By compute capability, from the CUDA C++ programming guide, "Technical specifications".
-_GENERATIONS = {
-    7.0: _Generation(2048, 96, 64, 3),
-    7.5: _Generation(1024, 64, 64, 3),
-    8.0: _Generation(2048, 164, 64, 4),
-    8.6: _Generation(1536, 100, 128, 4),
-    8.9: _Generation(1536, 100, 128, 4),
-    9.0: _Generation(2048, 228, 128, 5),
-    10.0: _Generation(2048, 228, 128, 5),
-    10.3: _Generation(2048, 228, 128, 5),
-    12.0: _Generation(1536, 100, 128, 5),
+# What GPUs of a compute capability have in common: of a multiprocessor the threads, the KiB of
+# shared memory and the units for fp32; the generation of PCI Express. From the CUDA C++ programming
+# guide, "Technical specifications per compute capability", and data sheets.
+_COMMON = {
+    7.0: (2048, 96, 64, 3),
+    7.5: (1024, 64, 64, 3),
+    8.0: (2048, 164, 64, 4),
+    8.6: (1536, 100, 128, 4),
+    8.9: (1536, 100, 128, 4),
+    9.0: (2048, 228, 128, 5),
+    10.0: (2048, 228, 128, 5),
+    10.3: (2048, 228, 128, 5),
+    12.0: (1536, 100, 128, 5),
 }
 _SYSTEM_KIB = 1  # of shared memory, that CUDA keeps of each block since 8.0
 _ACCELERATED = range(9, 12)  # major versions whose instructions include those of "sm_90a" and so on
@@ -50,7 +32,13 @@ def target_config(sheet: Datasheet) -> str:
     Raises:
         ValueError: the datasheet lacks what the compiler has to know.
     """
-    capability, generation = _generation(sheet)
+    capability = _given(sheet, "compute_capability")
+    if capability not in _COMMON:
+        raise ValueError(
+            f"{sheet.source}: device.compute_capability={capability} is not one that programs can "
+            f"be compiled for here: {', '.join(map(str, _COMMON))}"
+        )
+    threads, shared_kib, units, pcie = _COMMON[capability]
     kept = _SYSTEM_KIB if capability >= 8.0 else 0
     major, minor = f"{capability:.1f}".split(".")
     extension = "ACCELERATED_FEATURES" if int(major) in _ACCELERATED else "NONE"
@@ -58,42 +46,26 @@ def target_config(sheet: Datasheet) -> str:
 gpu_device_info {{
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: {generation.threads}
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: {2**31 - 1}
-  block_dim_limit_y: {2**16 - 1}
-  block_dim_limit_z: {2**16 - 1}
-  registers_per_core_limit: {2**16}
-  registers_per_block_limit: {2**16}
-  shared_memory_per_core: {generation.shared_kib << 10}
+  threads_per_core_limit: {threads}
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1} block_dim_limit_z: {2**16 - 1}
+  registers_per_core_limit: {2**16} registers_per_block_limit: {2**16}
+  shared_memory_per_core: {shared_kib << 10}
   shared_memory_per_block: {48 << 10}
-  shared_memory_per_block_optin: {generation.shared_kib - kept << 10}
-  fpus_per_core: {generation.units}
+  shared_memory_per_block_optin: {shared_kib - kept << 10}
+  fpus_per_core: {units}
   core_count: {_given(sheet, "multiprocessors"):.0f}
   clock_rate_ghz: {_given(sheet, "clock_ghz")}
   l2_cache_size: {int(_given(sheet, "l2_mib") * 2**20)}
   memory_bandwidth: {int(sheet.memory_bandwidth)}
   device_memory_size: {int(sheet.memory_gib * 2**30)}
-  pcie_bandwidth: {2 ** (generation.pcie + 1) << 30}
+  pcie_bandwidth: {2 ** (pcie + 1) << 30}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{sheet.name}"
 """
-
-
-def _generation(sheet: Datasheet) -> tuple[float, _Generation]:
-    capability = _given(sheet, "compute_capability")
-    if capability not in _GENERATIONS:
-        known = ", ".join(map(str, _GENERATIONS))
-        raise ValueError(
-            f"{sheet.source}: device.compute_capability={capability} is not known; known are "
-            f"{known}. Programs for {sheet.name} cannot be compiled here"
-        )
-    return capability, _GENERATIONS[capability]
 
 
 def _given(sheet: Datasheet, key: str) -> float:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from launcher.base import parse_remat
-from launcher.hardware import ClusterShape
+from launcher.hardware import ClusterShape, has_bf16
 from launcher.partition import (
     DATA,
     MODEL,
@@ -459,7 +459,7 @@ def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]
 
 def _without_bf16(cut: PartitionedStep, cluster: ClusterShape) -> list[str]:
     """Return that products of bf16 are computed in fp32, in words, where they are."""
-    if cluster.computes_bf16 or not any(
+    if has_bf16(cluster.compute_capability) or not any(
         use.eqn.primitive.name in PRODUCTS and use.eqn.invars[0].aval.dtype == jnp.bfloat16
         for layout in cut.layouts
         for use in layout.loss_dims.uses

@@ -38,8 +38,7 @@ def with_attention(options: Any, precision: str, compute_capability: float | Non
         found = "cudnn" if has_kernel and not unfit else "xla"
         return dataclasses.replace(options, attention=found)
     if compute_capability is not None and compute_capability < _SINCE:
-        unfit = f"needs GPUs of compute capability {_SINCE} or more, and these have "
-        unfit += str(compute_capability)
+        unfit = f"needs GPUs of compute capability {_SINCE}, and these have {compute_capability}"
     if unfit:
         raise InputError(f"model.attention=cudnn {unfit}; or set model.attention=auto")
     return options

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from launcher.hardware.datasheets import COMPILER_KEYS, datasheets
+from launcher.base import CONF
+from launcher.hardware.datasheets import COMPILER_KEYS, datasheets, described_sheet, has_bf16
 from launcher.hardware.target_config import target_config
 from launcher.plan import local_shape
 from launcher.recipes.models.attention import with_attention
@@ -60,14 +61,8 @@ def test_a_kind_can_do_what_its_compute_capability_says(name):
     chosen = with_attention(GPTOptions(**GPT).filled(), "bf16", capability).attention
     assert chosen == ("cudnn" if fused else "xla")
     shape = local_shape(8, 1, name)
-    assert (shape.compute_capability, shape.computes_bf16) == (capability, bf16)
+    assert (shape.compute_capability, has_bf16(capability)) == (capability, bf16)
     assert shape.flops == 0.5 * (sheet.peak_flops if bf16 else sheet.peak_flops_fp32)
-
-
-def test_what_a_gpu_says_of_itself_counts_before_its_datasheet():
-    assert local_shape(8, 1, "NVIDIA H200", compute_capability=9.1).compute_capability == 9.1
-    assert local_shape(8, 1, "NVIDIA A10G", compute_capability=8.6).compute_capability == 8.6
-    assert local_shape(8, 1, "NVIDIA A10G").compute_capability is None
 
 
 @pytest.mark.devices
@@ -90,12 +85,28 @@ def test_xla_takes_each_kind():
 
 
 @pytest.mark.parametrize("key", COMPILER_KEYS)
-def test_what_a_datasheet_lacks_is_named(key):
-    sheet = dataclasses.replace(
-        SHEETS["H100-SXM5-80GB"], source="conf/device/x.yaml", **{key: None}
-    )
+def test_what_a_datasheet_lacks_is_named(key, tmp_path, monkeypatch):
+    """When programs are to be compiled; until then nothing lacks it."""
+    (tmp_path / "device").mkdir()
+    lines = (CONF / "device" / "h100.yaml").read_text().splitlines()
+    kept = "\n".join(line for line in lines if not line.startswith(f"  {key}:"))
+    (tmp_path / "device" / "x.yaml").write_text(kept)
+    monkeypatch.setattr("launcher.hardware.datasheets.CONF", tmp_path)
+    (sheet,) = datasheets.__wrapped__()
     with pytest.raises(ValueError, match=rf"conf/device/x.yaml: device.{key} is not set"):
         target_config(sheet)
+
+
+def test_a_described_gpu_of_a_known_name_has_its_kinds_figures_but_for_those_it_says():
+    device = {"name": "A100-40GB", "peak_tflops": 312.0, "sustained": 0.5, "memory_gib": 40}
+    device |= {"memory_gb_per_second": 1555} | dict.fromkeys(COMPILER_KEYS) | {"clock_ghz": 1.2}
+    links = {"intra_host_gb_per_second": 25.0}
+    sheet = described_sheet(device, links, "cluster=mine")
+    assert (sheet.compute_capability, sheet.multiprocessors, sheet.clock_ghz) == (8.0, 108, 1.2)
+    assert "core_count: 108" in target_config(sheet)
+    unknown = described_sheet(device | {"name": "Mine"}, links, "cluster=mine")
+    with pytest.raises(ValueError, match=r"cluster=mine: device.compute_capability is not set"):
+        target_config(unknown)
 
 
 def test_an_unknown_compute_capability_is_named():
