@@ -19,7 +19,7 @@ from rich.console import Console
 
 from launcher.base import complain, lines_to
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.kinds import kind_of
+from launcher.cluster.kinds import kind_of, pool_shape
 from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.cluster import machines_of
@@ -236,4 +236,5 @@ def _start_workers(session: RaySession, config: Config, home: RunFolder) -> None
         workers = session.begin(TrainWorker)
         if len(workers) == 1:
             named = replace(config, run=replace(config.run, id=home.id))
-            workers[0].submit("build", to_dict(named))
+            capability = pool_shape(session.pool).compute_capability
+            workers[0].submit("build", to_dict(named), capability)
