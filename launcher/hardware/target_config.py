@@ -9,8 +9,8 @@ from __future__ import annotations
 from launcher.hardware.datasheets import Datasheet
 
 # What GPUs of a compute capability have in common: of a multiprocessor the threads, the KiB of
-# shared memory and the units for fp32; the generation of PCI Express. From the CUDA C++ programming
-# guide, "Technical specifications per compute capability", and data sheets.
+# shared memory and the units for fp32; the generation of PCI Express. They agree with the target
+# configurations of 7.0, 8.0, 8.6, 9.0 and 10.0 that XLA publishes (target_config/specs).
 _COMMON = {
     7.0: (2048, 96, 64, 3),
     7.5: (1024, 64, 64, 3),
@@ -20,7 +20,6 @@ _COMMON = {
     9.0: (2048, 228, 128, 5),
     10.0: (2048, 228, 128, 5),
     10.3: (2048, 228, 128, 5),
-    12.0: (1536, 100, 128, 5),
 }
 _SYSTEM_KIB = 1  # of shared memory, that CUDA keeps of each block since 8.0
 _ACCELERATED = range(9, 12)  # major versions whose instructions include those of "sm_90a" and so on
