@@ -306,7 +306,6 @@ class DescribedKind(ClusterKind[Described]):
             raise ConfigError(
                 f"cluster={self.cluster.title} describes machines to plan for; they are not here",
                 "Use task=plan, or train with cluster=local or cluster=emulated.",
-                ("cluster.kind",),
             )
 
     def shape(self, pool: DevicePool | None = None) -> ClusterShape:

@@ -57,7 +57,5 @@ def run_settings(config: Config, home: Path) -> Config:
 def refused(config: Config, problem: str, section: str) -> ConfigError:
     """Return the error for a run that a task cannot use."""
     return ConfigError(
-        f"run.id={config.run.id} {problem}",
-        f"Check run.id, run.dir and {section}.step.",
-        ["run.id", "run.dir", f"{section}.step"],
+        f"run.id={config.run.id} {problem}", f"Check run.id, run.dir and {section}.step."
     )

@@ -90,7 +90,6 @@ def submit(config: Config, stop: Stop) -> int:
         raise ConfigError(
             f"cluster.slurm.array={slurm.array} is for sweeps, but this is one run",
             "Add -m, or leave it out.",
-            ["cluster.slurm.array"],
         )
     if slurm.dry_run:
         run_id = config.run.id or new_id(config.model.name)
@@ -183,13 +182,11 @@ def check_jobs(configs: Sequence[Config]) -> None:
         raise ConfigError(
             "cluster is swept, and some of its options are not slurm",
             "Submit those runs in a sweep of their own.",
-            ["cluster.kind"],
         )
     if any(slurm_of(config.cluster).wait for config in configs):
         raise ConfigError(
             "cluster.slurm.wait=true follows one run, but this is a sweep",
             "Leave it out; task=sweep_status shows how they are doing.",
-            ["cluster.slurm.wait"],
         )
     if not is_array(configs):
         return
@@ -198,13 +195,11 @@ def check_jobs(configs: Sequence[Config]) -> None:
         raise ConfigError(
             "The runs of a job array cannot be allowed different modules",
             "Allow every run all of them, or set cluster.slurm.array=null for a job each.",
-            ["allow_modules", "cluster.slurm.array"],
         )
     if any(config.cluster != configs[0].cluster for config in configs):
         raise ConfigError(
             "The runs of a job array cannot have different settings of the cluster",
             "Set cluster.slurm.array=null for a job each.",
-            ["cluster.slurm.array"],
         )
 
 
@@ -289,7 +284,6 @@ def _check_idle(config: Config) -> None:
         raise ConfigError(
             f"run.id={config.run.id} is already job {noted.job_id}, which is {state.state}",
             f"Wait for it, end it with scancel {noted.job_id}, or choose another run.id.",
-            ["run.id"],
         )
 
 
@@ -422,7 +416,6 @@ def _status(sweep: Sweep) -> int:
         raise ConfigError(
             f"sweep.dir={sweep.dir} holds no runs that were submitted to Slurm",
             "Name the folder that was printed when the sweep was submitted, multirun/ID.",
-            ["sweep.dir"],
         )
     states = job_states()
     shown = []

@@ -129,7 +129,6 @@ class Points:
                 raise ConfigError(
                     f"{point.label} has run in this sweep with other settings: {self._path}",
                     "Choose another run.id for a sweep of these.",
-                    ["run.id"],
                 )
             if point.state == FAILED and point.batch == self._last_batch:
                 point = replace(point, state=RUNNING)
@@ -176,7 +175,6 @@ def open_points(folder: Path) -> Iterator[Points]:
             raise ConfigError(
                 f"run.id={folder.name} is a sweep that is running right now, in {folder}",
                 "Wait for it to end, or choose another run.id.",
-                ["run.id"],
             ) from None
         yield Points(folder, read_points(folder))
 
@@ -203,7 +201,6 @@ def read_points(folder: Path) -> tuple[PointNote, ...]:
         raise ConfigError(
             f"{folder / FILE} is damaged: {error}",
             "Choose another run.id, or delete that file to run all points again.",
-            ["run.id"],
         ) from None
 
 

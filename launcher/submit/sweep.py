@@ -192,7 +192,6 @@ class RunningSweep:
                 raise ConfigError(
                     "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
                     "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
-                    ["cluster.kind"],
                 )
             with self._stop.interruptible():
                 raise _EndedError(submission.submit_sweep(points, self._stop))
@@ -344,7 +343,6 @@ def _make(folder: Path, shared: bool) -> None:
         raise ConfigError(
             f"The sweep's folder {folder} cannot be made: {error.strerror}",
             "Set run.dir to a folder that you may write.",
-            ["run.dir"],
         ) from None
 
 
@@ -359,13 +357,11 @@ def _check_objective(config: Config) -> None:
         raise ConfigError(
             f"sweep.objective={objective} is measured, but task=plan runs nothing",
             "Use predicted_step_seconds, or another task.",
-            ["sweep.objective"],
         )
     if objective == "eval_loss" and not planned and not config.train.eval_every:
         raise ConfigError(
             "sweep.objective=eval_loss, but train.eval_every=0 never evaluates",
             "Set train.eval_every, or sweep.objective=final_loss.",
-            ["sweep.objective", "train.eval_every"],
         )
 
 
@@ -406,7 +402,6 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
             raise ConfigError(
                 f"sweep.jobs={jobs}, but cluster={cluster.title} has one set of devices",
                 "Leave sweep.jobs out: the runs then go one after another.",
-                ["sweep.jobs", "cluster.kind"],
             )
     gpus = find_gpus(environ)
     there = len(gpus.usable)
@@ -416,7 +411,6 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
         raise ConfigError(
             f"sweep.jobs={jobs}, but each run takes all {there} GPUs of this machine",
             f"Say how many each run is to have: cluster.gpus={max(there // jobs, 1)}.",
-            ["sweep.jobs", "cluster.gpus"],
         )
     each = max(cluster.gpus or 0 for cluster in exclusive)
     if each * jobs > there:
@@ -424,7 +418,6 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
             f"sweep.jobs={jobs} runs with cluster.gpus={each} need {each * jobs} GPUs, but this "
             f"machine has {there}",
             f"Set sweep.jobs={max(there // each, 1)} or less, or fewer cluster.gpus.",
-            ["sweep.jobs", "cluster.gpus"],
         )
     pool = local_pool(replace(exclusive[0], gpus=there), gpus, environ.get("CUDA_VISIBLE_DEVICES"))
     ids = pool.gpu_ids

@@ -171,7 +171,6 @@ def check(config: Config, thorough: bool = True) -> int:
                 f"train.steps={config.train.steps} leaves nothing to train: "
                 f"run.fork={config.run.fork} begins after step {begins}",
                 "Raise train.steps, the number of the last step.",
-                ["train.steps", "run.fork"],
             )
         _log.info(f"a new run begins with the state of {parent.path}")
         for key, (before, now) in differences(parent.run, config).items():
@@ -279,7 +278,6 @@ def _lock(file: BinaryIO, path: Path) -> None:
         raise ConfigError(
             f"run.id={path.name} is running right now, in {path}",
             "Wait for it to end, or choose another run.id.",
-            ["run.id"],
         ) from None
 
 
@@ -293,7 +291,6 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             f"run.id={path.name} cannot be resumed: {error.filename} cannot be read "
             f"({error.strerror})",
             "Make it readable, or choose another run.id.",
-            ["run.id"],
         ) from None
     if choice.step is not None and choice.run is not None:
         check_same_run(path, choice.step, choice.run, config)
@@ -303,13 +300,11 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             f"run.id={path.name} cannot be resumed: no checkpoint in {checkpoints} is intact "
             f"(in {step}, {problem})",
             "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
-            ["run.id"],
         )
     elif config.run.resume == "must":
         raise ConfigError(
             f"run.resume=must finds nothing to resume from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
-            ["run.resume", "run.id"],
         )
     return choice
 
@@ -351,7 +346,6 @@ def parent_of(config: Config, thorough: bool = False) -> Parent | None:
             f"run.fork={run.fork} {str(error).splitlines()[0]}",
             "Name a run by its folder or id, then @ and latest, best (by train.keep_best) or one "
             f"of its checkpoints: {steps}.",
-            ["run.fork"],
         ) from None
     for line in damaged if thorough else ():
         _log.warning(line)
@@ -440,14 +434,12 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
                 f"{key}={now} does not fit run.id={path.name}, which reached step {step} "
                 f"with {key}={before}",
                 "Set it back to resume that run, or choose another run.id.",
-                [key],
             )
     if stored.data and stored.data != fingerprint_dataset(config.dataset):
         raise ConfigError(
             f"the data of dataset={config.dataset.name} has changed since run.id={path.name} "
             f"reached step {step}: its files hold something else",
             "Put the files back to resume that run, or choose another run.id.",
-            ["run.id"],
         )
 
 

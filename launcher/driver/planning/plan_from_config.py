@@ -201,7 +201,7 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
         plan.validate(step)
     except PlanError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"parallel.plan={path}: {reason}", "", ["parallel.plan"]) from error
+        raise ConfigError(f"parallel.plan={path}: {reason}") from error
     return plan
 
 

@@ -71,9 +71,7 @@ def _theirs(config: Config, home: Path) -> Folder:
         described, tensors = family.config_of(options), list(family.tensors(options))
     except DamagedError as error:
         raise ConfigError(
-            f"export.format=hf is not for this run: {error}",
-            "Use export.format=npz.",
-            ["export.format"],
+            f"export.format=hf is not for this run: {error}", "Use export.format=npz."
         ) from None
     return Folder({**described, **tokenizer.special}, tensors, tokenizer.files)
 

@@ -36,7 +36,6 @@ class PrepareData(TaskKind):
                 f"task={config.task} is for documents and pictures, and of dataset="
                 f"{config.dataset.name} nothing is made",
                 "Use dataset=jsonl, parquet, arrow, documents, pictures or webdataset.",
-                ["task", "dataset.name"],
             )
         return 0
 
@@ -88,6 +87,5 @@ def _documents(config: Config) -> Documents:
         raise ConfigError(
             f"task={config.task} is for documents, and dataset={config.dataset.name} has none",
             "Use dataset=jsonl, parquet, arrow or documents.",
-            ["task", "dataset.name"],
         )
     return config.dataset

@@ -92,7 +92,7 @@ def check_new(key: str, named: str, what: str = "file") -> None:
         problem, remedy = f"cannot be made: {path.parent} is not a folder", "Make it first."
     else:
         return
-    raise ConfigError(f"{key}={named} {problem}", remedy, [key])
+    raise ConfigError(f"{key}={named} {problem}", remedy)
 
 
 TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the task runs
