@@ -120,7 +120,6 @@ class ClusterKind(Generic[C]):
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """Yield the parts of the cluster that `task=check` cannot check in `environ`."""
-        del environ
         yield from ()
 
     def ignored(self, environ: Mapping[str, str]) -> Iterator[str]:
@@ -286,7 +285,6 @@ class ExistingRayKind(ClusterKind[RayCluster]):
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""
-        del environ
         yield "the Ray at cluster.address and its devices"
 
 
@@ -312,12 +310,8 @@ class DescribedKind(ClusterKind[Described]):
         """Return the shape of `cluster.device` and `cluster.links`."""
         from launcher.hardware import ClusterShape
 
-        cluster, device, links = self.cluster, self.cluster.device, self.cluster.links
-        assert cluster.gpus is not None  # as the settings' check ensures, here and below
-        assert device.peak_tflops is not None
-        assert device.memory_gib is not None
-        assert device.memory_gb_per_second is not None
-        assert links.intra_host_gb_per_second is not None
+        cluster: Any = self.cluster  # whose check ensures that no figure is None
+        device, links = cluster.device, cluster.links
         peak = device.peak_tflops * 1e12
         single = (device.peak_tflops_fp32 or device.peak_tflops / 2) * 1e12
         return ClusterShape(
@@ -337,5 +331,4 @@ class DescribedKind(ClusterKind[Described]):
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""
-        del environ
         yield f"the devices, as cluster={self.cluster.title} is not here"
