@@ -51,6 +51,7 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, delete_on_error, write_plan
 from launcher.driver.folder.make_folder import new_id, private_files
 from launcher.report.console import line_printer, make_console
+from launcher.report.run_record import by_number
 from launcher.report.sweep import print_comparison, report_sweep
 from launcher.stop import Stop
 from launcher.submit.points import members, place_sweep
@@ -411,7 +412,7 @@ def sweep_status(sweep: Sweep) -> int:
 def _status(sweep: Sweep) -> int:
     assert sweep.dir is not None
     folder = Path(sweep.dir)
-    homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=_number)
+    homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=by_number)
     if not homes:
         raise ConfigError(
             f"sweep.dir={sweep.dir} holds no runs that were submitted to Slurm",
@@ -433,9 +434,3 @@ def _status(sweep: Sweep) -> int:
     print_comparison(make_console(), homes, shown)
     report_sweep(make_console(), homes[0].parent, homes)
     return 0
-
-
-def _number(home: Path) -> tuple[int, str]:
-    """Return the sort key of a sweep's run."""
-    number = home.name.rpartition("-")[2]
-    return int(number) if number.isascii() and number.isdigit() else -1, home.name

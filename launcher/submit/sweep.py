@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -210,7 +210,8 @@ class RunningSweep:
         _make(folder, config.run.shared)
         self._stack.enter_context(private_files(config.run))
         self._points = self._stack.enter_context(open_points(folder))
-        self._stack.enter_context(self._stop.heeded(_say_nothing, until="asked"))
+        # It says nothing: the runs say that they heard a signal.
+        self._stack.enter_context(self._stop.heeded(lambda text: None, until="asked"))
         self._objective, self.folder = objective_of(config), folder
 
     def _outcome(self, number: int) -> Outcome:
@@ -252,7 +253,8 @@ class RunningSweep:
                 running[child] = noted, slot
             if self._stop.requested is not None and passed_on <= self._stop.repeats:
                 is_ctrl_c = passed_on or self._stop.requested == signal.SIGINT
-                _signal(running, signal.SIGINT if is_ctrl_c else signal.SIGTERM)
+                for child in running:  # does nothing once the child has been waited for
+                    child.send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
                 passed_on += 1
             time.sleep(_POLL_SECONDS)
             for child in [child for child in running if child.poll() is not None]:
@@ -317,15 +319,6 @@ def start(
             process_group=0,
             preexec_fn=end_with_parent,
         )
-
-
-def _signal(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for child in children:
-        child.send_signal(number)  # does nothing once the child has been waited for
-
-
-def _say_nothing(text: str) -> None:
-    del text  # the runs say that they heard a signal
 
 
 def _make(folder: Path, shared: bool) -> None:

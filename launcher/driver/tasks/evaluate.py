@@ -17,11 +17,11 @@ from launcher.base import write_whole
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.driver.tasks.prepare_data import prepare_first
-from launcher.driver.tasks.task import CheckpointTask, check_new
-from launcher.inference.answers import model_answers, stored_plan
+from launcher.driver.tasks.task import CheckpointTask, new_path
+from launcher.inference.answers import model_answers
 from launcher.inference.export_tokenizer import warn_of_other_tokens
 from launcher.inference.model_workers import EvaluationWorker, Means
-from launcher.inference.stored_model import run_settings
+from launcher.inference.stored_model import run_settings, stored_plan
 from launcher.plan import Plan
 from launcher.recipes import Dataset, InputError, build_dataset, bytes_per_target
 from launcher.report.console import RunConsole, status
@@ -42,9 +42,9 @@ class EvaluateTask(CheckpointTask):
             OSError: a file cannot be read or written.
         """
         settings = run_settings(config, home)
-        target = _target(
-            config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
-        )
+        target = home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
+        if config.evaluate.path is not None:  # refused before all the work
+            target = new_path("evaluate.path", config.evaluate.path)
         earlier = target.exists()
         warn_of_other_tokens(settings, config)
         prepare_first(config, console)
@@ -78,14 +78,6 @@ def _other_data(config: Config, settings: Config) -> str:
         return ""
     said = json.dumps(to_dict(config)["dataset"], sort_keys=True)
     return f"-{config.dataset.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
-
-
-def _target(config: Config, default: Path) -> Path:
-    """Return the file to write; raises ConfigError if it cannot be made, before all the work."""
-    if config.evaluate.path is None:
-        return default
-    check_new("evaluate.path", config.evaluate.path)
-    return Path(config.evaluate.path).expanduser()
 
 
 def means(batches: Iterable[list[Means]]) -> dict[str, float]:

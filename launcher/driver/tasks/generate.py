@@ -12,9 +12,9 @@ from launcher.base import answer, without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.task import CheckpointTask
-from launcher.inference.answers import model_answers, stored_plan
+from launcher.inference.answers import model_answers
 from launcher.inference.model_workers import TextWorker
-from launcher.inference.stored_model import run_settings
+from launcher.inference.stored_model import run_settings, stored_plan
 from launcher.recipes import Tokenizer, tokenizer_of
 from launcher.recipes.models.decoding import build_decoder
 from launcher.report.console import RunConsole, status
