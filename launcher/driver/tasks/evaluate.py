@@ -42,9 +42,9 @@ class EvaluateTask(CheckpointTask):
             OSError: a file cannot be read or written.
         """
         settings = run_settings(config, home)
-        target = home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
-        if config.evaluate.path is not None:  # refused before all the work
-            target = new_path("evaluate.path", config.evaluate.path)
+        target = _target(
+            config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
+        )
         earlier = target.exists()
         warn_of_other_tokens(settings, config)
         prepare_first(config, console)
@@ -78,6 +78,12 @@ def _other_data(config: Config, settings: Config) -> str:
         return ""
     said = json.dumps(to_dict(config)["dataset"], sort_keys=True)
     return f"-{config.dataset.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def _target(config: Config, default: Path) -> Path:
+    """Return the file to write; raises ConfigError if it cannot be made, before all the work."""
+    named = config.evaluate.path
+    return default if named is None else new_path("evaluate.path", named)
 
 
 def means(batches: Iterable[list[Means]]) -> dict[str, float]:
