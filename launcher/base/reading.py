@@ -174,6 +174,15 @@ def read_yaml(path: Path) -> Any:
         raise DamagedError(f"it is not YAML: {error}") from None
 
 
+def read_table(path: Path) -> dict[Any, Any]:
+    """Return the table that a YAML file holds; an empty one where none can be read."""
+    try:
+        tree = read_yaml(path)
+    except (OSError, DamagedError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
 def yaml_node(path: Path) -> yaml.Node | None:
     """Return the content of a YAML file with line numbers; None for an empty one.
 

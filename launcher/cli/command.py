@@ -68,7 +68,8 @@ def run(argv: Sequence[str], stop: Stop) -> int:
             from launcher.cli.new import main as write_new
 
             return write_new(argv[1:])
-        return _run(_parse(argv), stop)
+        # Intermixed: overrides may stand before, between and after the flags.
+        return _run(_parser().parse_intermixed_args(argv), stop)
     except ConfigError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":  # as Hydra's own programs do
             traceback.print_exc()
@@ -124,11 +125,6 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder of your own YAML files, searched first; may be repeated",
     )
     return parser
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    # Intermixed: overrides may stand before, between and after the flags.
-    return _parser().parse_intermixed_args(argv)
 
 
 def _run(arguments: argparse.Namespace, stop: Stop) -> int:

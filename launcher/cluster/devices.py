@@ -124,7 +124,6 @@ def emulated_pool(cluster: Cluster) -> DevicePool:
         raise ConfigError(
             f"cluster.gpus={total} cannot be divided over cluster.hosts={cluster.hosts}",
             f"cluster.gpus is the total number: set it to a multiple of {cluster.hosts}.",
-            ("cluster.gpus", "cluster.hosts"),
         )
     spread = f" on {cluster.hosts} emulated hosts" if cluster.hosts > 1 else ""
     return DevicePool(
@@ -156,7 +155,6 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
             f"cluster.gpus={wanted}, but this machine has {count(usable, 'GPU')}",
             f"Set cluster.gpus={usable} or less, or cluster=emulated for CPU devices in their "
             "place.",
-            ("cluster.gpus",),
         )
     name = ", ".join(dict.fromkeys(gpus.names[:wanted]))
     return DevicePool(
@@ -205,7 +203,6 @@ def node_gpus(gpus: Gpus, wanted: int) -> tuple[str, ...]:
             f"each node{reason}",
             "Set cluster.gpus to what the nodes have in total, or cluster.slurm.emulated=true for "
             "CPU devices.",
-            ("cluster.gpus",),
         )
     return gpus.names[:wanted]
 
@@ -218,7 +215,6 @@ def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
             raise ConfigError(
                 f"cluster.gpus={asked}: {reason}",
                 f"Fix that, or set cluster=emulated for {count(asked, EMULATED)}.",
-                ("cluster.gpus",),
             )
     else:
         reason = f"no GPU to use here ({gpus.problem})" if gpus.problem else "no GPU here"
@@ -228,7 +224,6 @@ def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
             "CPU devices stand in",
             f"Set cluster.gpus={_MOST_STAND_INS} or less; to plan for a cluster that is not here, "
             "describe it (task=plan cluster=h100_8_x16).",
-            ("cluster.gpus",),
         )
     verb = "stands" if total == 1 else "stand"
     return DevicePool(

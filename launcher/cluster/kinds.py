@@ -121,7 +121,6 @@ class ClusterKind(Generic[C]):
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """Yield the parts of the cluster that `task=check` cannot check in `environ`."""
-        del environ
         yield from ()
 
     def ignored(self, environ: Mapping[str, str]) -> Iterator[str]:
@@ -294,7 +293,6 @@ class ExistingRayKind(ClusterKind[RayCluster]):
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""
-        del environ
         yield "the Ray at cluster.address and its devices"
 
 
@@ -314,7 +312,6 @@ class DescribedKind(ClusterKind[Described]):
             raise ConfigError(
                 f"cluster={self.cluster.title} describes machines to plan for; they are not here",
                 "Use task=plan, or train with cluster=local or cluster=emulated.",
-                ("cluster.kind",),
             )
 
     def shape(self, pool: DevicePool | None = None) -> ClusterShape:
@@ -345,5 +342,4 @@ class DescribedKind(ClusterKind[Described]):
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""
-        del environ
         yield f"the devices, as cluster={self.cluster.title} is not here"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +26,6 @@ _ROUNDS = 12
 _SIZES = {"cpu": (1 << 12, 1 << 24), "gpu": (1 << 16, 1 << 28)}  # bytes
 _SMALL, _LARGE = 1 << 8, 1 << 22  # float32 numbers of a part: 1 KiB and 16 MiB
 _EXCHANGES = 30
-
-
-class ExchangeRates(NamedTuple):
-    """Rates of Ray's object store and of a server's sums, with all workers busy.
-
-    Attributes:
-        latency: seconds of an exchange of a small array, from put to get.
-        put: bytes/s that a worker packs and writes to the store.
-        add: bytes/s of parts that a server adds; it counts all of them, and the writing of the sum.
-        get: bytes/s that a worker copies out of the store.
-    """
-
-    latency: float
-    put: float
-    add: float
-    get: float
 
 
 def measure_links(pool: DevicePool) -> dict[str, float]:
@@ -96,8 +80,8 @@ class LinkMeter(Peer):
         return found
 
 
-def measure_servers(pool: DevicePool) -> ExchangeRates:
-    """Return the rates that the workers of a pool find, in the median.
+def measure_servers(pool: DevicePool) -> list[float]:
+    """Return the rates that the workers of a pool find, in the median; see `ExchangeMeter.measure`.
 
     Raises:
         ClusterError: Ray or a process did not come up, or does not answer.
@@ -107,17 +91,22 @@ def measure_servers(pool: DevicePool) -> ExchangeRates:
         workers, servers = session.spawn(ExchangeMeter), session.serve(1, pool.hosts)
         group = WorkerGroup(workers, session.check, _SECONDS, "task=calibrate")
         group.use_servers(servers)
-        found: list[ExchangeRates] = group.gather(group.call("measure"), starting=True)
-    return ExchangeRates(*map(statistics.median, zip(*found, strict=True)))
+        found = group.gather(group.call("measure"), starting=True)
+    return [statistics.median(of) for of in zip(*found, strict=True)]
 
 
 class ExchangeMeter(Peer):
     """A worker that times exchanges of zeros with one server."""
 
-    def measure(self) -> ExchangeRates:
+    def measure(self) -> tuple[float, float, float, float]:
         """Return the rates of the fastest rounds, so that other work on the machine counts little.
 
         All workers call it together.
+
+        Returns:
+            With all workers busy, the seconds of an exchange of a small array, from put to get; and
+                the bytes/s that a worker packs and writes to Ray's object store, that a server adds
+                (of all parts, with the writing of the sum), and that a worker copies out of it.
         """
         client = self._servers
         assert client is not None
@@ -129,7 +118,7 @@ class ExchangeMeter(Peer):
         put, wait, get = (min(times) for times in zip(*large, strict=True))
         size = 4.0 * _LARGE
         adding = max(wait - latency, latency)
-        return ExchangeRates(latency, size / put, size * client.count / adding, size / get)
+        return latency, size / put, size * client.count / adding, size / get
 
 
 def _exchange(client: ServerClient, size: int) -> tuple[float, float, float]:

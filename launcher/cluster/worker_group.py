@@ -185,7 +185,6 @@ class Progress:
 
 def used_by(pid: int, log: str) -> tuple[float, int] | None:
     """Return the processor seconds of a process here and its children, and the bytes read."""
-    del log
     seconds, read = 0.0, 0
     try:
         process = psutil.Process(pid)
@@ -471,13 +470,10 @@ def relevant_stacks(dump: str) -> list[str]:
     """
     *others, main = [block.splitlines() for block in dump.strip().split("\n\n")]
     lines = []
-    for block in [block for block in others if any(map(_in_our_code, block))] + [main]:
-        lines += block[: _MOST_FRAMES + 1]
+    for block in (*others, main):
+        if block is main or any(folder in line for line in block for folder in _OURS):
+            lines += block[: _MOST_FRAMES + 1]
     return lines
-
-
-def _in_our_code(line: str) -> bool:
-    return any(folder in line for folder in _OURS)
 
 
 def _state(process: psutil.Process) -> str:

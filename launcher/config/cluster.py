@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -423,31 +424,20 @@ class Described(Cluster):
     def check(self) -> Iterator[ConfigError]:
         """Yield the figures that a plan needs and that are missing."""
         yield from super().check()
-        device, links = self.device, self.links
-        needed = {
-            "cluster.gpus": self.gpus,
-            "cluster.device.name": device.name,
-            "cluster.device.peak_tflops": device.peak_tflops,
-            "cluster.device.memory_gib": device.memory_gib,
-            "cluster.device.memory_gb_per_second": device.memory_gb_per_second,
-            "cluster.links.intra_host_gb_per_second": links.intra_host_gb_per_second,
-        }
+        figures = ("name", "peak_tflops", "memory_gib", "memory_gb_per_second")
+        needed = ["gpus", *(f"device.{name}" for name in figures), "links.intra_host_gb_per_second"]
         if self.hosts > 1:
-            needed["cluster.links.inter_host_gb_per_second"] = links.inter_host_gb_per_second
-        for key, value in needed.items():
-            if not value:
+            needed.append("links.inter_host_gb_per_second")
+        for key in needed:
+            if not operator.attrgetter(key)(self):
                 yield ConfigError(
-                    f"{key} is not set, and a described cluster needs it",
+                    f"cluster.{key} is not set, and a described cluster needs it",
                     "Fill it in from the datasheet; conf/device/h100.yaml is an example.",
                 )
 
 
 CLUSTERS: dict[str, type[Cluster]] = {
-    "local": Local,
-    "emulated": Emulated,
-    "slurm": SlurmCluster,
-    "ray": RayCluster,
-    "described": Described,
+    one.kind: one for one in (Local, Emulated, SlurmCluster, RayCluster, Described)
 }
 
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base import DamagedError, installing
-from launcher.base.reading import read_yaml
+from launcher.base.reading import read_table, read_yaml
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
     below,
@@ -61,10 +61,7 @@ _DELETED = (("sweep", "resubmit"), ("sweep", "stop_early"))
 # sweeper stays, as files may choose one for `-m`.
 _NOTHING_OF_HYDRA = tuple(
     f"~hydra/{group}"
-    for group in (
-        *("env", "help", "hydra_help", "hydra_logging", "job_logging", "launcher"),
-        "output",
-    )
+    for group in ["env", "help", "hydra_help", "hydra_logging", "job_logging", "launcher", "output"]
 )
 
 
@@ -424,7 +421,8 @@ def _missing_option(
     else:
         # Hydra names the file with the defaults list, not the one that overrides it.
         files = (file for folder in folders for file in sorted(folder.rglob("*.yaml")))
-        where = next((f"in {short(file)}" for file in files if _chooses(file, group, option)), "")
+        choosing = (file for file in files if choices(read_table(file)).get(group) == option)
+        where = next((f"in {short(file)}" for file in choosing), "")
     options = list(error.options or ())
     if not options:
         return ConfigError(f"There is no {wanted}.yaml", where=where)
@@ -437,12 +435,3 @@ def no_option(group: str, option: str, options: Sequence[str], where: str) -> Co
     if (group, option) == ("hydra/sweeper", "optuna"):
         remedy = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
     return ConfigError(f"There is no {group}={option}", remedy, where=where)
-
-
-def _chooses(file: Path, group: str, option: str) -> bool:
-    """Return whether the file's defaults list has `group: option` or `override /group: option`."""
-    try:
-        content = read_yaml(file)
-    except (yaml.YAMLError, OSError, DamagedError):
-        return False
-    return choices(content).get(group) == option

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -178,7 +178,7 @@ def check_environment(config: Config, texts: Mapping[Place, str]) -> None:
             raise _refused(key, "is more than a job's script can ask for", "Write ${oc.env:NAME}.")
 
 
-def below(key: str, keys: tuple[str, ...]) -> bool:
+def below(key: str, keys: Iterable[str]) -> bool:
     """Return whether a setting is one of `keys` or within one of these sections."""
     return any(f"{key}.".startswith(f"{name}.") for name in keys)
 
@@ -214,16 +214,12 @@ def commands_in(config: Config) -> Iterator[str]:
     """Yield the settings that run code and that `config` sets, with those within tables."""
     tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config(cluster=SlurmCluster()))
     for command in _COMMANDS:
-        values, defaults = (dict(_leaves_at(one, command)) for one in (tree, untouched))
+        place = tuple(command.split("."))
+        values, defaults = (
+            {key: value for found in _values(one, place) for key, value in leaves(command, found)}
+            for one in (tree, untouched)
+        )
         yield from (key for key, value in values.items() if value != defaults.get(key))
-
-
-def _leaves_at(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
-    for name in key.split("."):
-        if name not in tree:
-            return iter(())
-        tree = tree[name]
-    return leaves(key, tree)
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

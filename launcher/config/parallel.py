@@ -275,13 +275,5 @@ def _multiples(batch: int, pieces: int) -> str:
 
 
 METHODS: dict[str, type[Parallel]] = {
-    "auto": Auto,
-    "manual": Manual,
-    "data": Data,
-    "parameter_server": Served,
-    "zero2": Zero2,
-    "zero3": Zero3,
-    "shard": Shard,
-    "three_d": ThreeD,
-    "replay": Replay,
+    kind.method: kind for kind in (Auto, Manual, Data, Served, Zero2, Zero3, Shard, ThreeD, Replay)
 }

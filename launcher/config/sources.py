@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from launcher.base import DamagedError
-from launcher.base.reading import join_key, read_yaml, yaml_node
+from launcher.base.reading import join_key, read_table, yaml_node
 from launcher.config.cluster import CLUSTERS, Emulated, Local
 from launcher.config.environment import COMMAND_LINE_ONLY, below, command_at, leaves, not_allowed
 from launcher.config.errors import ConfigError, shown
@@ -524,13 +524,9 @@ def settings_beside(plan: str) -> Tree:
     None if there is no such file, or it cannot be read: then the program alone tells whether the
     plan is for it.
     """
-    try:
-        tree = read_yaml(Path(plan).parent / "config.yaml")
-    except (OSError, DamagedError, yaml.YAMLError):
-        return {}
+    tree = read_table(Path(plan).parent / "config.yaml")
     ours = (*OF_PROGRAM, "train", "run", "parallel")  # and no other program's config.yaml
-    is_run = isinstance(tree, dict) and all(isinstance(tree.get(name), dict) for name in ours)
-    return tree if is_run else {}
+    return tree if all(isinstance(tree.get(name), dict) for name in ours) else {}
 
 
 def is_of_sweeper(key: str, group: str) -> bool:

@@ -126,7 +126,6 @@ class PointLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run a batch of points. Their numbers are those of the sweep's folder, not Hydra's."""
-        del initial_job_idx
         return self._run(job_overrides)
 
 
@@ -262,7 +261,12 @@ def _sweeper_settings(
     fixed = [one for one in overrides if not one.is_sweep_override()]
     words = all_for_hydra(fixed, folders)
     sources = _sources([*words, *of_sweeper], fixed, folders, loader)
-    in_files = frozenset(_said_in(sources))
+    in_files = frozenset(
+        group or key
+        for source in sources
+        for key, group, _ in scalars(source)
+        if is_of_sweeper(key, group)
+    )
     ours = setting_word("hydra.sweep.dir", str(scratch))
     try:
         # Files are merged only if they set something of the sweeper.
@@ -321,15 +325,6 @@ def _sources(
     for source in found:
         refuse_useless(source, allowed)
     return found
-
-
-def _said_in(sources: Sequence[Source]) -> Iterator[str]:
-    """Yield the sweeper's settings in users' files by their keys, and its groups."""
-    for source in sources:
-        if not source.is_own:
-            for key, group, _ in scalars(source):
-                if is_of_sweeper(key, group):
-                    yield group or key
 
 
 def _place_of(sources: Sequence[Source], key: str) -> str:

@@ -6,7 +6,6 @@ is read by workers, one a host, as a training is: no process holds the whole.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 from rich.console import Console
 
 from launcher.checkpoint import FinishedModel
-from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import find_devices
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.worker_group import WorkerGroup
@@ -25,8 +23,8 @@ from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.inference.model_workers import EvaluationWorker, TextWorker
-from launcher.inference.placed_model import ModelLayout, layout_of
-from launcher.plan import Plan, PlanError
+from launcher.inference.placed_model import layout_of
+from launcher.plan import Plan
 from launcher.report.console import status
 
 _log = logging.getLogger(__name__)
@@ -71,7 +69,8 @@ def model_answers(
             worker.begin(*begun)
         yield iter(worker.more, None)
         return
-    pool = _part_of(pool, layout)
+    # The hosts that hold the first devices, those of the layout.
+    pool = replace(pool, hosts=-(-layout.num_devices // pool.devices_per_host))
     _log.info(f"{reading} onto {layout.num_devices} devices, as its plan shards it")
     with PrivateRay(pool, None) as session:
         timeout = machines_of(settings.cluster).step_timeout
@@ -82,16 +81,3 @@ def model_answers(
         with status(console, reading) as advance:
             group.gather(group.call("begin", *begun), starting=True, advance=advance)
         yield iter(lambda: group.gather(group.call("more"), starting=True)[0], None)
-
-
-def stored_plan(home: Path) -> Plan | None:
-    """Return the plan in a run's folder, or None if it is not there or of another version."""
-    try:
-        return Plan.from_dict(json.loads((home / "plan.json").read_text()))
-    except (OSError, ValueError, PlanError):
-        return None
-
-
-def _part_of(pool: DevicePool, layout: ModelLayout) -> DevicePool:
-    """Return the hosts that hold the first devices, those of the layout."""
-    return replace(pool, hosts=-(-layout.num_devices // pool.devices_per_host))

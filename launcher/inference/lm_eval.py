@@ -26,9 +26,9 @@ from launcher.arrays.stacked_array import spec_at
 from launcher.checkpoint.train_state import flat_name, map_named
 from launcher.config.compose import load, load_frozen
 from launcher.config.errors import ConfigError
-from launcher.inference.answers import stored_plan
 from launcher.inference.export_tokenizer import run_tokenizer
 from launcher.inference.placed_model import ModelPlaces, layout_of
+from launcher.inference.stored_model import stored_plan
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder

@@ -1,4 +1,4 @@
-"""The checkpoint of a run that a task reads: the newest, the best, or that of a step."""
+"""The checkpoint of a run that a task reads, with the run's settings and plan."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 
 from launcher import checkpoint
+from launcher.base import read_json
 from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.plan import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,14 @@ def stored_model(config: Config, step: int | None, best: bool, section: str) -> 
     return path, home
 
 
+def stored_plan(home: Path) -> Plan | None:
+    """Return the plan in a run's folder, or None if it is not there or of another version."""
+    try:
+        return Plan.from_dict(read_json(home / "plan.json"))
+    except (OSError, ValueError):  # DamagedError and PlanError are one
+        return None
+
+
 def run_settings(config: Config, home: Path) -> Config:
     """Return the settings of the run in the folder `home`, which are read here, and not run.
 
@@ -57,7 +67,5 @@ def run_settings(config: Config, home: Path) -> Config:
 def refused(config: Config, problem: str, section: str) -> ConfigError:
     """Return the error for a run that a task cannot use."""
     return ConfigError(
-        f"run.id={config.run.id} {problem}",
-        f"Check run.id, run.dir and {section}.step.",
-        ["run.id", "run.dir", f"{section}.step"],
+        f"run.id={config.run.id} {problem}", f"Check run.id, run.dir and {section}.step."
     )

@@ -31,18 +31,6 @@ from launcher.report.verdict import judged
 if TYPE_CHECKING:
     from launcher.plan.plan import Plan
 
-# The phases, in the order in which they are shown.
-PHASES = (
-    "training",
-    "compiling",
-    "starting",
-    "planning",
-    "saving",
-    "evaluating",
-    "data",
-    "redone",
-)
-
 
 @dataclass(frozen=True)
 class Goodput:
@@ -109,6 +97,13 @@ class Goodput:
         there = min(max(0.0, seconds), self.seconds(source))
         return self.with_seconds(source, -there).with_seconds(target, there)
 
+
+# The phases, in the order in which they are shown.
+PHASES = tuple(
+    field.name.removesuffix("_seconds")
+    for field in dataclasses.fields(Goodput)
+    if field.name.endswith("_seconds")
+)
 
 FILE = "accounting.json"
 _NS = 1e9
@@ -325,16 +320,7 @@ def break_down(
         _add_saves(measured, known.saves_seconds)
         seconds, sides = measured.step_seconds, _side_by_side(plan, measured)
         clocks = [part.clock for part in parts]
-    rates: Mapping[str, float | None] = {}
-    if seconds:
-        rates = performance(
-            seconds,
-            samples=known.samples,
-            tokens=known.tokens,
-            flops=plan.flops_per_step,
-            devices=plan.num_devices,
-            peak_flops=plan.cluster["peak_flops"],
-        )
+    rates = performance(seconds, plan, known.samples, known.tokens) if seconds else {}
     once, mfu = plan.predicted_tflops_per_device, rates.get("perf/mfu")
     remat = plan.predicted_tflops_per_device_with_remat / once if once else 1
     offsets = [clock.offset for clock in clocks]

@@ -182,8 +182,7 @@ class _PlainLines:
         self._console.print(line, soft_wrap=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        taken = seconds_text(time.monotonic() - self._began)
-        ending = _ending(kind, taken)
+        ending = _ending(kind, self._began)
         if isinstance(self._console, RunConsole):
             if self._console.open_line != self._text:  # something else was printed
                 ending = f"{self._text} ... {ending}"
@@ -198,8 +197,9 @@ def far_text(done: float, total: float | None, unit: str) -> str:
     return f"{done:g} of {total:g} {unit}".rstrip() if total != 1.0 or unit else f"{done:.0%}"
 
 
-def _ending(kind: type[BaseException] | None, taken: str) -> str:
+def _ending(kind: type[BaseException] | None, began: float) -> str:
     """Return how a phase has ended, that an exception of this class left."""
+    taken = seconds_text(time.monotonic() - began)
     if kind is None:
         return taken
     return f"{'stopped' if issubclass(kind, KeyboardInterrupt) else 'failed'} after {taken}"
@@ -241,8 +241,7 @@ class _Bar:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
-        taken = seconds_text(time.monotonic() - self._began)
-        ending = _ending(kind, taken)
+        ending = _ending(kind, self._began)
         line = Text(f"{self._text}{self._unit} ... ").append(ending, style="dim")
         self._console.print(line, soft_wrap=True)
 

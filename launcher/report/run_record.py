@@ -123,14 +123,13 @@ def read_run(folder: Path) -> RunRecord:
         "state": state,
         "job_id": _of(str, status.get("job_id"), summary.get("job_id")),
         "steps": _of(int, status.get("steps")),
-        "updated_at": _of(float, status.get("updated_at")) or _modified(folder / SUMMARY),
+        "updated_at": _of(float, status.get("updated_at"))
+        or _modified(folder / SUMMARY)
+        or _modified(folder),
         "note": _read_note(folder),
         "problem": f"damaged: {'; '.join(problems)}" if problems else None,
     }
-    record = RunRecord(folder=folder, **{**known, **own})
-    if record.updated_at is None:
-        return dataclasses.replace(record, updated_at=_modified(folder))
-    return record
+    return RunRecord(folder=folder, **{**known, **own})
 
 
 def _read_note(folder: Path) -> str | None:
@@ -251,13 +250,14 @@ def read_runs(roots: Sequence[Path]) -> list[RunRecord]:
 def runs_of(roots: Sequence[Path], name: str) -> list[Path]:
     """Return the runs of a sweep that a folder's name gives, or the one run that it names."""
     for folder in (Path(name), *(root / name for root in roots)):
-        inner = sorted(find_runs([folder]), key=_by_number) if folder.is_dir() else []
+        inner = sorted(find_runs([folder]), key=by_number) if folder.is_dir() else []
         if inner and not any((folder / file).exists() for file in (STATUS, SUMMARY)):
             return inner
     return [one_run(roots, [name]).folder]
 
 
-def _by_number(folder: Path) -> tuple[str, int]:
+def by_number(folder: Path) -> tuple[str, int]:
+    """Return the key that sorts the runs of a sweep, `<sweep id>-<n>`, by their numbers."""
     name, _, number = folder.name.rpartition("-")
     return (name, int(number)) if number.isdecimal() else (folder.name, -1)
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -28,6 +28,9 @@ from launcher.report.text import (
     seconds_text,
     shown_path,
 )
+
+if TYPE_CHECKING:
+    from launcher.plan.plan import Plan
 
 FILE_NAME = "summary.json"
 REPORT = "report.html"
@@ -203,10 +206,9 @@ def _whereabouts(
     """Return the run's files and the next commands as (name, value) lines."""
     folder = shown_path(run_dir)
     lines = [("run folder", folder)]
-    if (run_dir / METRICS).exists():
-        lines.append(("metrics", os.path.join(folder, METRICS)))
-    if (run_dir / REPORT).exists():
-        lines.append(("report", os.path.join(folder, REPORT)))
+    for name, file in (("metrics", METRICS), ("report", REPORT)):
+        if (run_dir / file).exists():
+            lines.append((name, os.path.join(folder, file)))
     if pictures := ", ".join(sorted(path.name for path in run_dir.glob("plots/*.png"))):
         lines.append(("plots", f"{os.path.join(folder, 'plots')} ({pictures})"))
     if any((run_dir / "checkpoints").glob("*")):
@@ -239,29 +241,22 @@ def _throughput(summary: Summary) -> str:
 
 
 def performance(
-    step_seconds: float,
-    *,
-    samples: int,
-    tokens: int | None = None,
-    flops: float | None = None,
-    devices: int = 1,
-    peak_flops: float | None = None,
+    step_seconds: float, plan: Plan, samples: int, tokens: int | None
 ) -> dict[str, float | None]:
     """Return the `perf/...` metrics of one step.
 
     Args:
         step_seconds: the duration of the step.
+        plan: the plan that it followed.
         samples: samples in the global batch.
         tokens: tokens in the global batch, None where samples have none.
-        flops: model FLOPs of one step, over all devices; recomputation does not count.
-        devices: number of devices that took part.
-        peak_flops: peak FLOP/s of one device, None where it is unknown.
 
     Returns:
         `perf/step_seconds`, `perf/samples_per_second`, `perf/tokens_per_second` and `perf/mfu`
             (model FLOPs utilization, a fraction of one); None is unknown.
     """
-    mfu = flops / (step_seconds * devices * peak_flops) if flops and peak_flops else None
+    flops, peak = plan.flops_per_step, plan.cluster["peak_flops"]
+    mfu = flops / (step_seconds * plan.num_devices * peak) if flops and peak else None
     return {
         "perf/step_seconds": step_seconds,
         "perf/samples_per_second": samples / step_seconds,

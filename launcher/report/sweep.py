@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.base import DamagedError, read_json, write_whole
-from launcher.base.reading import read_yaml
+from launcher.base.reading import read_table
 from launcher.report.console import table_of
 from launcher.report.pages.page import Chart, Series, chart, page_from
 from launcher.report.pages.plots import EVAL, INK, TRAIN, canvas, save_figure
@@ -116,7 +116,7 @@ class ComparedRun:
 
 def _compared(folders: Sequence[Path]) -> list[ComparedRun]:
     """Read runs; `<sweep id>-`, where all are of one sweep, is not part of their names."""
-    settings = [_settings(folder) for folder in folders]
+    settings = [flat(read_table(folder / "config.yaml")) for folder in folders]
     known = dict.fromkeys(key for one in settings for key in one if key not in IDENTITY)
     differing = [
         key
@@ -212,15 +212,6 @@ def short_names(keys: Sequence[str]) -> list[str]:
     """Return dotted keys without their sections, unless two would then be the same."""
     last = [key.rpartition(".")[2] for key in keys]
     return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """Return a run's settings by dotted key; none where they cannot be read."""
-    try:
-        tree = read_yaml(folder / "config.yaml")
-    except (OSError, DamagedError, yaml.YAMLError):
-        return {}
-    return flat(tree) if isinstance(tree, dict) else {}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

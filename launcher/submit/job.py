@@ -51,6 +51,7 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, delete_on_error, write_plan
 from launcher.driver.folder.make_folder import new_id, private_files
 from launcher.report.console import line_printer, make_console
+from launcher.report.run_record import by_number
 from launcher.report.sweep import print_comparison, report_sweep
 from launcher.stop import Stop
 from launcher.submit.points import members, place_sweep
@@ -90,7 +91,6 @@ def submit(config: Config, stop: Stop) -> int:
         raise ConfigError(
             f"cluster.slurm.array={slurm.array} is for sweeps, but this is one run",
             "Add -m, or leave it out.",
-            ["cluster.slurm.array"],
         )
     if slurm.dry_run:
         run_id = config.run.id or new_id(config.model.name)
@@ -183,13 +183,11 @@ def check_jobs(configs: Sequence[Config]) -> None:
         raise ConfigError(
             "cluster is swept, and some of its options are not slurm",
             "Submit those runs in a sweep of their own.",
-            ["cluster.kind"],
         )
     if any(slurm_of(config.cluster).wait for config in configs):
         raise ConfigError(
             "cluster.slurm.wait=true follows one run, but this is a sweep",
             "Leave it out; task=sweep_status shows how they are doing.",
-            ["cluster.slurm.wait"],
         )
     if not is_array(configs):
         return
@@ -198,13 +196,11 @@ def check_jobs(configs: Sequence[Config]) -> None:
         raise ConfigError(
             "The runs of a job array cannot be allowed different modules",
             "Allow every run all of them, or set cluster.slurm.array=null for a job each.",
-            ["allow_modules", "cluster.slurm.array"],
         )
     if any(config.cluster != configs[0].cluster for config in configs):
         raise ConfigError(
             "The runs of a job array cannot have different settings of the cluster",
             "Set cluster.slurm.array=null for a job each.",
-            ["cluster.slurm.array"],
         )
 
 
@@ -289,7 +285,6 @@ def _check_idle(config: Config) -> None:
         raise ConfigError(
             f"run.id={config.run.id} is already job {noted.job_id}, which is {state.state}",
             f"Wait for it, end it with scancel {noted.job_id}, or choose another run.id.",
-            ["run.id"],
         )
 
 
@@ -417,12 +412,11 @@ def sweep_status(sweep: Sweep) -> int:
 def _status(sweep: Sweep) -> int:
     assert sweep.dir is not None
     folder = Path(sweep.dir)
-    homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=_number)
+    homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=by_number)
     if not homes:
         raise ConfigError(
             f"sweep.dir={sweep.dir} holds no runs that were submitted to Slurm",
             "Name the folder that was printed when the sweep was submitted, multirun/ID.",
-            ["sweep.dir"],
         )
     states = job_states()
     shown = []
@@ -440,9 +434,3 @@ def _status(sweep: Sweep) -> int:
     print_comparison(make_console(), homes, shown)
     report_sweep(make_console(), homes[0].parent, homes)
     return 0
-
-
-def _number(home: Path) -> tuple[int, str]:
-    """Return the sort key of a sweep's run."""
-    number = home.name.rpartition("-")[2]
-    return int(number) if number.isascii() and number.isdigit() else -1, home.name

@@ -6,7 +6,6 @@ so a sweeper that learns reaches the same state; nothing of the sweeper itself i
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import secrets
@@ -22,6 +21,7 @@ from launcher.config.compose import Point, to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.config.sections import Run
+from launcher.driver.folder.folder import hold
 
 FILE = "sweep.json"
 _FOLDER = "multirun"  # unless run.dir says otherwise
@@ -129,7 +129,6 @@ class Points:
                 raise ConfigError(
                     f"{point.label} has run in this sweep with other settings: {self._path}",
                     "Choose another run.id for a sweep of these.",
-                    ["run.id"],
                 )
             if point.state == FAILED and point.batch == self._last_batch:
                 point = replace(point, state=RUNNING)
@@ -170,14 +169,7 @@ def open_points(folder: Path) -> Iterator[Points]:
         ConfigError: the sweep is running, or its file is damaged.
     """
     with open(folder / "lock", "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.id={folder.name} is a sweep that is running right now, in {folder}",
-                "Wait for it to end, or choose another run.id.",
-                ["run.id"],
-            ) from None
+        hold(lock, folder, "is a sweep that is running right now")
         yield Points(folder, read_points(folder))
 
 
@@ -203,7 +195,6 @@ def read_points(folder: Path) -> tuple[PointNote, ...]:
         raise ConfigError(
             f"{folder / FILE} is damaged: {error}",
             "Choose another run.id, or delete that file to run all points again.",
-            ["run.id"],
         ) from None
 
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -192,7 +192,6 @@ class RunningSweep:
                 raise ConfigError(
                     "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
                     "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
-                    ["cluster.kind"],
                 )
             with self._stop.interruptible():
                 raise _EndedError(submission.submit_sweep(points, self._stop))
@@ -211,7 +210,8 @@ class RunningSweep:
         _make(folder, config.run.shared)
         self._stack.enter_context(private_files(config.run))
         self._points = self._stack.enter_context(open_points(folder))
-        self._stack.enter_context(self._stop.heeded(_say_nothing, until="asked"))
+        # It says nothing: the runs say that they heard a signal.
+        self._stack.enter_context(self._stop.heeded(lambda text: None, until="asked"))
         self._objective, self.folder = objective_of(config), folder
 
     def _outcome(self, number: int) -> Outcome:
@@ -253,7 +253,8 @@ class RunningSweep:
                 running[child] = noted, slot
             if self._stop.requested is not None and passed_on <= self._stop.repeats:
                 is_ctrl_c = passed_on or self._stop.requested == signal.SIGINT
-                _signal(running, signal.SIGINT if is_ctrl_c else signal.SIGTERM)
+                for child in running:  # does nothing once the child has been waited for
+                    child.send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
                 passed_on += 1
             time.sleep(_POLL_SECONDS)
             for child in [child for child in running if child.poll() is not None]:
@@ -320,15 +321,6 @@ def start(
         )
 
 
-def _signal(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for child in children:
-        child.send_signal(number)  # does nothing once the child has been waited for
-
-
-def _say_nothing(text: str) -> None:
-    del text  # the runs say that they heard a signal
-
-
 def _make(folder: Path, shared: bool) -> None:
     """Make the sweep's folder; only its user may read it, unless the runs are `shared`.
 
@@ -344,7 +336,6 @@ def _make(folder: Path, shared: bool) -> None:
         raise ConfigError(
             f"The sweep's folder {folder} cannot be made: {error.strerror}",
             "Set run.dir to a folder that you may write.",
-            ["run.dir"],
         ) from None
 
 
@@ -359,13 +350,11 @@ def _check_objective(config: Config) -> None:
         raise ConfigError(
             f"sweep.objective={objective} is measured, but task=plan runs nothing",
             "Use predicted_step_seconds, or another task.",
-            ["sweep.objective"],
         )
     if objective == "eval_loss" and not planned and not config.train.eval_every:
         raise ConfigError(
             "sweep.objective=eval_loss, but train.eval_every=0 never evaluates",
             "Set train.eval_every, or sweep.objective=final_loss.",
-            ["sweep.objective", "train.eval_every"],
         )
 
 
@@ -406,7 +395,6 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
             raise ConfigError(
                 f"sweep.jobs={jobs}, but cluster={cluster.title} has one set of devices",
                 "Leave sweep.jobs out: the runs then go one after another.",
-                ["sweep.jobs", "cluster.kind"],
             )
     gpus = find_gpus(environ)
     there = len(gpus.usable)
@@ -416,7 +404,6 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
         raise ConfigError(
             f"sweep.jobs={jobs}, but each run takes all {there} GPUs of this machine",
             f"Say how many each run is to have: cluster.gpus={max(there // jobs, 1)}.",
-            ["sweep.jobs", "cluster.gpus"],
         )
     each = max(cluster.gpus or 0 for cluster in exclusive)
     if each * jobs > there:
@@ -424,7 +411,6 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
             f"sweep.jobs={jobs} runs with cluster.gpus={each} need {each * jobs} GPUs, but this "
             f"machine has {there}",
             f"Set sweep.jobs={max(there // each, 1)} or less, or fewer cluster.gpus.",
-            ["sweep.jobs", "cluster.gpus"],
         )
     pool = local_pool(replace(exclusive[0], gpus=there), gpus, environ.get("CUDA_VISIBLE_DEVICES"))
     ids = pool.gpu_ids

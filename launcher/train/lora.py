@@ -19,7 +19,6 @@ from launcher.checkpoint.train_state import (
     adapted_kernel,
     adapters_of,
     flat_name,
-    map_named,
     matches,
     without_adapters,
 )
@@ -106,8 +105,7 @@ def _summed_at_first_use(
 def _adapters(params: Mapping[str, Any], options: Lora, key: jax.Array) -> dict[str, Any]:
     """Return new adapters, nested by the words of the kernels' names."""
     new: dict[str, Any] = {}
-    leaves: list[tuple[str, Any]] = []
-    map_named(lambda name, leaf: leaves.append((name, leaf)), params)
+    leaves = [(flat_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
     picks = matches(options.pattern)
     for number, (name, leaf) in enumerate(leaves):
         axes = matrix_axes(name, leaf.shape)

@@ -142,11 +142,9 @@ def _scale_by_rates(
             schedules[peak] = build_schedule(own, total_steps)
 
     def init(params: Any) -> optax.ScaleByScheduleState:
-        del params
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
         rates = {peak: -1 * one(state.count) for peak, one in schedules.items()}
 
         def scaled(name: str, leaf: jax.Array) -> jax.Array:
@@ -205,10 +203,6 @@ def _restarted_cosine(steps: int, parts: int) -> Schedule:
     cosines = [optax.cosine_decay_schedule(1.0, max(1, length)) for length in lengths]
     joined: Schedule = optax.join_schedules(cosines, ends[:-1])
     return joined
-
-
-def _scale_by_momentum(momentum: float) -> optax.GradientTransformation:
-    return optax.trace(momentum)
 
 
 def _scale_by_adafactor() -> optax.GradientTransformation:
@@ -282,7 +276,6 @@ def scale_by_muon_or_adam(
         return map_named(label, params)
 
     def scaled(updates: Any, params: Any) -> Any:
-        del params
         return map_named(lambda name, leaf: leaf * _factor(name, leaf.shape), updates)
 
     muon = scale_by_muon(beta=momentum, weight_dimension_numbers=axes)
@@ -312,7 +305,7 @@ def _factor(name: str, shape: tuple[int, ...]) -> float:
 
 # What Optax has by another name or in several parts; by the names in `config.optimizer`.
 _SCALINGS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "scale_by_momentum": _scale_by_momentum,
+    "scale_by_momentum": lambda momentum: optax.trace(momentum),
     "scale_by_adafactor": _scale_by_adafactor,
     "scale_by_muon": scale_by_muon_or_adam,
 }

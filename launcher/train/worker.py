@@ -119,7 +119,7 @@ class TrainWorker(Peer):
     def compiled(self, seen: int) -> int:
         """Wait until more than `seen` programs are compiled, or all; return how many are."""
         assert self._compiling is not None
-        return self._compiling.wait(seen)
+        return wait_for_more(self._compiling.programs, seen)
 
     def setup(self, plan: dict[str, Any]) -> float:
         """Finish, or do all of, what `begin_setup` begins; return the seconds that it took."""
@@ -438,10 +438,6 @@ class Compiling:
             self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
         steps = filter(None, (self._train, self._evaluate))
         self.programs = [future for step in steps for future in step.programs]
-
-    def wait(self, seen: int) -> int:
-        """Wait until more than `seen` programs are compiled, or all; return how many are."""
-        return wait_for_more(self.programs, seen)
 
     def result(self) -> tuple[Executable, Executable | None, float]:
         """Wait for all; return the train step, the evaluation step, and the seconds it took."""

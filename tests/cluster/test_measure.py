@@ -16,6 +16,7 @@ def test_all_reduces_are_timed() -> None:
 
 @pytest.mark.slow
 def test_exchanges_are_timed() -> None:
-    found = measure_servers(emulated_pool(Emulated(gpus=2, hosts=2)))
-    assert 1e-5 < found.latency < 10.0  # seconds
-    assert all(1e6 < rate < 1e13 for rate in (found.put, found.add, found.get))  # bytes/s
+    latency, *rates = measure_servers(emulated_pool(Emulated(gpus=2, hosts=2)))
+    assert 1e-5 < latency < 10.0  # seconds
+    assert len(rates) == 3
+    assert all(1e6 < rate < 1e13 for rate in rates)  # bytes/s

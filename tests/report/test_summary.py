@@ -5,6 +5,8 @@ import functools
 import io
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -128,8 +130,13 @@ def test_long_commands_stay_on_their_line(tmp_path):
     assert f"  resume      {command}\n" in printed(tmp_path, DONE, command)
 
 
+def plan_of(flops: float, peak_flops: float | None) -> Any:
+    cluster = {"peak_flops": peak_flops}
+    return SimpleNamespace(flops_per_step=flops, num_devices=4, cluster=cluster)
+
+
 def test_rates_are_amounts_over_time():
-    assert performance(0.5, samples=32, tokens=4096) == {
+    assert performance(0.5, plan_of(8e12, None), samples=32, tokens=4096) == {
         "perf/step_seconds": 0.5,
         "perf/samples_per_second": 64.0,
         "perf/tokens_per_second": 8192.0,
@@ -138,7 +145,7 @@ def test_rates_are_amounts_over_time():
 
 
 def test_mfu_is_one_when_every_device_does_its_peak():
-    figures = performance(2.0, samples=1, flops=8e12, devices=4, peak_flops=1e12)
+    figures = performance(2.0, plan_of(8e12, 1e12), samples=1, tokens=None)
     assert figures["perf/mfu"] == pytest.approx(1.0)
 
 
@@ -147,7 +154,7 @@ def test_median_ignores_what_is_unknown_or_not_finite():
     assert median([None]) is None
 
 
-rates = functools.partial(performance, samples=8)
+rates = functools.partial(performance, plan=plan_of(0.0, None), samples=8, tokens=None)
 
 
 def test_measured_names_fields_of_the_summary():

@@ -35,10 +35,6 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _log = logging.getLogger(__name__)
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class StartLimit:
     """The time that a start may take without progress, and a check that may end its waits.
@@ -51,7 +47,7 @@ class StartLimit:
 
     seconds: float = 120.0
     setting: str = "cluster.start_timeout"
-    check: Callable[[], None] = _nothing
+    check: Callable[[], None] = lambda: None
 
 
 class Waiting:

@@ -89,7 +89,6 @@ def settled(config: Config, allocation: Allocation) -> Config:
             f"cluster.hosts={config.cluster.hosts}, but job {allocation.job_id} has "
             f"{len(allocation.nodes)} nodes",
             "Make cluster.hosts and sbatch's --nodes the same.",
-            ["cluster.hosts"],
         )
     run_id = config.run.id or f"{config.model.name}-job-{allocation.job_id}"
     return replace(config, run=replace(config.run, id=run_id))

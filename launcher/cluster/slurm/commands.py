@@ -186,7 +186,6 @@ def check_installed() -> None:
         raise ConfigError(
             "cluster=slurm needs Slurm's commands, and sbatch is not on this machine",
             "Submit from a login node, or use cluster=local.",
-            ["cluster.kind"],
         )
     if names := unheeded(os.environ):
         complain(f"not passed on to the job: {', '.join(names)}; cluster.slurm says what it needs")
@@ -211,7 +210,6 @@ def check_partition(slurm: Slurm) -> None:
             raise ConfigError(
                 f"cluster.slurm.partition={slurm.partition}: Slurm has no partition {name}",
                 advice(name, sorted(known), "It has"),
-                ["cluster.slurm.partition"],
             )
 
 
@@ -246,7 +244,6 @@ def sbatch(script: Path, sleep: Callable[[float], None] = time.sleep) -> str:
         raise ConfigError(
             f"Slurm refuses the job: {refusal}",
             "cluster.slurm holds the request; cluster.slurm.dry_run=true shows the script.",
-            ["cluster.slurm"],
         ) from None
     return output.split(";")[0].strip()  # <id>;<cluster>
 

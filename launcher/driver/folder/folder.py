@@ -39,7 +39,7 @@ from launcher.base import (
 from launcher.checkpoint import RunMetadata, copy_checkpoint, read_run_metadata, steps_in
 from launcher.cluster.slurm.allocation import attempt_folder
 from launcher.config.compose import redacted, to_dict, to_written
-from launcher.config.environment import dotted, unresolved
+from launcher.config.environment import below, dotted, unresolved
 from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config
 from launcher.driver.folder.make_folder import check_folder, make_folder, private_files
@@ -179,11 +179,10 @@ def check(config: Config, thorough: bool = True) -> int:
                 f"train.steps={config.train.steps} leaves nothing to train: "
                 f"run.fork={config.run.fork} begins after step {begins}",
                 "Raise train.steps, the number of the last step.",
-                ["train.steps", "run.fork"],
             )
         _log.info(f"a new run begins with the state of {parent.path}")
         for key, (before, now) in differences(parent.run, config).items():
-            if not _is_below(key, _UNLISTED):
+            if not below(key, _UNLISTED):
                 _log.info(f"  {key}: {before} -> {now}")
         return begins
     if path is None:
@@ -220,7 +219,7 @@ def claim(config: Config) -> Iterator[RunFolder]:
     ):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
-        _lock(lock, path)
+        hold(lock, path)
         for written in (path, path / "plots"):
             clear_partial(written)
         home = RunFolder(path, descriptor=descriptor, absolute=path.absolute(), created=created)
@@ -279,15 +278,15 @@ def reload(home: RunFolder, config: Config) -> RunFolder:
     return replace(home, next_batch=run.next_batch, taken=run.taken, forked_from=forked_from)
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def hold(file: BinaryIO, path: Path, state: str = "is running right now") -> None:
+    """Lock a file for the run or sweep in a folder; raise ConfigError if another process has."""
     try:
         # The kernel releases it when the process ends, however that happens.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"run.id={path.name} is running right now, in {path}",
+            f"run.id={path.name} {state}, in {path}",
             "Wait for it to end, or choose another run.id.",
-            ["run.id"],
         ) from None
 
 
@@ -301,7 +300,6 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             f"run.id={path.name} cannot be resumed: {error.filename} cannot be read "
             f"({error.strerror})",
             "Make it readable, or choose another run.id.",
-            ["run.id"],
         ) from None
     if choice.step is not None and choice.run is not None:
         check_same_run(path, choice.step, choice.run, config)
@@ -311,13 +309,11 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             f"run.id={path.name} cannot be resumed: no checkpoint in {checkpoints} is intact "
             f"(in {step}, {problem})",
             "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
-            ["run.id"],
         )
     elif config.run.resume == "must":
         raise ConfigError(
             f"run.resume=must finds nothing to resume from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
-            ["run.resume", "run.id"],
         )
     return choice
 
@@ -362,7 +358,6 @@ def parent_of(config: Config, thorough: bool = False) -> Parent | None:
             f"run.fork={run.fork} {problem}",
             "Name a run by its folder or id, then @ and latest, best (by train.keep_best) or one "
             f"of its checkpoints: {steps}.",
-            ["run.fork"],
         ) from None
     for line in damaged if thorough else ():
         _log.warning(line)
@@ -374,7 +369,7 @@ def _adopt(parent: Parent, config: Config, home: RunFolder) -> None:
     path, run, before = parent
     step, data = int(path.name), fingerprint_dataset(config.dataset)
     next_batch, taken = run.next_batch, run.taken
-    if data != run.data or any(_is_below(key, _OF_DATA) for key in differences(run, config)):
+    if data != run.data or any(below(key, _OF_DATA) for key in differences(run, config)):
         rows = run.next_batch * before["train"]["global_batch_size"]
         taken = rows_taken(config.dataset, before["dataset"], run.data, rows, run.taken)
         is_other = taken or data != run.data or before["dataset"]["name"] != config.dataset.name
@@ -428,7 +423,7 @@ def fingerprints(config: Config) -> dict[str, str]:
     return {
         key: _fingerprint(json.dumps(value))
         for key, value in flat(to_dict(config)).items()
-        if _is_below(key, _FIXED) and any(f"{place}.".startswith(f"{key}.") for place in places)
+        if below(key, _FIXED) and any(below(place, (key,)) for place in places)
     }
 
 
@@ -446,19 +441,17 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         launcher.recipes.InputError: the data cannot be used.
     """
     for key, (before, now) in differences(stored, config).items():
-        if _is_below(key, _FIXED):
+        if below(key, _FIXED):
             raise ConfigError(
                 f"{key}={now} does not fit run.id={path.name}, which reached step {step} "
                 f"with {key}={before}",
                 "Set it back to resume that run, or choose another run.id.",
-                [key],
             )
     if stored.data and stored.data != fingerprint_dataset(config.dataset):
         raise ConfigError(
             f"the data of dataset={config.dataset.name} has changed since run.id={path.name} "
             f"reached step {step}: its files hold something else",
             "Put the files back to resume that run, or choose another run.id.",
-            ["run.id"],
         )
 
 
@@ -504,10 +497,6 @@ def contents(
         "data": data or {"next_batch": step},
         "metrics": {"next_step": step + 1},
     }
-
-
-def _is_below(key: str, names: Sequence[str]) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
 @functools.cache  # slow on purpose, and called at every save

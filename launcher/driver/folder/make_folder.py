@@ -134,7 +134,6 @@ def _check_exposed(config: Config) -> None:
             f"run.dir={run.dir} cannot hold a private job: anybody may rename what is in {folder}",
             "Choose another run.dir, set run.shared=true, or run: "
             f"{to_type('chmod', 'o-w', str(folder))}",
-            ["run.dir"],
         )
 
 
@@ -145,13 +144,11 @@ def _check_existing(run: Run, path: Path) -> None:
         raise ConfigError(
             f"{key} cannot have a folder: {path} is a file",
             "Choose another run.id, or move the file away.",
-            ["run.id"],
         )
     if run.resume == "never":
         raise ConfigError(
             f"{key} is taken: {path} exists, and run.resume=never",
             "Choose another run.id, or use run.resume=auto to resume that run.",
-            ["run.id", "run.resume"],
         )
     if not run.shared and not is_own(path):
         raise _of_another_user(path)
@@ -161,7 +158,6 @@ def _not_writable(parent: str, reason: str) -> ConfigError:
     return ConfigError(
         f"run.dir={parent} cannot hold a run: {reason}",
         "Set run.dir to a folder that you can write.",
-        ["run.dir"],
     )
 
 
@@ -169,7 +165,6 @@ def _of_another_user(path: Path) -> ConfigError:
     return ConfigError(
         f"run.id={path.name} cannot be private: {path} belongs to another user",
         "Choose another run.id, or set run.shared=true.",
-        ["run.id"],
     )
 
 

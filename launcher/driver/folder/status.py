@@ -46,10 +46,7 @@ class Status(Callback):
         process = psutil.Process()
         self._fields: dict[str, Any] = {
             "run_id": folder.name,
-            "phase": str(Phase.STARTING),
-            "phase_done": None,
-            "phase_total": None,
-            "phase_unit": "",
+            **_phase(Phase.STARTING),
             "step": 0,
             "steps": steps,
             "eta_seconds": None,
@@ -110,10 +107,10 @@ class Status(Callback):
         self.tell(
             **_phase(Phase.TRAINING),
             step=step,
-            loss=_number(metrics.get("train/loss")),
-            step_seconds=_number(metrics.get("perf/step_seconds")),
+            loss=json_number(metrics.get("train/loss")),
+            step_seconds=json_number(metrics.get("perf/step_seconds")),
             eta_seconds=None if each is None else round(each * (steps - step), 1),
-            **({} if evaluated is None else {"eval_loss": _number(evaluated)}),
+            **({} if evaluated is None else {"eval_loss": json_number(evaluated)}),
         )
 
     def on_restart(self, step: int, why: str) -> None:
@@ -148,7 +145,3 @@ class Status(Callback):
 
 def _phase(phase: str) -> dict[str, Any]:
     return {"phase": str(phase), "phase_done": None, "phase_total": None, "phase_unit": ""}
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None else json_number(value)

@@ -17,7 +17,7 @@ from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
 from launcher.config.errors import ConfigError
-from launcher.config.optimizer import CustomOptimizer, Optimizer, Scheduled
+from launcher.config.optimizer import Optimizer, Scheduled
 from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.callback import no_callback
@@ -102,11 +102,9 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         finished = folder.check(config, thorough=False)
     if finished >= config.train.steps:
         yield f"run {config.run.id} is complete, {finished} of {config.train.steps} steps"
-    for section, options in (("model", config.model), ("dataset", config.dataset)):
-        if isinstance(options, CustomModel | CustomDataset):
-            find_module(f"{section}.module", options.module)
-    if isinstance(config.optimizer, CustomOptimizer):
-        find_module("optimizer.module", config.optimizer.module)
+    for section in ("model", "dataset", "optimizer"):
+        if module := getattr(getattr(config, section), "module", None):
+            find_module(f"{section}.module", module)
     for hook in config.hooks:
         if "." not in hook:
             raise no_callback(hook)

@@ -89,7 +89,6 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
             f"{_KEY}={named} {error}",
             "Name a checkpoint (<run folder>/checkpoints/<step>), the folder of a run, an .npz "
             "file of arrays, or hf:<folder> for one that transformers has written.",
-            [_KEY],
         ) from None
     for line in damaged:
         _log.warning(line)
@@ -120,15 +119,12 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
         raise ConfigError(
             f"{_KEY}={named} is a {stored['model_type']}, which model={name} is not",
             f"Its arrays have other names than those of model={name}.",
-            [_KEY, "model.name"],
         )
     free = {"sequence_length", *getattr(family, "CHOICES", ())}
     for key, value in theirs.items():
         own = getattr(config.model, key)
         if key not in free and own != value:
-            raise ConfigError(
-                f"{_KEY}={named} has {key}={value}, and model.{key} is {own}", remedy, [_KEY]
-            )
+            raise ConfigError(f"{_KEY}={named} has {key}={value}, and model.{key} is {own}", remedy)
 
 
 def _check_parent(config: Config, parent: folder.Parent) -> None:
@@ -158,13 +154,11 @@ def check_parent_state(config: Config, state: Any) -> None:
 def _unfit(config: Config, parent: folder.Parent, problem: str, *names: str) -> ConfigError:
     """Return the error for a parent; it lists the settings below these names that differ."""
     changed = folder.differences(parent.run, config)
-    keys = [key for key in changed if key.startswith(names)]
-    was = "".join(f"; {key} was {changed[key][0]}" for key in keys)
+    was = "".join(f"; {key} was {changed[key][0]}" for key in changed if key.startswith(names))
     return ConfigError(
         f"run.fork={config.run.fork} does not fit: {problem}{was}",
         "Set that back; or begin with the parameters alone, if they fit: "
         f"{to_type(('train.init_from', str(parent.path)))} in place of run.fork.",
-        [*keys, "run.fork"],
     )
 
 
@@ -183,9 +177,7 @@ def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None
         checkpoint.check_model(path, model)
     except checkpoint.Mismatch as error:
         raise ConfigError(
-            f"{_KEY}={named} does not fit the model: {error}",
-            _remedy(path),
-            [_KEY],
+            f"{_KEY}={named} does not fit the model: {error}", _remedy(path)
         ) from None
 
 
@@ -197,11 +189,10 @@ def _remedy(path: Path) -> str:
 
 
 class _Maker(NamedTuple):
-    """What made the data's tokens: its name, its fingerprint and the setting that says so."""
+    """What made the data's tokens: its name and its fingerprint."""
 
     name: str
     fingerprint: str
-    key: str
 
 
 def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
@@ -245,7 +236,6 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
             f"{differs}, which are others for the same text: the model would know none of them",
             f"{_tokenizer_remedy(dataset, path)} To train it on these tokens all the same, move its"
             " tokenizer to another folder.",
-            [_KEY, maker.key],
         )
     if share < 1:
         _log.warning(f"{differs}: of a sample text only {share:.0%} of the tokens are the same")
@@ -254,10 +244,9 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
 def _maker(dataset: Any) -> _Maker | None:
     """Return the tokenizer of the data's tokens; None if it is not recorded, or there are none."""
     if isinstance(dataset, Bytes):
-        return _Maker(BYTES, BYTES, "dataset.name")
+        return _Maker(BYTES, BYTES)
     if isinstance(dataset, Documents):
-        name = dataset.tokenizer
-        return _Maker(name, tokenizer_fingerprint(name), "dataset.tokenizer")
+        return _Maker(dataset.tokenizer, tokenizer_fingerprint(dataset.tokenizer))
     paths: dict[str, str] = {}
     if isinstance(dataset, Tokens):
         paths = {"dataset.path": dataset.path}
@@ -266,7 +255,7 @@ def _maker(dataset: Any) -> _Maker | None:
     for key, path in paths.items():
         meta = find_corpus(path, dataset.dtype, key).meta
         if meta is not None:
-            return _Maker(meta.tokenizer, meta.tokenizer_fingerprint, key)
+            return _Maker(meta.tokenizer, meta.tokenizer_fingerprint)
     return None
 
 

@@ -90,7 +90,26 @@ def plans_of(
     if isinstance(parallel, Pipelined):
         step = step.opened
     if isinstance(parallel, Auto):
-        return _searched(parallel, step, cluster, progress, nothing_fits, how_many)
+        step = numbered_layers(step, parallel.num_layers, parallel.num_stages).layered(step)
+        try:
+            return auto_plans(
+                step,
+                cluster,
+                parallel.num_micro_batches,
+                parallel.schedule,
+                parallel.remat,
+                parallel.cost,
+                progress,
+                parallel.num_stages,
+                Reduction(parallel.bucket_bytes, parallel.reduce_dtype),
+                how_many,
+            )
+        except TooLargeError as error:
+            if nothing_fits:
+                nothing_fits(str(error))
+            elif not parallel.allow_over_memory:
+                raise
+            return [build_plan(step, error.assignment, cluster)]
     assert isinstance(parallel, Planned)
     plan = _planned(parallel, step, cluster)
     if parallel.cost != "profile":
@@ -99,36 +118,6 @@ def plans_of(
     sizes = sorted({stage.logical_mesh[1] for stage in plan.stages})
     measured = measure_layers(step, cluster, sizes, plan.num_micro_batches, progress)
     return [repriced(step, plan, measured)]
-
-
-def _searched(
-    parallel: Auto,
-    step: TracedStep,
-    cluster: ClusterShape,
-    progress: Callable[[float], None],
-    nothing_fits: Callable[[str], None] | None,
-    how_many: Callable[[Plan], int],
-) -> list[Plan]:
-    step = numbered_layers(step, parallel.num_layers, parallel.num_stages).layered(step)
-    try:
-        return auto_plans(
-            step,
-            cluster,
-            parallel.num_micro_batches,
-            parallel.schedule,
-            parallel.remat,
-            parallel.cost,
-            progress,
-            parallel.num_stages,
-            Reduction(parallel.bucket_bytes, parallel.reduce_dtype),
-            how_many,
-        )
-    except TooLargeError as error:
-        if nothing_fits:
-            nothing_fits(str(error))
-        elif not parallel.allow_over_memory:
-            raise
-        return [build_plan(step, error.assignment, cluster)]
 
 
 def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan:
@@ -140,12 +129,9 @@ def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan
         case Manual():
             layers = numbered_layers(step, parallel.num_layers, parallel.num_stages)
             stages = UniformStageOption(parallel.num_stages, parallel.stages_per_mesh)
-            given: Any = {
-                "layer_option": layers,
-                "stage_option": stages,
-                "schedule": parallel.schedule,
-            }
-            return PipeshardParallel(**given, **common).plan(step, cluster)
+            options: Any = {"layer_option": layers, "stage_option": stages, **common}
+            method = PipeshardParallel(schedule=parallel.schedule, **options)
+            return method.plan(step, cluster)
         case ThreeD():
             step = numbered_layers(step, parallel.num_layers, parallel.pipeline).layered(step)
             sizes = _sizes(parallel, cluster.num_devices)
@@ -201,7 +187,7 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
         plan.validate(step)
     except PlanError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"parallel.plan={path}: {reason}", "", ["parallel.plan"]) from error
+        raise ConfigError(f"parallel.plan={path}: {reason}") from error
     return plan
 
 

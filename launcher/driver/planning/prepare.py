@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from launcher.base import LAUNCH, DamagedError, held_back, read_json, to_type
+from launcher.base import LAUNCH, held_back, to_type
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
 from launcher.config.parallel import Auto, Planned
@@ -21,6 +21,7 @@ from launcher.driver.planning.check import Inputs, look, measures_first
 from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
 from launcher.hardware import is_nominal
+from launcher.inference.stored_model import stored_plan
 from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
 from launcher.plan.profile.calibration import cached_calibration, calibrated, measure_first
 from launcher.plan.profile.trials import fastest, kept_trial, same_way
@@ -191,12 +192,11 @@ def of_run(folder: Path, plans: Sequence[Plan]) -> Plan | None:
         folder: the run's folder, with its `plan.json`.
         plans: the plans that it could try now.
     """
-    try:
-        before = Plan.from_dict(read_json(folder / "plan.json"))
-    except (OSError, DamagedError, PlanError):
+    before = stored_plan(folder)
+    if before is None or not before.tried:
         return None
-    same = [plan for plan in plans if before.tried and same_way(plan, before)]
-    return replace(same[0], tried=before.tried) if same else None
+    same = next((plan for plan in plans if same_way(plan, before)), None)
+    return same and replace(same, tried=before.tried)
 
 
 def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -> ClusterShape:

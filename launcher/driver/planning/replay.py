@@ -81,7 +81,6 @@ def check_replay_devices(path: str, plan: Any, hosts: int, devices_per_host: int
             f"parallel.plan={path} is for {there[0]} hosts × {there[1]} devices; here are "
             f"{here[0]} × {here[1]}",
             "Set cluster.hosts and cluster.gpus as they were.",
-            ["parallel.plan", "cluster.gpus", "cluster.hosts"],
         )
 
 
@@ -90,7 +89,6 @@ def no_plan(path: str, reason: str) -> ConfigError:
     return ConfigError(
         f"parallel.plan={path} cannot be read as a plan: {reason}",
         "Name a plan.json of an earlier run.",
-        ["parallel.plan"],
     )
 
 
@@ -110,14 +108,12 @@ def another_program(
             f"parallel.plan={path} was made with JAX {made_by}; here is JAX {here}, which traces a "
             "step to other equations",
             "Plan again, or install that JAX.",
-            ["parallel.plan"],
         )
     words = ", ".join(differing[:_MOST_NAMED]) + (", …" if differing[_MOST_NAMED:] else "")
     remedy = "Use the model, data, optimizer, batch size and precision that it was made for"
     return ConfigError(
         f"parallel.plan={path} was made for another program" + (f": with {words}" if words else ""),
         f"{'Set that as it was' if words else remedy}, or plan again.",
-        ["parallel.plan"],
     )
 
 

@@ -83,7 +83,7 @@ class Best(Callback):
                 f"it is one of {', '.join(there)}"
             )
         value = metrics[self.metric]
-        if value is not None and (self.step is None or self._is_better(value)):
+        if value is not None and (self.step is None or self._sign * (value - self.value) < 0):
             self.step, self.value, self._since = step, float(value), 0
         else:
             self._since += 1
@@ -93,6 +93,3 @@ class Best(Callback):
                 f"{STOPPED_EARLY}: {self._setting} is no better than the {self.value:.6g} of step "
                 f"{self.step} after {self._since} further evaluation{several}"
             )
-
-    def _is_better(self, value: float) -> bool:
-        return self._sign * value < self._sign * self.value

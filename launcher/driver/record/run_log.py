@@ -255,14 +255,8 @@ class RunLog:
                 break
 
     def _performance(self) -> Callable[[float], Metrics]:
-        return functools.partial(
-            performance,
-            samples=self._config.train.global_batch_size,
-            tokens=batch_tokens(self._config),
-            flops=self._plan.flops_per_step,
-            devices=self._plan.num_devices,
-            peak_flops=self._plan.cluster["peak_flops"],
-        )
+        samples, tokens = self._config.train.global_batch_size, batch_tokens(self._config)
+        return functools.partial(performance, plan=self._plan, samples=samples, tokens=tokens)
 
     def sum_up(self, reason: str, restarts: int, path: Path) -> None:
         """Finish the trackers, write the plots and the summary, and print it.

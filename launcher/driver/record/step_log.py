@@ -102,7 +102,8 @@ class StepLog:
         self.first_step_at = self.first_step_at or result.completed_at
         self.timelines.add(result.recordings)
         rates = self._performance(result.metrics["perf/step_seconds"])
-        self._unlogged = result.step, {**result.metrics, **rates}
+        metrics: Metrics = {**result.metrics, **rates}
+        self._unlogged = result.step, metrics
         try:
             check_equal(result.copies, f"step {result.step}: ")
         except ReplicaError:
@@ -117,7 +118,6 @@ class StepLog:
             if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
                 raise DivergedError(key, value, result.step)
             _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
-        metrics = {**result.metrics, **rates}
         self.callbacks.call("on_step", result.step, metrics)
         if "eval/loss" in metrics:
             self.callbacks.call("on_evaluation", result.step, metrics)

@@ -17,11 +17,11 @@ from launcher.base import write_whole
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.driver.tasks.prepare_data import prepare_first
-from launcher.driver.tasks.task import CheckpointTask, check_new
-from launcher.inference.answers import model_answers, stored_plan
+from launcher.driver.tasks.task import CheckpointTask, new_path
+from launcher.inference.answers import model_answers
 from launcher.inference.export_tokenizer import warn_of_other_tokens
 from launcher.inference.model_workers import EvaluationWorker, Means
-from launcher.inference.stored_model import run_settings
+from launcher.inference.stored_model import run_settings, stored_plan
 from launcher.plan import Plan
 from launcher.recipes import Dataset, InputError, build_dataset, bytes_per_target
 from launcher.report.console import RunConsole, status
@@ -82,10 +82,8 @@ def _other_data(config: Config, settings: Config) -> str:
 
 def _target(config: Config, default: Path) -> Path:
     """Return the file to write; raises ConfigError if it cannot be made, before all the work."""
-    if config.evaluate.path is None:
-        return default
-    check_new("evaluate.path", config.evaluate.path)
-    return Path(config.evaluate.path).expanduser()
+    named = config.evaluate.path
+    return default if named is None else new_path("evaluate.path", named)
 
 
 def means(batches: Iterable[list[Means]]) -> dict[str, float]:

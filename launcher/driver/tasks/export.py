@@ -14,7 +14,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.optimizer import Lora
 from launcher.config.schema import Config
 from launcher.driver.folder.make_folder import private_files
-from launcher.driver.tasks.task import CheckpointTask, check_new
+from launcher.driver.tasks.task import CheckpointTask, new_path
 from launcher.inference.export_tokenizer import exported_tokenizer
 from launcher.inference.stored_model import run_settings
 from launcher.recipes.data.masking import with_mask_token
@@ -71,9 +71,7 @@ def _theirs(config: Config, home: Path) -> Folder:
         described, tensors = family.config_of(options), list(family.tensors(options))
     except DamagedError as error:
         raise ConfigError(
-            f"export.format=hf is not for this run: {error}",
-            "Use export.format=npz.",
-            ["export.format"],
+            f"export.format=hf is not for this run: {error}", "Use export.format=npz."
         ) from None
     return Folder({**described, **tokenizer.special}, tensors, tokenizer.files)
 
@@ -84,5 +82,4 @@ def _target(config: Config, home: Path, source: Path) -> Path:
     if config.export.path is None and not is_folder:
         return home / f"weights-{source.name}.npz"
     named = config.export.path or str(home / f"hf-{source.name}")
-    check_new("export.path", named, "folder" if is_folder else "file")
-    return Path(named).expanduser()
+    return new_path("export.path", named, "folder" if is_folder else "file")

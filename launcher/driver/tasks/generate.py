@@ -12,9 +12,9 @@ from launcher.base import answer, without_control
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.task import CheckpointTask
-from launcher.inference.answers import model_answers, stored_plan
+from launcher.inference.answers import model_answers
 from launcher.inference.model_workers import TextWorker
-from launcher.inference.stored_model import run_settings
+from launcher.inference.stored_model import run_settings, stored_plan
 from launcher.recipes import Tokenizer, tokenizer_of
 from launcher.recipes.models.decoding import build_decoder
 from launcher.report.console import RunConsole, status
@@ -137,15 +137,11 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
     if not file.is_file() or file.stat().st_size > _LARGEST:
         what = "is not a file" if not file.is_file() else f"has more than {_LARGEST:,} bytes"
         raise ConfigError(
-            f"generate.prompts={path} {what}",
-            "Name a text file with a prompt a line.",
-            ["generate.prompts"],
+            f"generate.prompts={path} {what}", "Name a text file with a prompt a line."
         )
     lines = [line for line in file.read_text("utf-8", "replace").splitlines() if line]
     if not lines:
-        raise ConfigError(
-            f"generate.prompts={path} holds no prompt", "Write one a line.", ["generate.prompts"]
-        )
+        raise ConfigError(f"generate.prompts={path} holds no prompt", "Write one a line.")
     return lines
 
 
@@ -156,11 +152,10 @@ def encoded(tokenizer: Tokenizer, text: str, settings: Config) -> Sequence[int]:
     if not tokens and tokenizer.end_token is not None:
         tokens = [tokenizer.end_token]
     if not tokens:
-        raise ConfigError("prompt holds an empty text", "Write what it begins with.", ["prompt"])
+        raise ConfigError("prompt holds an empty text", "Write what it begins with.")
     if vocabulary and max(tokens) >= vocabulary:
         raise ConfigError(
             f"prompt has the token {max(tokens)}, and the model knows {vocabulary}",
             "The run's tokenizer makes more tokens than its model takes.",
-            ["prompt"],
         )
     return tokens

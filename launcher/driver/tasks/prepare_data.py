@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.tasks.task import TaskKind, check_new
+from launcher.driver.tasks.task import TaskKind, new_path
 from launcher.recipes import needs_preparing, prepare_dataset
 from launcher.report.console import RunConsole, status
-
-if TYPE_CHECKING:
-    from launcher.recipes.datasets.documents import Documents
 
 
 class PrepareData(TaskKind):
@@ -36,7 +31,6 @@ class PrepareData(TaskKind):
                 f"task={config.task} is for documents and pictures, and of dataset="
                 f"{config.dataset.name} nothing is made",
                 "Use dataset=jsonl, parquet, arrow, documents, pictures or webdataset.",
-                ["task", "dataset.name"],
             )
         return 0
 
@@ -71,23 +65,17 @@ class TokenizeTask(TaskKind):
             launcher.recipes.InputError: they cannot be used.
             OSError: a file cannot be read or written.
         """
+        from launcher.recipes.datasets.documents import Documents
         from launcher.recipes.datasets.documents.prepare import train_tokenizer
 
-        options, path = _documents(config), Path(config.tokenize.path).expanduser()
-        check_new("tokenize.path", config.tokenize.path)
+        options = config.dataset
+        if not isinstance(options, Documents):
+            raise ConfigError(
+                f"task={config.task} is for documents, and dataset={options.name} has none",
+                "Use dataset=jsonl, parquet, arrow or documents.",
+            )
+        path = new_path("tokenize.path", config.tokenize.path)
         with status(console, f"training a tokenizer on {options.path}"):
             size = train_tokenizer(options, config.tokenize.vocab_size, path)
         console.print(f"a tokenizer of {size:,} tokens is in {path}", soft_wrap=True)
         return 0
-
-
-def _documents(config: Config) -> Documents:
-    from launcher.recipes.datasets.documents import Documents
-
-    if not isinstance(config.dataset, Documents):
-        raise ConfigError(
-            f"task={config.task} is for documents, and dataset={config.dataset.name} has none",
-            "Use dataset=jsonl, parquet, arrow or documents.",
-            ["task", "dataset.name"],
-        )
-    return config.dataset

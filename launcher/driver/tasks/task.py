@@ -79,8 +79,8 @@ class CheckpointTask(TaskKind):
         """Use the checkpoint `source` of the run in the folder `home`; return the exit code."""
 
 
-def check_new(key: str, named: str, what: str = "file") -> None:
-    """Check that a task may make the file or folder that a setting names; it must not exist.
+def new_path(key: str, named: str, what: str = "file") -> Path:
+    """Return the file or folder that a setting names, which a task may make: it must not exist.
 
     Raises:
         ConfigError: it exists, or its folder does not.
@@ -91,8 +91,8 @@ def check_new(key: str, named: str, what: str = "file") -> None:
     elif not path.parent.is_dir():
         problem, remedy = f"cannot be made: {path.parent} is not a folder", "Make it first."
     else:
-        return
-    raise ConfigError(f"{key}={named} {problem}", remedy, [key])
+        return path
+    raise ConfigError(f"{key}={named} {problem}", remedy)
 
 
 TASKS: dict[str, type[TaskKind] | str] = {  # a dotted name is imported when the task runs

@@ -278,14 +278,11 @@ def _opener(name: str) -> Opener:
             raise TypeError(f"{last} is not a class or function")
     except Exception as error:
         problem = f"report.trackers names {name}, which cannot be loaded: {error}"
-        raise ConfigError(
-            problem, "It is a class that takes a TrackedRun.", ["report.trackers"]
-        ) from error
+        raise ConfigError(problem, "It is a class that takes a TrackedRun.") from error
     if command := lacking(*getattr(opener, "needs", ())):
         raise ConfigError(
             f"report.trackers names {name}, and a library that it needs is not installed",
             f"Install it with: {command}.",
-            ["report.trackers"],
         )
     return opener
 

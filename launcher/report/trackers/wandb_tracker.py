@@ -132,13 +132,9 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric="step")
         if mode == "online":  # the server tells what it has
             self._newest = max(self._newest, self._run.step - 1)
-        self.url: str | None = None
-        self.sync_command: str | None = None
-        if mode == "online":
-            self.url = self._run.url
-        else:
-            folder = to_type("wandb", "sync", str(run.folder / "wandb"))
-            self.sync_command = f"{folder}/offline-run-*"
+        command = f"{to_type('wandb', 'sync', str(run.folder / 'wandb'))}/offline-run-*"
+        self.url = self._run.url if mode == "online" else None
+        self.sync_command = None if mode == "online" else command
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Record a table together with the next step, or with the last one after it."""

@@ -169,7 +169,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path, change, others, words):
     plan = dataclasses.replace(PLAN, **change)
     with pytest.raises(ConfigError, match=words) as caught:
         replayed(tmp_path / "plan.json", plan.to_dict(), **others)
-    assert "parallel.plan" in caught.value.keys
+    assert str(caught.value).startswith("parallel.plan=")
 
 
 SHARED = planned(
@@ -215,7 +215,7 @@ def test_an_edit_that_cannot_be_is_named(tmp_path, place, value, words):
     part[place[-1]] = value
     with pytest.raises(ConfigError, match=words) as caught:
         replayed(tmp_path / "plan.json", tree)
-    assert caught.value.keys == ("parallel.plan",)
+    assert str(caught.value).startswith("parallel.plan=")
 
 
 def test_replay_in_python_is_checked_as_well():

@@ -22,9 +22,9 @@ from launcher.config.errors import ConfigError
 from launcher.driver.tasks import generate
 from launcher.driver.tasks.evaluate import EvaluateTask, means
 from launcher.driver.tasks.generate import GenerateTask, decoded_after
-from launcher.inference.answers import stored_plan
 from launcher.inference.model_workers import EvaluationWorker
 from launcher.inference.placed_model import ModelPlaces, layout_of, text_generator
+from launcher.inference.stored_model import stored_plan
 from launcher.recipes import InputError, build_dataset, build_model
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.report.console import make_console
