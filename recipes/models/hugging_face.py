@@ -137,9 +137,7 @@ def family_of(config: Mapping[str, Any]) -> ModuleType:
     Raises:
         DamagedError: there is none.
     """
-    known: dict[str, ModuleType] = {}
-    for module in _modules():
-        known.update(dict.fromkeys(module.MODEL_TYPES, module))
+    known = {kind: module for module in _modules() for kind in module.MODEL_TYPES}
     kind = config["model_type"]
     if kind not in known:
         raise DamagedError(f"model_type is {kind!r}; these are known: {', '.join(sorted(known))}")

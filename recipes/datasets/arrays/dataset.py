@@ -18,14 +18,11 @@ from launcher.recipes.datasets.arrays import Arrays
 
 _KINDS = "biufc"  # booleans and numbers, as NumPy names them
 _REMEDY = "write one with numpy.savez(path, x=x, y=y)"
-
-
-class _Wanted(NamedTuple):
-    """What a model takes of an array: the shape of a row, and the setting that says it."""
-
-    shape: tuple[int, ...]
-    integers: bool
-    setting: str
+# The arrays that models of a kind take, with the setting that is the length of a row.
+_WANTED = {
+    "text": {"tokens": "sequence_length", "targets": "sequence_length"},
+    "vectors": {"x": "input_size", "y": "output_size"},
+}
 
 
 class _Split(NamedTuple):
@@ -82,7 +79,7 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     count, held = split.validation, rows_from(split.train)
     if options.shuffle:
         train = batches(split.train, size, seed, gather)
-        validation = held_out(count, size, held) if count else None
+        validation = held_out(count, size, held)
     else:
         train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % split.train, gather)
         validation = Batches(lambda k: np.arange(k * size, min((k + 1) * size, count)), held, count)
@@ -105,7 +102,7 @@ def fingerprint(options: Arrays) -> str:
 def _find(options: Arrays, model_options: Any) -> _Split:
     """Choose the arrays by the file's headers, and split their rows."""
     source, headers = f"dataset.path={options.path}", _headers(options.path)
-    wanted = {} if options.names else _wanted(model_options)
+    wanted = _wanted(options, model_options)
     names = tuple(options.names or wanted or headers)
     here = ", ".join(sorted(headers)) or "no array"
     for name in names:
@@ -116,8 +113,8 @@ def _find(options: Arrays, model_options: Any) -> _Split:
                 "name, or say with dataset.names which to take"
             )
     _check_rows(source, {name: headers[name] for name in names})
-    for name, one in wanted.items():
-        _check_fit(f"{source}: {name!r}", headers[name], one)
+    for name, setting in wanted.items():
+        _check_fit(f"{source}: {name!r}", headers[name], model_options, setting)
     rows = headers[names[0]].shape[0]
     held_out = int(options.validation_fraction * rows)
     return _Split(names, rows - held_out, held_out)
@@ -144,17 +141,9 @@ def _damaged(path: str, error: DamagedError) -> InputError:
     return InputError(f"dataset.path={path} cannot be used: {error}; {_REMEDY}")
 
 
-def _wanted(model: Any) -> dict[str, _Wanted]:
-    """Return the arrays that a model takes, by name; empty if its settings do not imply them."""
-    if taken_by(model) == "text":
-        row = _Wanted((model.sequence_length,), True, "model.sequence_length")
-        return {"tokens": row, "targets": row}
-    if taken_by(model) == "vectors":
-        return {
-            "x": _Wanted((model.input_size,), False, "model.input_size"),
-            "y": _Wanted((model.output_size,), False, "model.output_size"),
-        }
-    return {}
+def _wanted(options: Arrays, model: Any) -> dict[str, str]:
+    """Return the arrays that a model takes, as in `_WANTED`; empty if settings imply none."""
+    return {} if options.names else _WANTED.get(taken_by(model), {})
 
 
 def _check_rows(source: str, headers: dict[str, Header]) -> None:
@@ -177,15 +166,16 @@ def _check_rows(source: str, headers: dict[str, Header]) -> None:
         raise InputError(f"{source}: its arrays have no examples; save at least one")
 
 
-def _check_fit(name: str, header: Header, wanted: _Wanted) -> None:
+def _check_fit(name: str, header: Header, model: Any, setting: str) -> None:
     """Check that an array has the rows that the model takes."""
-    if header.shape[1:] != wanted.shape:
+    length = getattr(model, setting)
+    if header.shape[1:] != (length,):
         shape = ", ".join(str(size) for size in header.shape)
         raise InputError(
-            f"{name} has the shape [{shape}], and the model takes [examples, {wanted.shape[0]}]; "
-            f"set {wanted.setting}, or save it in that shape"
+            f"{name} has the shape [{shape}], and the model takes [examples, {length}]; "
+            f"set model.{setting}, or save it in that shape"
         )
-    if wanted.integers and header.dtype.kind not in "iu":
+    if taken_by(model) == "text" and header.dtype.kind not in "iu":
         raise InputError(f"{name} is of type {header.dtype}; the model takes integers")
 
 
@@ -199,7 +189,7 @@ def _converted(options: Arrays, model: Any, arrays: dict[str, np.ndarray]) -> di
         array = array.astype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
         if dtype.kind in "iu" and not np.array_equal(array, arrays[name]):
             raise InputError(f"{where} holds numbers that do not fit into {array.dtype}")
-        if not options.names and (wanted := _wanted(model).get(name)) and wanted.integers:
+        if taken_by(model) == "text" and name in _wanted(options, model):
             low, high = int(array.min()), int(array.max())
             if low < 0 or high >= model.vocab_size:
                 raise InputError(

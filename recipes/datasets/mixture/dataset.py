@@ -82,7 +82,7 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
     end = f"{sum(held):,} examples held out for validation" if any(held) else "none held out"
     return Dataset(
         train=after({}),
-        validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
+        validation=held_out(sum(held), global_batch_size, gather),
         describe=f"a mixture: {shares}; {end}{''.join(part.left_out for part in parts)}",
         after=after,
     )
@@ -110,9 +110,8 @@ def _counts(weights: Sequence[float], rows: int) -> list[int]:
     parts = [grain.MapDataset.range(n * _MOST, (n + 1) * _MOST) for n in range(len(weights))]
     order, found = grain.MapDataset.mix(parts, weights), dict[int, int]()
     while len(found) < len(weights):
-        part, before = divmod(
-            int(order[rows]), _MOST
-        )  # the next row of a part tells of those before
+        # The next row of a part tells of those before.
+        part, before = divmod(int(order[rows]), _MOST)
         found.setdefault(part, before)
         rows += 1
     return [found[n] for n in range(len(weights))]

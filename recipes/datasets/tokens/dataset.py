@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from launcher.config.families import taken_by
-from launcher.recipes import Batches, Dataset, InputError, Tokenizer
+from launcher.recipes import Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.files import Corpus, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
@@ -69,10 +69,9 @@ def build(options: Tokens, model_options: Any, global_batch_size: int, seed: int
     length = model_options.sequence_length
     count = rows_between(0, ranges.train_stop, length)
     held = rows_between(ranges.validation_start, ranges.validation.count, length)
-    validation: Batches | None = held_out(held, global_batch_size, makers[1]) if held else None
     return Dataset(
         train=batches(count, global_batch_size, seed, makers[0]),
-        validation=validation,
+        validation=held_out(held, global_batch_size, makers[1]),
         describe=_describe(ranges, count, held),
     )
 
