@@ -7,7 +7,9 @@ whole. A leaf is stored under its path in the tree, whatever the classes of the 
 from __future__ import annotations
 
 import errno
+import functools
 import logging
+import operator
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -180,7 +182,7 @@ def read_part(
         _put(wanted, path, specs.get(place, checkpoint.PLACEHOLDER))
     with _quiet():
         read = checkpoint.restore_parts(Path(folder), wanted)
-    values = [_get(read, paths[place]) for place in places]
+    values = [functools.reduce(operator.getitem, paths[place], read) for place in places]
     return [_as_like(value, one) for value, one in zip(values, like, strict=True)], None
 
 
@@ -211,12 +213,6 @@ def _put(parts: dict[str, Any], path: _Path, value: Any) -> None:
     for word in path[:-1]:
         parts = parts.setdefault(word, {})
     parts[path[-1]] = value
-
-
-def _get(parts: Any, path: _Path) -> Any:
-    for word in path:
-        parts = parts[word]
-    return parts
 
 
 def _check_leaf(path: _Path, leaf: Any) -> None:

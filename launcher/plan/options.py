@@ -212,12 +212,10 @@ def layer_option_of(
     option: str | ManualLayerOption | AutoLayerOption,
 ) -> ManualLayerOption | AutoLayerOption:
     """Return the layer option that a word stands for; raise PlanError for an unknown word."""
-    if isinstance(option, (ManualLayerOption, AutoLayerOption)):
-        return option
-    if option == "manual":
-        return ManualLayerOption()
-    if option == "auto":
-        return AutoLayerOption()
+    words: dict[Any, Any] = {"manual": ManualLayerOption(), "auto": AutoLayerOption()}
+    found = words[option] if option in ("manual", "auto") else option
+    if isinstance(found, (ManualLayerOption, AutoLayerOption)):
+        return found
     raise PlanError(
         f'layer_option={option!r} is not "manual", "auto", a ManualLayerOption or an '
         "AutoLayerOption"
@@ -245,12 +243,10 @@ def stage_option_of(
     option: str | UniformStageOption | ManualStageOption | AutoStageOption,
 ) -> UniformStageOption | ManualStageOption | AutoStageOption:
     """Return the stage option that a word stands for; raise PlanError for an unknown word."""
-    if isinstance(option, (UniformStageOption, ManualStageOption, AutoStageOption)):
-        return option
-    if option == "auto":
-        return AutoStageOption()
-    if option == "uniform":
-        return UniformStageOption()
+    words: dict[Any, Any] = {"auto": AutoStageOption(), "uniform": UniformStageOption()}
+    found = words[option] if option in ("auto", "uniform") else option
+    if isinstance(found, (UniformStageOption, ManualStageOption, AutoStageOption)):
+        return found
     raise PlanError(
         f'stage_option={option!r} is not "uniform", "auto", a UniformStageOption, a '
         "ManualStageOption or an AutoStageOption"
