@@ -307,12 +307,7 @@ def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]]
         from jax._src import tree_util
 
         flatten, unflatten = _registry_of_pytrees(tree_util)[cls]
-        closure = flatten.__closure__ if hasattr(flatten, "__closure__") else None
-        held = dict(
-            zip(flatten.__code__.co_freevars, [cell.cell_contents for cell in closure], strict=True)
-            if closure
-            else ()
-        )
+        held = inspect.getclosurevars(flatten).nonlocals if hasattr(flatten, "__code__") else {}
     except (AttributeError, ImportError, KeyError, ValueError):
         return None
     if "data_fields" in held and "meta_fields" in held:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +25,6 @@ _WANTED = {
 }
 
 
-class _Split(NamedTuple):
-    """Which arrays to take, and how many rows of each are for training and how many held out."""
-
-    names: tuple[str, ...]
-    train: int
-    validation: int
-
-
 def check(options: Arrays, model_options: Any, validation: bool) -> None:
     """Refuse a file that cannot be used, by the names, shapes and types of its arrays.
 
@@ -44,10 +36,10 @@ def check(options: Arrays, model_options: Any, validation: bool) -> None:
     Raises:
         InputError: the file is not there or odd, or its arrays do not fit the model or one another.
     """
-    split = _find(options, model_options)
-    if validation and not split.validation:
+    _, learned, held = _find(options, model_options)
+    if validation and not held:
         raise InputError(
-            f"dataset.validation_fraction={options.validation_fraction} of the {split.train} "
+            f"dataset.validation_fraction={options.validation_fraction} of the {learned} "
             f"examples of dataset.path={options.path} holds none out to evaluate on; raise it, or "
             "set train.eval_every=0"
         )
@@ -65,9 +57,9 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
         global_batch_size: the samples of a batch.
         seed: picks the order of the training data.
     """
-    split = _find(options, model_options)
+    names, learned, count = _find(options, model_options)
     try:
-        read = read_arrays(Path(options.path).expanduser(), split.names)
+        read = read_arrays(Path(options.path).expanduser(), names)
     except DamagedError as error:
         raise _damaged(options.path, error) from None
     arrays = _converted(options, model_options, read)
@@ -75,21 +67,20 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     def rows_from(first: int) -> Callable[[np.ndarray], Batch]:
         return lambda which: {name: array[first + which] for name, array in arrays.items()}
 
-    size, gather = global_batch_size, rows_from(0)
-    count, held = split.validation, rows_from(split.train)
+    size, gather, held = global_batch_size, rows_from(0), rows_from(learned)
     if options.shuffle:
-        train = batches(split.train, size, seed, gather)
+        train = batches(learned, size, seed, gather)
         validation = held_out(count, size, held)
     else:
-        train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % split.train, gather)
+        train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % learned, gather)
         validation = Batches(lambda k: np.arange(k * size, min((k + 1) * size, count)), held, count)
     end = f"the last {count:,} held out for validation" if count else "none held out"
     order = "" if options.shuffle else ", in their order"
-    names = " and ".join(split.names)
     return Dataset(
         train=train,
         validation=validation if count else None,
-        describe=f"{options.path}: {split.train + count:,} examples of {names}{order}, {end}",
+        describe=f"{options.path}: {learned + count:,} examples of {' and '.join(names)}"
+        f"{order}, {end}",
     )
 
 
@@ -99,8 +90,12 @@ def fingerprint(options: Arrays) -> str:
     return fingerprint_of([Path(options.path).expanduser()])
 
 
-def _find(options: Arrays, model_options: Any) -> _Split:
-    """Choose the arrays by the file's headers, and split their rows."""
+def _find(options: Arrays, model_options: Any) -> tuple[tuple[str, ...], int, int]:
+    """Choose the arrays by the file's headers, and split their rows.
+
+    Returns:
+        The names of the arrays, and how many rows of each are to be learned and how many held out.
+    """
     source, headers = f"dataset.path={options.path}", _headers(options.path)
     wanted = _wanted(options, model_options)
     names = tuple(options.names or wanted or headers)
@@ -116,8 +111,8 @@ def _find(options: Arrays, model_options: Any) -> _Split:
     for name, setting in wanted.items():
         _check_fit(f"{source}: {name!r}", headers[name], model_options, setting)
     rows = headers[names[0]].shape[0]
-    held_out = int(options.validation_fraction * rows)
-    return _Split(names, rows - held_out, held_out)
+    held = int(options.validation_fraction * rows)
+    return names, rows - held, held
 
 
 def _headers(path: str) -> dict[str, Header]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -221,7 +222,7 @@ def _gather(makers: Sequence[RowMaker], counts: Sequence[int]) -> Gather:
     """Return what makes rows of all parts, in the order of their numbers."""
     starts = np.array([0, *itertools.accumulate(counts)], np.int64)
     masked = any(maker.masked for maker in makers)
-    makers = [maker.with_weights() if masked else maker for maker in makers]
+    makers = [replace(maker, masked=masked) for maker in makers]  # all have weights, or none
 
     def gather(which: np.ndarray) -> Batch:
         part = np.searchsorted(starts, which, "right") - 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from launcher.config.families import taken_by
 from launcher.recipes import Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.files import Corpus, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.data.files import fingerprint_of
-from launcher.recipes.data.masking import as_the_model_takes
+from launcher.recipes.data.masking import as_the_model_takes, check_takes_text
 from launcher.recipes.data.skipping import Skipping
 from launcher.recipes.datasets.tokens import Tokens
 
@@ -131,11 +130,7 @@ def find_ranges(options: Tokens, model_options: Any, key: str = "dataset.path") 
     Raises:
         InputError: they do not fit the model.
     """
-    if taken_by(model_options) != "text":
-        raise InputError(
-            f"dataset.name={options.name} holds tokens, which model.name={model_options.name} "
-            "does not take; choose model=gpt or dataset=synthetic"
-        )
+    check_takes_text(options, model_options, "tokens")
     corpus = find_corpus(options.path, options.dtype, key)
     _check_fit(corpus, options, model_options)
     if options.validation_path is not None:
