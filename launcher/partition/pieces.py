@@ -74,8 +74,6 @@ class Pieces:
 
     def tasks(self, order: Sequence[Task]) -> list[Task]:
         """Return the tasks of the pieces, given those of the stages."""
-        if self.stage_of == tuple(range(len(self.stage_of))):
-            return list(order)  # the stages are whole
         return _of_pieces(order, self.stage_of)
 
 

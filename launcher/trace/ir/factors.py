@@ -65,8 +65,10 @@ def _mapped(eqn: Equation, dims: Iterable[tuple[int, int]]) -> Factors:
             an array, does not matter.
         dims: a dimension of the operands and that of the results, for each factor.
     """
-    ranks = tuple(v.aval.ndim for v in eqn.invars)
-    return _of_ranks(ranks, ranks[0], len(eqn.outvars), tuple(dims))
+    rank = eqn.invars[0].aval.ndim
+    ins = [i for i, v in enumerate(eqn.invars) if v.aval.ndim == rank]
+    outs = range(len(eqn.outvars))
+    return tuple(Factor(tuple((i, d) for i in ins), tuple((j, k) for j in outs)) for d, k in dims)
 
 
 def _kept(eqn: Equation, dropped: Container[int]) -> Iterator[tuple[int, int]]:
@@ -122,19 +124,21 @@ def _along(name: str) -> Callable[[Equation], Factors]:
 
 def _alike(eqn: Equation, whole: frozenset[int]) -> Factors:
     """Return the factors of operands and results alike, but for the dimensions `whole`."""
-    ranks, rank = tuple(v.aval.ndim for v in eqn.invars), eqn.outvars[0].aval.ndim
-    dims = tuple((d, d) for d in range(rank) if d not in whole)
-    return _of_ranks(ranks, rank, len(eqn.outvars), dims)
+    ranks = tuple(len(v.aval.shape) for v in eqn.invars)
+    return _of_ranks(ranks, len(eqn.outvars[0].aval.shape), len(eqn.outvars), whole)
 
 
 @functools.lru_cache(maxsize=1024)
 def _of_ranks(
-    ranks: tuple[int, ...], rank: int, num_results: int, dims: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...], rank: int, num_results: int, whole: frozenset[int]
 ) -> Factors:
-    """Return factors of dimensions of the operands of one rank, and of all results."""
     ins = [i for i, own in enumerate(ranks) if own == rank]
     outs = range(num_results)
-    return tuple(Factor(tuple((i, d) for i in ins), tuple((j, k) for j in outs)) for d, k in dims)
+    return tuple(
+        Factor(tuple((i, d) for i in ins), tuple((j, d) for j in outs))
+        for d in range(rank)
+        if d not in whole
+    )
 
 
 def _same_size(eqn: Equation) -> Factors:

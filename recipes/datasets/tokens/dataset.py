@@ -170,10 +170,8 @@ def row_makers(
             skipping=Skipping(rows_between(first, stop, length), "examples") if skips else None,
         )
 
-    held = ranges.validation
-    return maker(ranges.train, 0, ranges.train_stop), maker(
-        held, ranges.validation_start, held.count
-    )
+    train, held = maker(ranges.train, 0, ranges.train_stop), ranges.validation
+    return train, maker(held, ranges.validation_start, held.count)
 
 
 def check_vocabulary(source: str, vocab_size: int, model_options: Any) -> None:
