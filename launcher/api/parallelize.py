@@ -27,7 +27,7 @@ import jax
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
-from launcher.api.signature import Signature, Traceable, check_context, created, kind
+from launcher.api.signature import Argnums, Signature, Traceable, check_context, created, kind
 from launcher.base import Clock, warn_once
 from launcher.plan import Plan, PlanError, TooLargeError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
@@ -296,9 +296,9 @@ def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
     method: Method | ParallelizedFunction | None = None,
-    donate_argnums: int | Sequence[int] = (0,),
-    batch_argnums: int | Sequence[int] = (1,),
-    static_argnums: int | Sequence[int] = (),
+    donate_argnums: Argnums = (0,),
+    batch_argnums: Argnums = (1,),
+    static_argnums: Argnums = (),
     devices: Sequence[jax.Device] | None = None,
     transport: Transport | None = None,
 ) -> Any:

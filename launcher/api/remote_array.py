@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -109,16 +108,6 @@ class RemoteArray(ArrayLike):
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole array."""
         return self._shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self._shape)
 
     @property
     def nbytes(self) -> int:

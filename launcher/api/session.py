@@ -126,15 +126,9 @@ class LocalBackend:
         return compile_step(step, plan, self.found, self.transport)
 
 
-@dataclass(frozen=True)
-class _Held:
-    """The backend that `init` has brought up, and the function that takes it down."""
-
-    backend: LocalBackend | RayBackend
-    close: Callable[[], None]
-
-
 _HERE = LocalBackend()
+# The backend that `init` has brought up, and the function that takes it down.
+_Held = tuple[LocalBackend | RayBackend, Callable[[], None]]
 _held: _Held | None = None
 
 
@@ -198,7 +192,7 @@ def init(  # noqa: PLR0913 (what a script may ask for)
     demand = ResourceRequest(num_cpus, dict(resources or {}))
     _check_demands(cluster, demand)
     if cluster == "local":
-        _held = _Held(_this_process(address, num_nodes, num_devices_per_node), lambda: None)
+        _held = _this_process(address, num_nodes, num_devices_per_node), lambda: None
     else:
         limit = StartLimit(start_timeout, "launcher.init(start_timeout=...)")
         session = _session(address, num_nodes, num_devices_per_node, limit, demand)
@@ -219,12 +213,13 @@ def shutdown() -> None:
     held, _held = _held, None
     atexit.unregister(shutdown)
     if held is not None:
-        held.close()
+        _, close = held
+        close()
 
 
 def current() -> LocalBackend | RayBackend:
     """Return the backend that `init` has brought up, or this process's devices."""
-    return _HERE if _held is None else _held.backend
+    return _HERE if _held is None else _held[0]
 
 
 def is_up() -> bool:
@@ -437,7 +432,7 @@ def _workers(session: RaySession, step_timeout: float) -> _Held:
         text = "this belongs to a session that launcher.shutdown() has ended"
         gone = SessionError(f"{text}; call launcher.init again and create it again")
         undo.callback(backend.close, gone)
-        return _Held(backend, undo.pop_all().close)
+        return backend, undo.pop_all().close
 
 
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:

@@ -21,6 +21,7 @@ import jax
 
 from launcher.trace import TraceError, arrays_only, fixed, no_array, unfixed
 
+Argnums = int | Sequence[int]  # positions of arguments, as a user gives them
 _DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
 # Those that affect how a function is traced.
 _TRACE_SETTINGS = (
@@ -114,11 +115,7 @@ class Signature:
 
     @classmethod
     def of(
-        cls,
-        fun: Callable[..., Any],
-        donate: int | Sequence[int],
-        batch: int | Sequence[int],
-        static: int | Sequence[int],
+        cls, fun: Callable[..., Any], donate: Argnums, batch: Argnums, static: Argnums
     ) -> Signature:
         """Return the signature of a function, given the positions as a user gives them.
 
@@ -348,7 +345,7 @@ def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return jax.numpy.shape(leaf), dtype
 
 
-def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+def _numbers(argnums: Argnums) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 

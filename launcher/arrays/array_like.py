@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,16 @@ class ArrayLike:
     def shape(self) -> tuple[int, ...]:
         """The shape, which is known without the value."""
         raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
     @property
     def value(self) -> jax.Array:

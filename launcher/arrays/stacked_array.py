@@ -64,16 +64,6 @@ class StackedArray(ArrayLike):
         return self.rows[0].dtype
 
     @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return int(np.prod(self.shape))
-
-    @property
     def nbytes(self) -> int:
         """The number of bytes of the whole."""
         return sum(int(row.nbytes) for row in self.rows)

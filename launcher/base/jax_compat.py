@@ -207,22 +207,18 @@ def _note_reads() -> None:
             _READ.is_hit = True
 
     jax.monitoring.register_event_listener(on_event)
-    try:
+    with suppress(AttributeError, ImportError):
         from jax._src import compilation_cache
 
-        decompress, extract = (
-            compilation_cache.decompress_executable,
-            compilation_cache.extract_executable_and_time,
-        )
+        cache: Any = compilation_cache
+        decompress, extract = cache.decompress_executable, cache.extract_executable_and_time
 
-        def noted(executable: bytes) -> bytes:
+        def noted(executable: bytes) -> Any:
             found = decompress(executable)
             _READ.program = extract(found)[0]
             return found
 
-        compilation_cache.decompress_executable = noted
-    except (AttributeError, ImportError):
-        pass
+        cache.decompress_executable = noted
 
 
 def around_cache_reads(reading: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -311,12 +307,7 @@ def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]]
         from jax._src import tree_util
 
         flatten, unflatten = _registry_of_pytrees(tree_util)[cls]
-        closure = flatten.__closure__ if hasattr(flatten, "__closure__") else None
-        held = dict(
-            zip(flatten.__code__.co_freevars, [cell.cell_contents for cell in closure], strict=True)
-            if closure
-            else ()
-        )
+        held = inspect.getclosurevars(flatten).nonlocals if hasattr(flatten, "__code__") else {}
     except (AttributeError, ImportError, KeyError, ValueError):
         return None
     if "data_fields" in held and "meta_fields" in held:
@@ -335,7 +326,7 @@ def accept_as_array(cls: type, value: Callable[[Any], jax.Array]) -> None:
 
     By its public protocol, `__jax_array__`, those that are jitted take none.
     """
-    try:
+    with suppress(AttributeError, ImportError):
         from jax._src import core, dtypes
         from jax._src.interpreters import pxla
 
@@ -346,8 +337,6 @@ def accept_as_array(cls: type, value: Callable[[Any], jax.Array]) -> None:
         core.pytype_aval_mappings[cls] = lambda array: typeof(value(array))
         handlers[cls] = value
         pxla.shard_arg_handlers[cls] = shards
-    except (AttributeError, ImportError):
-        pass
 
 
 _TAKING = threading.RLock()

@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,12 +51,10 @@ def cache_folder() -> Path:
 def processor() -> str:
     """Return in words this machine's processor and the number of cores this process may use."""
     about: dict[str, str] = {}
-    try:
+    with suppress(OSError, UnicodeError):  # another system: its architecture has to suffice
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             about.setdefault(name.strip(), value.strip())
-    except (OSError, UnicodeError):  # another system: its architecture has to suffice
-        pass
     name = about.get("model name", platform.machine())
     family = ".".join(about[key] for key in ("cpu family", "model") if key in about)
     return f"{name} {family} {len(psutil.Process().cpu_affinity() or [0])} cores"
@@ -109,7 +108,7 @@ def read_cached(
     except DamagedError:
         tree = None
     here = versions()
-    try:
+    with suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
         found = tree["versions"]
         if isinstance(found, dict) and found != here:
             other = ", ".join(f"{k} {v}" for k, v in found.items() if here.get(k) != v)
@@ -118,8 +117,6 @@ def read_cached(
             return None
         if found == here:
             return made(tree)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-        pass
     warn_once(_log, f"{path} is damaged: ignored, {then}")
     return None
 

@@ -107,17 +107,6 @@ def discard(output: int) -> None:
     os.close(null)
 
 
-class _Handler(logging.Handler):
-    """Passes each record on; an error on the way is raised where the line was logged."""
-
-    def __init__(self, take: Callable[[logging.LogRecord], object]) -> None:
-        super().__init__()
-        self._take = take
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._take(record)
-
-
 def take_over(*handlers: logging.Handler) -> None:
     """Hand all that is logged below `launcher` to these handlers, and to no others.
 
@@ -154,7 +143,9 @@ def held_back() -> Iterator[None]:
 @contextmanager
 def _taken(take: Callable[[logging.LogRecord], object]) -> Iterator[None]:
     handlers, level, propagate = tuple(_LAUNCHER.handlers), _LAUNCHER.level, _LAUNCHER.propagate
-    take_over(_Handler(take))
+    handler = logging.Handler()  # an error of `take` is raised where the line was logged
+    handler.emit = take  # type: ignore[assignment, method-assign]
+    take_over(handler)
     try:
         yield
     finally:

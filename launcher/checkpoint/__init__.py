@@ -49,30 +49,23 @@ if TYPE_CHECKING:
     from launcher.checkpoint.write import save as save
     from launcher.checkpoint.write import save_parts as save_parts
 
-# Names whose modules need JAX, and these modules.
+# Modules that need JAX, and their names that are imported from here.
 _HOMES = {
-    "Background": "background",
-    "FinishedModel": "finished",
-    "Mismatch": "flat",
-    "PLACEHOLDER": "orbax_compat",
-    "SaveError": "write",
-    "Writers": "write",
-    "check_model": "read",
-    "check_state": "read",
-    "copy_to_host": "shards",
-    "export_hugging_face": "finished",
-    "first_of": "read",
-    "restore": "read",
-    "restore_model": "read",
-    "restore_parts": "read",
-    "save": "write",
-    "save_parts": "write",
-    "stored_shapes": "read",
-    "write_flat": "flat",
+    "background": ("Background",),
+    "finished": ("FinishedModel", "export_hugging_face"),
+    "flat": ("Mismatch", "write_flat"),
+    "orbax_compat": ("PLACEHOLDER",),
+    "read": (
+        *("check_model", "check_state", "first_of", "restore", "restore_model", "restore_parts"),
+        "stored_shapes",
+    ),
+    "shards": ("copy_to_host",),
+    "write": ("SaveError", "Writers", "save", "save_parts"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,10 +103,9 @@ class Background:
             kind, message = self._answer()
         except (EOFError, OSError) as error:
             code = self._end()
-            stopped = isinstance(error, _StoppedError)
-            how = (
-                "was stopped (SIGSTOP, or a debugger)" if stopped else f"ended ({_exit_text(code)})"
-            )
+            how = f"ended ({'signal' if code < 0 else 'exit code'} {abs(code)})"
+            if isinstance(error, _StoppedError):
+                how = "was stopped (SIGSTOP, or a debugger)"
             message = f"cannot save step {step} in {folder}: the process that writes it {how}."
             abandon(partial_path(folder / str(step), writers.token), writers, message)
             self._start()
@@ -164,10 +163,6 @@ def _environment(environ: Mapping[str, str], search_path: Sequence[str]) -> dict
     return kept | {"PYTHONPATH": folders, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _exit_text(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
 class _Pickler(pickle.Pickler):
     """Pickles a value without its arrays' contents, for types of JAX's own as well."""
 
@@ -175,11 +170,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, np.ndarray):
             return NotImplemented
         contents = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
-        return _array, (pickle.PickleBuffer(contents.data), obj.shape, obj.dtype)
-
-
-def _array(contents: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    return np.ndarray(shape, dtype, contents)
+        return np.ndarray, (obj.shape, obj.dtype, pickle.PickleBuffer(contents.data))
 
 
 def _pickled(value: Any) -> tuple[bytes, list[memoryview]]:

@@ -6,8 +6,11 @@ whole. A leaf is stored under its path in the tree, whatever the classes of the 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import functools
 import logging
+import operator
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +29,6 @@ from launcher.api.session import current
 from launcher.arrays.stacked_array import StackedArray, spec_at
 from launcher.base import warn_once
 from launcher.checkpoint.layout import CHECKSUMS, METADATA, is_step
-from launcher.checkpoint.shards import OwnedShards
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +151,7 @@ def write_part(
     owned = dict(zip(there, checkpoint.copy_to_host([_plain(x) for x in arrays]), strict=True))
     for place, value in here.items():
         part = checkpoint.copy_to_host(value)
-        owned[place] = part if writers.index == 0 else _nothing_of(part)
+        owned[place] = part if writers.index == 0 else dataclasses.replace(part, shards=())
     parts: dict[str, Any] = {}
     for place, path in enumerate(paths):
         _put(parts, path, owned[place])
@@ -180,7 +182,7 @@ def read_part(
         _put(wanted, path, specs.get(place, checkpoint.PLACEHOLDER))
     with _quiet():
         read = checkpoint.restore_parts(Path(folder), wanted)
-    values = [_get(read, paths[place]) for place in places]
+    values = [functools.reduce(operator.getitem, paths[place], read) for place in places]
     return [_as_like(value, one) for value, one in zip(values, like, strict=True)], None
 
 
@@ -194,7 +196,8 @@ def _named(tree: Any) -> tuple[list[_Path], list[Any]]:
         TypeError: two leaves would be stored under one name.
     """
     flat = jax.tree_util.tree_leaves_with_path(tree)
-    paths = [tuple(_word(key) for key in path) or (_ALONE,) for path, _ in flat]
+    word = functools.partial(jax.tree_util.keystr, simple=True)
+    paths = [tuple(word((key,)) for key in path) or (_ALONE,) for path, _ in flat]
     seen: set[str] = set()
     for path in paths:
         if (name := ".".join(path)) in seen:
@@ -203,20 +206,10 @@ def _named(tree: Any) -> tuple[list[_Path], list[Any]]:
     return paths, [leaf for _, leaf in flat]
 
 
-def _word(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
-
-
 def _put(parts: dict[str, Any], path: _Path, value: Any) -> None:
     for word in path[:-1]:
         parts = parts.setdefault(word, {})
     parts[path[-1]] = value
-
-
-def _get(parts: Any, path: _Path) -> Any:
-    for word in path:
-        parts = parts[word]
-    return parts
 
 
 def _check_leaf(path: _Path, leaf: Any) -> None:
@@ -303,10 +296,6 @@ def _as_like(value: Any, like: Any) -> Any:
     if isinstance(like, bool | int | float | complex):
         return type(like)(value.item())
     return value
-
-
-def _nothing_of(owned: OwnedShards) -> OwnedShards:
-    return OwnedShards(owned.shape, owned.dtype, owned.shard_shape, ())
 
 
 # -- the rest ---------------------------------------------------------------------------------

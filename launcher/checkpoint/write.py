@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,15 +159,13 @@ def save_parts(
 
 def abandon(partial: Path, writers: Writers, problem: str) -> None:
     """Abandon a save: notify the first process, or delete the files if this is the first."""
-    try:
+    with suppress(OSError):  # cannot be notified: the first process times out
         if writers.index:
             shutil.rmtree(process_folder(partial / ARRAYS, writers.index), ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)  # the first process may not have made it yet
             _leave(partial, writers.index, _Note(problem=problem))
         else:
             shutil.rmtree(partial, ignore_errors=True)
-    except OSError:
-        pass  # cannot be notified: the first process times out
 
 
 def _write_part(partial: Path, parts: Mapping[str, Any], writers: Writers) -> None:

@@ -208,8 +208,8 @@ def validate(assignment: Assignment, step: TracedStep) -> Tasks:
     """
     _check_order(assignment, step.loss(1).num_layers)
     shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
-    for stage, mesh in enumerate(assignment.mesh_of):
-        _check_stage(assignment, stage, assignment.submeshes[mesh], shapes)
+    for stage in range(len(assignment.layers)):
+        _check_stage(assignment, stage, shapes)
     _check_remat(assignment)
     _check_workers(assignment, step)
     step.loss(assignment.slicing.num_slices)
@@ -235,12 +235,8 @@ def _check_order(assignment: Assignment, num_layers: int) -> None:
         raise PlanError(f"a device is in two submeshes: {sorted(used)}")
 
 
-def _check_stage(
-    assignment: Assignment,
-    index: int,
-    submesh: Submesh,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> None:
+def _check_stage(assignment: Assignment, index: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    submesh = assignment.submeshes[assignment.mesh_of[index]]
     if not assignment.layers[index] and any(assignment.layers):
         raise PlanError(f"stage {index} has no layers")
     shape = submesh.logical_mesh

@@ -74,8 +74,6 @@ class Pieces:
 
     def tasks(self, order: Sequence[Task]) -> list[Task]:
         """Return the tasks of the pieces, given those of the stages."""
-        if self.stage_of == tuple(range(len(self.stage_of))):
-            return list(order)  # the stages are whole
         return _of_pieces(order, self.stage_of)
 
 
@@ -91,9 +89,7 @@ def in_pieces(cut: PartitionedStep) -> Pieces:
     whole = tuple(range(len(cut.stages)))
     unchanged = Pieces(cut, whole, tuple(f"stage.{s}" for s in whole))
     step, assignment = cut.step, cut.assignment
-    if not may_have_pieces(cut):
-        return unchanged
-    ends = _iteration_ends(cut.loss)
+    ends = _iteration_ends(cut.loss) if may_have_pieces(cut) else None
     if ends is None:
         return unchanged
     fine = step.cut_at(ends)
@@ -112,12 +108,8 @@ def in_pieces(cut: PartitionedStep) -> Pieces:
         update=place_update(fine, loss, graphs, cut.slicing),
         tasks=tuple(tuple(_of_pieces(tasks, stage_of)) for tasks in cut.tasks),
     )
-    number: Counter[int] = Counter()
-    names = []
-    for s in stage_of:
-        names.append(f"stage.{s}.piece.{number[s]}")
-        number[s] += 1
-    return Pieces(made, tuple(stage_of), tuple(names))
+    names = tuple(f"stage.{s}.piece.{k - stage_of.index(s)}" for k, s in enumerate(stage_of))
+    return Pieces(made, tuple(stage_of), names)
 
 
 def _iteration_ends(loss: Loss) -> LayerEnds | None:

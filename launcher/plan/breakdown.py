@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 from launcher.hardware import ClusterShape
@@ -105,8 +106,12 @@ def _add(step: StepSeconds, plan: Plan) -> None:
         idle += pipeline - now + max(updates) - updates[mesh] + once
         for s, of in enumerate(mesh_of):
             if of == mesh:
-                summed += _summed(plan.stages[s], plan, forward[s] + backward[s])
-                _add_stage(step, plan.stages[s], s, (forward[s], backward[s]), (idle, total))
+                stage, both = plan.stages[s], forward[s] + backward[s]
+                summed += _summed(stage, plan, both)
+                others = total - idle - both - stage.update_seconds
+                spent = forward[s], backward[s], stage.update_seconds, idle, others
+                _, *before = astuple(step.stages.get(s, StageParts(s)))
+                step.stages[s] = StageParts(s, *map(operator.add, before, spent))
         parts = {
             "compute": total - idle - summed,
             "collectives": summed,
@@ -115,26 +120,6 @@ def _add(step: StepSeconds, plan: Plan) -> None:
         }
         for name, seconds in parts.items():
             step.parts[name] += seconds * len(devices) / plan.num_devices
-
-
-def _add_stage(
-    step: StepSeconds,
-    stage: StagePlan,
-    index: int,
-    passes: tuple[float, float],
-    rest: tuple[float, float],
-) -> None:
-    """Add a stage's seconds of (forward, backward) in a pipeline of (idle, total) seconds."""
-    before, (idle, total) = step.stages.get(index, StageParts(index)), rest
-    others = total - idle - sum(passes) - stage.update_seconds
-    step.stages[index] = StageParts(
-        index,
-        before.forward_seconds + passes[0],
-        before.backward_seconds + passes[1],
-        before.update_seconds + stage.update_seconds,
-        before.idle_seconds + idle,
-        before.others_seconds + others,
-    )
 
 
 def _waited(

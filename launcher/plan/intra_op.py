@@ -51,32 +51,22 @@ from launcher.trace import PRODUCTS, Loss, TracedStep, Var, leaf_names, nbytes
 _LEAST_CUT = 0.75  # of the parameter bytes that can be cut at all
 
 
-@dataclass(frozen=True)
-class CutChoice:
-    """A class of dimensions that can be cut.
-
-    Attributes:
-        of: the class.
-        seconds: what cutting it changes in a slice's forward and backward pass; negative is better.
-        cut_bytes: bytes of the parameters that are cut.
-    """
-
-    of: int
-    seconds: float
-    cut_bytes: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choices:
-    """What the integer program chooses from.
+    """What the integer program chooses from: classes of dimensions that can be cut.
 
     Attributes:
-        of: the choices.
+        of: the classes.
+        seconds: what cutting each changes in a slice's forward and backward pass; negative is
+            better.
+        cut_bytes: bytes of the parameters that are cut with each.
         exclusive: pairs of choices, by position, that meet in an array.
         shared: seconds that are spent once if any of several choices, by position, is taken.
     """
 
-    of: tuple[CutChoice, ...]
+    of: list[int]
+    seconds: np.ndarray
+    cut_bytes: np.ndarray
     exclusive: tuple[tuple[int, int], ...]
     shared: tuple[tuple[float, tuple[int, ...]], ...]
 
@@ -107,13 +97,11 @@ def model_classes(
     choices = _choices(dims, parameters, batch, flows, devices, cluster, link)
     if not choices.of:
         return []
-    size = np.array([c.cut_bytes for c in choices.of], float)
-    price = np.array([c.seconds for c in choices.of])
-    most = _solve(-size, choices.exclusive)
-    size /= size.max() or 1.0  # the solver takes no coefficients above 1e15
+    most = _solve(-choices.cut_bytes, choices.exclusive)
+    size = choices.cut_bytes / (choices.cut_bytes.max() or 1.0)  # the solver takes none above 1e15
     wanted = _LEAST_CUT * float(size @ most)
-    best = _solve(price, choices.exclusive, choices.shared, (size, wanted))
-    return [c.of for c, taken in zip(choices.of, best, strict=True) if taken]
+    best = _solve(choices.seconds, choices.exclusive, choices.shared, (size, wanted))
+    return list(itertools.compress(choices.of, best))
 
 
 def _choices(
@@ -169,7 +157,9 @@ def _choices(
         elif places:
             shared[places] = shared.get(places, 0.0) + max(of.values())
     return Choices(
-        tuple(CutChoice(c, price[c], size.get(c, 0)) for c in listed),
+        listed,
+        np.array([price[c] for c in listed]),
+        np.array([size.get(c, 0) for c in listed], float),
         tuple((place[a], place[b]) for a, b in met if a in place and b in place),
         tuple((cost, places) for places, cost in shared.items()),
     )

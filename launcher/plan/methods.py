@@ -138,7 +138,7 @@ class DataParallel(_OneStage):
 
 
 @dataclass(frozen=True)
-class ParameterServer(_OneStage):
+class ParameterServer(DataParallel):
     """Data parallelism whose gradients are summed by parameter servers, instead of collectives.
 
     A worker, one a host, sums the gradients of its own devices and gives them to the servers, which
@@ -150,8 +150,6 @@ class ParameterServer(_OneStage):
     """
 
     method = "parameter_server"
-    num_micro_batches: int = 1
-    remat: str = "none"
     servers: int | None = None
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
@@ -180,7 +178,7 @@ class ParameterServer(_OneStage):
 
 
 @dataclass(frozen=True)
-class Zero2Parallel(_OneStage):
+class Zero2Parallel(DataParallel):
     """Data parallelism with a sharded optimizer state and sharded gradients (ZeRO-2).
 
     Gradients are sharded once they are summed: by a reduce-scatter, once a step (Rajbhandari et
@@ -188,12 +186,10 @@ class Zero2Parallel(_OneStage):
     """
 
     method, zero = "zero2", 2
-    num_micro_batches: int = 1
-    remat: str = "none"
 
 
 @dataclass(frozen=True)
-class Zero3Parallel(_OneStage):
+class Zero3Parallel(DataParallel):
     """Data parallelism as `Zero2Parallel`, with sharded parameters, too (ZeRO-3).
 
     Each pass over a microbatch gathers the parameters and scatters their gradients, so that no
@@ -201,8 +197,6 @@ class Zero3Parallel(_OneStage):
     """
 
     method, zero = "zero3", 3
-    num_micro_batches: int = 1
-    remat: str = "none"
 
 
 @dataclass(frozen=True)

@@ -103,13 +103,7 @@ class UniformStageOption:
                 divide, or the schedule cannot run so many stages on a submesh.
         """
         loss = step.loss(1)
-        count, num_meshes = _stages_and_meshes(
-            self.num_stages,
-            self.stages_per_mesh,
-            schedule,
-            loss.num_layers,
-            cluster.num_devices,
-        )
+        count, num_meshes = self._counts(schedule, loss.num_layers, cluster.num_devices)
         each = cluster.num_devices // num_meshes
         shape = pair("logical_mesh_shape", self.logical_mesh_shape or (each, 1))
         if math.prod(shape) != each:
@@ -123,6 +117,41 @@ class UniformStageOption:
                 Submesh(tuple(range(m * each, (m + 1) * each)), shape) for m in range(num_meshes)
             ),
             mesh_of=tuple(s % num_meshes for s in range(count)),
+        )
+
+    def _counts(self, schedule: str, num_layers: int, num_devices: int) -> tuple[int, int]:
+        """Return the number of stages and of equal meshes: as many meshes as fit the request."""
+        asked, stages_per_mesh = self.num_stages, self.stages_per_mesh
+        several = SCHEDULES[schedule].interleaves
+        if stages_per_mesh is not None and stages_per_mesh > 1 and not several:
+            raise PlanError(
+                f"parallel.stages_per_mesh={stages_per_mesh} needs "
+                f"parallel.schedule={' or '.join(training_schedules(interleaves=True))}; "
+                f"{schedule} runs one stage on each submesh"
+            )
+        for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
+            if number is not None and number < 1:
+                raise PlanError(f"parallel.{key}={number} must be at least 1")
+            if number is not None and number > num_layers:
+                raise PlanError(
+                    f"parallel.{key}={number} is more than the model's {num_layers} layers (one "
+                    "more than its mark_pipeline_boundary() calls); ask for fewer stages, mark "
+                    "more boundaries, or ask for more layers with parallel.num_layers"
+                )
+        each: Sequence[int] = (stages_per_mesh,) if stages_per_mesh else (1,)
+        if stages_per_mesh is None and several and asked != 1 and num_layers > 1:
+            each = range(2, num_layers + 1)
+        meshes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        fits = [(n, k) for n in meshes for k in each if n * k <= num_layers]
+        found = [(n, k) for n, k in fits if asked in (None, n * k)]
+        if found:
+            n, k = max(found, key=lambda fit: (fit[0], -fit[1]))
+            return n * k, n
+        options = ", ".join(str(total) for total in sorted({n * k for n, k in fits}))
+        shared = f" with {stages_per_mesh} stages on each" if each[0] > 1 else ""
+        raise PlanError(
+            f"{num_devices} devices (cluster.gpus) do not divide into equal submeshes for "
+            f"parallel.num_stages={asked}{shared}; possible here: {options}"
         )
 
 
@@ -212,12 +241,10 @@ def layer_option_of(
     option: str | ManualLayerOption | AutoLayerOption,
 ) -> ManualLayerOption | AutoLayerOption:
     """Return the layer option that a word stands for; raise PlanError for an unknown word."""
-    if isinstance(option, (ManualLayerOption, AutoLayerOption)):
-        return option
-    if option == "manual":
-        return ManualLayerOption()
-    if option == "auto":
-        return AutoLayerOption()
+    words: dict[Any, Any] = {"manual": ManualLayerOption(), "auto": AutoLayerOption()}
+    found = words[option] if option in ("manual", "auto") else option
+    if isinstance(found, (ManualLayerOption, AutoLayerOption)):
+        return found
     raise PlanError(
         f'layer_option={option!r} is not "manual", "auto", a ManualLayerOption or an '
         "AutoLayerOption"
@@ -245,12 +272,10 @@ def stage_option_of(
     option: str | UniformStageOption | ManualStageOption | AutoStageOption,
 ) -> UniformStageOption | ManualStageOption | AutoStageOption:
     """Return the stage option that a word stands for; raise PlanError for an unknown word."""
-    if isinstance(option, (UniformStageOption, ManualStageOption, AutoStageOption)):
-        return option
-    if option == "auto":
-        return AutoStageOption()
-    if option == "uniform":
-        return UniformStageOption()
+    words: dict[Any, Any] = {"auto": AutoStageOption(), "uniform": UniformStageOption()}
+    found = words[option] if option in ("auto", "uniform") else option
+    if isinstance(found, (UniformStageOption, ManualStageOption, AutoStageOption)):
+        return found
     raise PlanError(
         f'stage_option={option!r} is not "uniform", "auto", a UniformStageOption, a '
         "ManualStageOption or an AutoStageOption"
@@ -263,47 +288,6 @@ def _check_layers(layers: Sequence[Sequence[int]], num_layers: int) -> None:
             f"forward_stage_layer_ids={[list(stage) for stage in layers]} does not cover the "
             f"model's {num_layers} layers in order, each once: its layers are 0 to {num_layers - 1}"
         )
-
-
-def _stages_and_meshes(
-    asked: int | None,
-    stages_per_mesh: int | None,
-    schedule: str,
-    num_layers: int,
-    num_devices: int,
-) -> tuple[int, int]:
-    """Return the number of stages and of equal meshes, with as many meshes as fit the request."""
-    several = SCHEDULES[schedule].interleaves
-    if stages_per_mesh is not None and stages_per_mesh > 1 and not several:
-        raise PlanError(
-            f"parallel.stages_per_mesh={stages_per_mesh} needs "
-            f"parallel.schedule={' or '.join(training_schedules(interleaves=True))}; "
-            f"{schedule} runs one stage on each submesh"
-        )
-    for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
-        if number is not None and number < 1:
-            raise PlanError(f"parallel.{key}={number} must be at least 1")
-        if number is not None and number > num_layers:
-            raise PlanError(
-                f"parallel.{key}={number} is more than the model's {num_layers} layers (one more "
-                "than its mark_pipeline_boundary() calls); ask for fewer stages, mark more "
-                "boundaries, or ask for more layers with parallel.num_layers"
-            )
-    each: Sequence[int] = (stages_per_mesh,) if stages_per_mesh else (1,)
-    if stages_per_mesh is None and several and asked != 1 and num_layers > 1:
-        each = range(2, num_layers + 1)
-    meshes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    fits = [(n, k) for n in meshes for k in each if n * k <= num_layers]
-    found = [(n, k) for n, k in fits if asked in (None, n * k)]
-    if found:
-        n, k = max(found, key=lambda fit: (fit[0], -fit[1]))
-        return n * k, n
-    options = ", ".join(str(total) for total in sorted({n * k for n, k in fits}))
-    shared = f" with {stages_per_mesh} stages on each" if each[0] > 1 else ""
-    raise PlanError(
-        f"{num_devices} devices (cluster.gpus) do not divide into equal submeshes for "
-        f"parallel.num_stages={asked}{shared}; possible here: {options}"
-    )
 
 
 def check_product(what: str, sizes: Sequence[int], cluster: ClusterShape) -> None:

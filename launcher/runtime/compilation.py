@@ -91,8 +91,7 @@ def stages_text(cut: PartitionedStep) -> str:
             f"remat {cut.assignment.remat[graph.index]}"
         ]
         rows = [(names[i], cut.loss.invars[i].aval, layout.operand(i)) for i in graph.operands]
-        for v in graph.activations_in:
-            rows.append((f"in: {labels[v]}", v.aval, layout.activation(v)))
+        rows += [(f"in: {labels[v]}", v.aval, layout.activation(v)) for v in graph.activations_in]
         for v, to in zip(graph.activations_out, graph.consumers, strict=True):
             readers = ", ".join(map(str, to))
             rows.append((f"to stage {readers}: {labels[v]}", v.aval, layout.activation(v)))

@@ -125,8 +125,6 @@ def is_replicated(leaf: Any, rank: int | None = None) -> bool:
         return False
     if rank is not None:
         return True
-    if len(sharding.device_set) == 1:
-        return False
     tiles = boxes(leaf.shape, sharding)
     return len(set(tiles.values())) < len(tiles)
 

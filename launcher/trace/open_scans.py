@@ -209,16 +209,14 @@ class Opener:
         order = range(length)
         for i in reversed(order) if params["reverse"] else order:
             if self._marks and self._has_layer:
-                self.equations.append(_mark())
+                self.equations += make_jaxpr(lambda: boundary_p.bind()).eqns
             self._has_layer = True
             outs = self._body(body, [*same, *carry, *(x[i] for x in stacked)])
             carry = outs[:carried]
             for rows, out in zip(made, outs[carried:], strict=True):
                 rows[i] = out
-        results: list[Value] = [*carry]
-        for v, rows in zip(eqn.outvars[carried:], made, strict=True):
-            results.append(LayerRows(v.aval, rows.__getitem__))
-        return results
+        pairs = zip(eqn.outvars[carried:], made, strict=True)
+        return [*carry, *(LayerRows(v.aval, rows.__getitem__) for v, rows in pairs)]
 
     def _body(
         self,
@@ -292,11 +290,6 @@ def _from_row(params: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {**params, "start_indices": starts, "limit_indices": limits}
 
 
-def _mark() -> Equation:
-    (eqn,) = make_jaxpr(lambda: boundary_p.bind()).eqns
-    return eqn
-
-
 OPEN = ".open"  # ends the fingerprint of a step whose scans are open
 
 
@@ -349,14 +342,13 @@ def open_scans(step: OuterProgram, traces: Traces) -> dict[str, Any] | None:
         else:
             outs.append([value])
     after = needed(opener.take(), [x for each in outs for x in each])
+    rewrite = functools.partial(_open_equation, positions=positions)
     return {
         **_interface(step, ins, outs),
         "before": tuple(before),
         "loss_equation": loss,
         "after": tuple(after),
-        "traces": traces.rewritten(
-            _open_equation(traces.whole, positions), lambda eqn: _open_equation(eqn, positions)
-        ),
+        "traces": traces.rewritten(rewrite(traces.whole), rewrite),
     }
 
 
@@ -495,11 +487,8 @@ def _stacked_operands(step: OuterProgram) -> set[int]:
             first = sum(scan_counts(eqn))
             if any(atom in inside for atom in eqn.invars[first:]):
                 continue  # a recurrent network's time steps, with parameters for each
-            for atom in eqn.invars[first:]:
-                root = _root(atom, makers)
-                i = position.get(root, -1) if root is not None else -1
-                if i >= 0:
-                    found.add(i)
+            roots = (_root(atom, makers) for atom in eqn.invars[first:])
+            found |= {position[root] for root in roots if root in position}
     return found
 
 
@@ -507,9 +496,7 @@ def _root(atom: Atom, makers: Mapping[Var, Equation]) -> Var | None:
     """Return the array of which another one is an element-wise function; None: it is no number."""
     while is_var(atom) and atom in makers and makers[atom].primitive.name in ELEMENTWISE:
         atom = makers[atom].invars[0]
-    if is_var(atom) and has_tangent(atom.aval):
-        return atom
-    return None
+    return atom if is_var(atom) and has_tangent(atom.aval) else None
 
 
 def _layered(step: OuterProgram, positions: Set[int]) -> set[Var]:

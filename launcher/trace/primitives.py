@@ -230,10 +230,7 @@ def _bind(
 
     def flat_fun(*flat: Any) -> list[Any]:
         nonlocal out_tree
-        full = list(everything)
-        for i, value in zip(traced, flat, strict=True):
-            full[i] = value
-        again, named = jax.tree.unflatten(tree, full)
+        again, named = jax.tree.unflatten(tree, _with_values(everything, traced, flat))
         out = fixed(fun(*again, **named))
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise LossError(f"{source_of(fun)} must return (loss, aux), as has_aux=True says")
@@ -255,9 +252,14 @@ def _bind(
         reached([jax.typeof(x) for x in operands], params)
     outs = loss_p.bind(*operands, **params)
     values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
-    grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
-    by_num = dict(zip(sorted(set(nums)), grads, strict=True))
+    by_num = {n: jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums))}
     return unfixed(jax.tree.unflatten(out_tree, values)), tuple(by_num[n] for n in nums)
+
+
+def _with_values(given: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Return what is given, with these values at these places."""
+    new = dict(zip(places, values, strict=True))
+    return [new.get(i, value) for i, value in enumerate(given)]
 
 
 def _check_differentiable(fun: Callable[..., Any], leaf: Any) -> None:
@@ -302,10 +304,7 @@ def _whole_batch(
         return list(fun(*operands))
 
     def of_wrt(*diff: Any) -> tuple[Any, list[Any]]:
-        full = list(operands)
-        for i, value in zip(wrt, diff, strict=True):
-            full[i] = value
-        outs = fun(*full)
+        outs = fun(*_with_values(operands, wrt, diff))
         return outs[0], list(outs)
 
     _, vjp, outs = jax.vjp(of_wrt, *(operands[i] for i in wrt), has_aux=True)
@@ -322,10 +321,7 @@ def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of_moving(*values: Any) -> list[Any]:
-        full = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            full[i] = value
-        return _whole_batch(*full, **params)
+        return _whole_batch(*_with_values(primals, moving, values), **params)
 
     outs, rates = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
     float0 = jax.dtypes.float0  # of results that have no tangents: integers, keys

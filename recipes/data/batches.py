@@ -37,14 +37,19 @@ def batches(
     return Batches(lambda k: passes()[k], gather, a_sample=0)
 
 
-def held_out(num_samples: int, batch_size: int, gather: Callable[[np.ndarray], Batch]) -> Batches:
+def held_out(
+    num_samples: int, batch_size: int, gather: Callable[[np.ndarray], Batch]
+) -> Batches | None:
     """Return batches for evaluation that hold each sample once, in the same order for every run.
 
     Args:
-        num_samples: the number of samples; the last batch holds the remaining ones.
+        num_samples: the number of samples; the last batch holds the remaining ones. 0: there are
+            no batches, None.
         batch_size: the samples of every other batch.
         gather: as in `batches`.
     """
+    if not num_samples:
+        return None
     shuffled = batches(num_samples, batch_size, 0, gather).numbers
 
     def numbers(k: int) -> np.ndarray:

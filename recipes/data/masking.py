@@ -8,10 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from launcher.recipes.protocols import Batch
+from launcher.config.families import taken_by
+from launcher.recipes.protocols import Batch, InputError
 
 # From sample numbers to their rows.
 Gather = Callable[[np.ndarray], "Batch"]
+
+
+def check_takes_text(options: Any, model: Any, what: str) -> None:
+    """Raise InputError if a model takes no text; `what`: the contents of the dataset."""
+    if taken_by(model) != "text":
+        raise InputError(
+            f"dataset.name={options.name} holds {what}, which model.name={model.name} "
+            "does not take; choose model=gpt or dataset=synthetic"
+        )
 
 
 def as_the_model_takes(model: Any, texts: Gather, mask_token: int | None = None) -> Gather:

@@ -8,6 +8,7 @@ one, as a scan over stacked parameters is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -210,3 +211,19 @@ class EncoderBlock(nn.Module):
     def _feed(self, x: jax.Array) -> jax.Array:
         inner = gelu(dense(x, self.mlp_size, "linear_fc1", self.dtype))
         return dense(inner, x.shape[-1], "linear_fc2", self.dtype)
+
+
+def encoded(parent: Any, x: jax.Array, epsilon: float, norm_first: bool) -> jax.Array:
+    """Apply an encoder's blocks, each a pipeline layer, in its compact method.
+
+    Args:
+        parent: the encoder, by whose `options` and `dtype` the blocks are made.
+        x: float [batch, length, hidden_size].
+        epsilon: of the norms.
+        norm_first: as in `EncoderBlock`.
+    """
+    options, dtype = parent.options, parent.dtype
+    heads, width = options.num_heads, options.mlp_ratio * options.hidden_size
+    shared = heads, width, epsilon, norm_first, options.attention, dtype
+    block = functools.partial(EncoderBlock, *shared)
+    return blocks_in_a_row(parent, block, options.num_layers, x, scanned=options.scan_layers)

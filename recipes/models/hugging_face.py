@@ -22,6 +22,7 @@ None of these modules imports JAX: settings are filled from `config.json`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,11 +78,8 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape there."""
-        found, at = [], 0
-        for count in self.joined or (1,) * len(self.split):
-            found.append(math.prod(self.split[at : at + count]))
-            at += count
-        return tuple(found)
+        sizes, counts = iter(self.split), self.joined or (1,) * len(self.split)
+        return tuple(math.prod(itertools.islice(sizes, count)) for count in counts)
 
     @property
     def shape_here(self) -> tuple[int, ...]:
@@ -137,9 +135,7 @@ def family_of(config: Mapping[str, Any]) -> ModuleType:
     Raises:
         DamagedError: there is none.
     """
-    known: dict[str, ModuleType] = {}
-    for module in _modules():
-        known.update(dict.fromkeys(module.MODEL_TYPES, module))
+    known = {kind: module for module in _modules() for kind in module.MODEL_TYPES}
     kind = config["model_type"]
     if kind not in known:
         raise DamagedError(f"model_type is {kind!r}; these are known: {', '.join(sorted(known))}")

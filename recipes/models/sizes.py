@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from launcher.config.errors import ConfigError, advice
 from launcher.config.families import ModelOptions
-from launcher.config.fields import LARGEST
+from launcher.config.fields import LARGEST, choice
 from launcher.recipes.models.hugging_face import PREFIX, dimensions_in
 
 _REQUIRED = object()  # of a setting that has no value unless it is given
@@ -142,6 +142,18 @@ class SizedOptions(ModelOptions):
         if "choices" in bounds and value not in bounds["choices"]:
             words = ", ".join(map(str, bounds["choices"]))
             raise ConfigError(f"model.{name} must be one of {words}, not {value}", keys=[key])
+
+
+@dataclass(frozen=True)
+class TransformerOptions(SizedOptions):
+    """The settings that all transformers have."""
+
+    # Each is traced by itself: more than the deepest published (DeepNet, 2022) would take hours.
+    num_layers: int = dimension(maximum=1000)
+    num_heads: int = dimension()
+    hidden_size: int = dimension()
+    scan_layers: bool = False
+    attention: str = choice("auto", "auto", "xla", "cudnn")
 
 
 def uneven(options: ModelOptions, *pairs: tuple[str, str]) -> Iterator[ConfigError]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,8 @@ class Calibration:
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
         """Return the shape with these figures; a host's own link stays what it was."""
-        latency, link = self._link(shape)
+        rates = _ring_rates(self.all_reduce_seconds, shape.num_devices)
+        latency, link = rates or (shape.latency, shape.intra_host)
         return dataclasses.replace(
             shape,
             flops=_largest(self.product_flops["bfloat16"]) / self.overrun,
@@ -94,11 +95,6 @@ class Calibration:
             product_parallelism=self.product_parallelism or shape.product_parallelism,
             dispatch_overhead=self.dispatch_overhead or shape.dispatch_overhead,
         )
-
-    def _link(self, shape: ClusterShape) -> tuple[float, float]:
-        """Return the latency and the bytes/s of a ring inside a host."""
-        found = _ring_rates(self.all_reduce_seconds, shape.num_devices)
-        return found or (shape.latency, shape.intra_host)
 
 
 @dataclass(frozen=True)
@@ -208,13 +204,11 @@ def calibrated(shape: ClusterShape, measured: Calibration | None = None) -> Clus
             f"the rates and the memory of {shape.device_kind} are not known: predictions are "
             f"nominal, and memory is not bounded, until {_CALIBRATE} measures them there",
         )
-    if shape.hosts > 1:
-        file = _hosts_file(shape, StoreRates)
-        if store := measurements.read_cached(file, StoreRates.from_cache, _BY_TASK):
-            known = store.applied(known)
-        file = _hosts_file(shape, HostLinks)
-        if links := measurements.read_cached(file, HostLinks.from_cache, _BY_TASK):
-            known = links.applied(known)
+    kinds: tuple[type[StoreRates | HostLinks], ...] = StoreRates, HostLinks
+    for kind in kinds if shape.hosts > 1 else ():
+        made: Callable[[dict[str, Any]], StoreRates | HostLinks] = kind.from_cache
+        if found := measurements.read_cached(_hosts_file(shape, kind), made, _BY_TASK):
+            known = found.applied(known)
     return known
 
 

@@ -22,6 +22,7 @@ from launcher.base.jax_compat import batched_copy
 from launcher.partition import Box, Piece, route
 from launcher.runtime.transport.transport import Parcel, Transport, fail_together
 
+Cutter = Callable[[jax.Array], jax.Array]  # of a piece from a tile
 _MOST_PROGRAMS = 4096  # that are kept: microbatches and layers need the same few
 
 
@@ -287,13 +288,11 @@ def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[int, Box]:
     }
 
 
-def cutter(piece: Piece, dtype: Any, device: jax.Device) -> Callable[[jax.Array], jax.Array]:
+def cutter(piece: Piece, dtype: Any, device: jax.Device) -> Cutter:
     """Return a function that cuts a piece from its source tile, which lies on this device."""
     if piece.box == piece.src_box:
-        return _as_it_is
-    cut: Callable[[jax.Array], jax.Array]
-    cut = _cut(_shape(piece.src_box), dtype, _inside(piece.box, piece.src_box), device)
-    return cut
+        return lambda tile: tile
+    return _cut(_shape(piece.src_box), dtype, _inside(piece.box, piece.src_box), device)
 
 
 def joiner(
@@ -305,21 +304,13 @@ def joiner(
     """
     tile = pieces[0].dst_box
     if len(pieces) == 1:
-        return _only
+        return lambda parts: parts[0]
     join = _join(_shape(tile), dtype, tuple(_inside(p.box, tile) for p in pieces), device)
     return lambda parts: join([jax.device_put(part, device) for part in parts])
 
 
-def _as_it_is(tile: jax.Array) -> jax.Array:
-    return tile
-
-
-def _only(parts: list[jax.Array]) -> jax.Array:
-    return parts[0]
-
-
 @functools.lru_cache(_MOST_PROGRAMS)
-def _cut(shape: tuple[int, ...], dtype: Any, inner: Box, device: jax.Device) -> Any:
+def _cut(shape: tuple[int, ...], dtype: Any, inner: Box, device: jax.Device) -> Cutter:
     where = SingleDeviceSharding(device)
     like = jax.ShapeDtypeStruct(shape, dtype, sharding=where)
     cut = jax.jit(lambda tile: tile[tuple(slice(*edge) for edge in inner)], out_shardings=where)

@@ -43,7 +43,7 @@ def factors(eqn: Equation) -> Factors | None:
     """The factors of an equation without inner programs; None: the primitive is not known."""
     name = eqn.primitive.name
     if name in ELEMENTWISE:
-        return _elementwise(eqn)
+        return _alike(eqn, frozenset())  # single numbers beside arrays do not matter
     if name in BARRIERS:
         ranks = [v.aval.ndim for v in eqn.invars]
         return tuple(_pair((i, d), (i, d)) for i, n in enumerate(ranks) for d in range(n))
@@ -120,10 +120,6 @@ def _along(name: str) -> Callable[[Equation], Factors]:
         return _alike(eqn, frozenset(value if isinstance(value, (tuple, list)) else (value,)))
 
     return rule
-
-
-def _elementwise(eqn: Equation) -> Factors:
-    return _alike(eqn, frozenset())  # single numbers beside arrays do not matter
 
 
 def _alike(eqn: Equation, whole: frozenset[int]) -> Factors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class RowMaker:
         first: the first token.
         vocab_size: tokens are smaller.
         packed: whether attention is to keep within documents.
-        masked: whether some tokens are not to be learned.
+        masked: whether some tokens are not to be learned, or rows are to have weights all the same.
         end_token: what ends a document in files without ends.
         skipping: has another row in the place of one with a token outside the vocabulary; None:
             such a row is refused.
@@ -80,10 +80,6 @@ class RowMaker:
         if self.packed or self.masked:
             batch["weights"] = weights.astype(np.float32)
         return batch
-
-    def with_weights(self) -> RowMaker:
-        """Return the same, whose rows have weights even if all tokens are to be learned."""
-        return replace(self, masked=True)
 
     def _row(self, number: int) -> tuple[int, np.ndarray]:
         """Return a row's first token's number and its tokens; raises BadSampleError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,11 @@ from launcher.recipes.datasets.arrays import Arrays
 
 _KINDS = "biufc"  # booleans and numbers, as NumPy names them
 _REMEDY = "write one with numpy.savez(path, x=x, y=y)"
-
-
-class _Wanted(NamedTuple):
-    """What a model takes of an array: the shape of a row, and the setting that says it."""
-
-    shape: tuple[int, ...]
-    integers: bool
-    setting: str
-
-
-class _Split(NamedTuple):
-    """Which arrays to take, and how many rows of each are for training and how many held out."""
-
-    names: tuple[str, ...]
-    train: int
-    validation: int
+# The arrays that models of a kind take, with the setting that is the length of a row.
+_WANTED = {
+    "text": {"tokens": "sequence_length", "targets": "sequence_length"},
+    "vectors": {"x": "input_size", "y": "output_size"},
+}
 
 
 def check(options: Arrays, model_options: Any, validation: bool) -> None:
@@ -47,10 +36,10 @@ def check(options: Arrays, model_options: Any, validation: bool) -> None:
     Raises:
         InputError: the file is not there or odd, or its arrays do not fit the model or one another.
     """
-    split = _find(options, model_options)
-    if validation and not split.validation:
+    _, learned, held = _find(options, model_options)
+    if validation and not held:
         raise InputError(
-            f"dataset.validation_fraction={options.validation_fraction} of the {split.train} "
+            f"dataset.validation_fraction={options.validation_fraction} of the {learned} "
             f"examples of dataset.path={options.path} holds none out to evaluate on; raise it, or "
             "set train.eval_every=0"
         )
@@ -68,9 +57,9 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
         global_batch_size: the samples of a batch.
         seed: picks the order of the training data.
     """
-    split = _find(options, model_options)
+    names, learned, count = _find(options, model_options)
     try:
-        read = read_arrays(Path(options.path).expanduser(), split.names)
+        read = read_arrays(Path(options.path).expanduser(), names)
     except DamagedError as error:
         raise _damaged(options.path, error) from None
     arrays = _converted(options, model_options, read)
@@ -78,21 +67,20 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     def rows_from(first: int) -> Callable[[np.ndarray], Batch]:
         return lambda which: {name: array[first + which] for name, array in arrays.items()}
 
-    size, gather = global_batch_size, rows_from(0)
-    count, held = split.validation, rows_from(split.train)
+    size, gather, held = global_batch_size, rows_from(0), rows_from(learned)
     if options.shuffle:
-        train = batches(split.train, size, seed, gather)
-        validation = held_out(count, size, held) if count else None
+        train = batches(learned, size, seed, gather)
+        validation = held_out(count, size, held)
     else:
-        train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % split.train, gather)
+        train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % learned, gather)
         validation = Batches(lambda k: np.arange(k * size, min((k + 1) * size, count)), held, count)
     end = f"the last {count:,} held out for validation" if count else "none held out"
     order = "" if options.shuffle else ", in their order"
-    names = " and ".join(split.names)
     return Dataset(
         train=train,
         validation=validation if count else None,
-        describe=f"{options.path}: {split.train + count:,} examples of {names}{order}, {end}",
+        describe=f"{options.path}: {learned + count:,} examples of {' and '.join(names)}"
+        f"{order}, {end}",
     )
 
 
@@ -102,10 +90,14 @@ def fingerprint(options: Arrays) -> str:
     return fingerprint_of([Path(options.path).expanduser()])
 
 
-def _find(options: Arrays, model_options: Any) -> _Split:
-    """Choose the arrays by the file's headers, and split their rows."""
+def _find(options: Arrays, model_options: Any) -> tuple[tuple[str, ...], int, int]:
+    """Choose the arrays by the file's headers, and split their rows.
+
+    Returns:
+        The names of the arrays, and how many rows of each are to be learned and how many held out.
+    """
     source, headers = f"dataset.path={options.path}", _headers(options.path)
-    wanted = {} if options.names else _wanted(model_options)
+    wanted = _wanted(options, model_options)
     names = tuple(options.names or wanted or headers)
     here = ", ".join(sorted(headers)) or "no array"
     for name in names:
@@ -116,11 +108,11 @@ def _find(options: Arrays, model_options: Any) -> _Split:
                 "name, or say with dataset.names which to take"
             )
     _check_rows(source, {name: headers[name] for name in names})
-    for name, one in wanted.items():
-        _check_fit(f"{source}: {name!r}", headers[name], one)
+    for name, setting in wanted.items():
+        _check_fit(f"{source}: {name!r}", headers[name], model_options, setting)
     rows = headers[names[0]].shape[0]
-    held_out = int(options.validation_fraction * rows)
-    return _Split(names, rows - held_out, held_out)
+    held = int(options.validation_fraction * rows)
+    return names, rows - held, held
 
 
 def _headers(path: str) -> dict[str, Header]:
@@ -144,17 +136,9 @@ def _damaged(path: str, error: DamagedError) -> InputError:
     return InputError(f"dataset.path={path} cannot be used: {error}; {_REMEDY}")
 
 
-def _wanted(model: Any) -> dict[str, _Wanted]:
-    """Return the arrays that a model takes, by name; empty if its settings do not imply them."""
-    if taken_by(model) == "text":
-        row = _Wanted((model.sequence_length,), True, "model.sequence_length")
-        return {"tokens": row, "targets": row}
-    if taken_by(model) == "vectors":
-        return {
-            "x": _Wanted((model.input_size,), False, "model.input_size"),
-            "y": _Wanted((model.output_size,), False, "model.output_size"),
-        }
-    return {}
+def _wanted(options: Arrays, model: Any) -> dict[str, str]:
+    """Return the arrays that a model takes, as in `_WANTED`; empty if settings imply none."""
+    return {} if options.names else _WANTED.get(taken_by(model), {})
 
 
 def _check_rows(source: str, headers: dict[str, Header]) -> None:
@@ -177,15 +161,16 @@ def _check_rows(source: str, headers: dict[str, Header]) -> None:
         raise InputError(f"{source}: its arrays have no examples; save at least one")
 
 
-def _check_fit(name: str, header: Header, wanted: _Wanted) -> None:
+def _check_fit(name: str, header: Header, model: Any, setting: str) -> None:
     """Check that an array has the rows that the model takes."""
-    if header.shape[1:] != wanted.shape:
+    length = getattr(model, setting)
+    if header.shape[1:] != (length,):
         shape = ", ".join(str(size) for size in header.shape)
         raise InputError(
-            f"{name} has the shape [{shape}], and the model takes [examples, {wanted.shape[0]}]; "
-            f"set {wanted.setting}, or save it in that shape"
+            f"{name} has the shape [{shape}], and the model takes [examples, {length}]; "
+            f"set model.{setting}, or save it in that shape"
         )
-    if wanted.integers and header.dtype.kind not in "iu":
+    if taken_by(model) == "text" and header.dtype.kind not in "iu":
         raise InputError(f"{name} is of type {header.dtype}; the model takes integers")
 
 
@@ -199,7 +184,7 @@ def _converted(options: Arrays, model: Any, arrays: dict[str, np.ndarray]) -> di
         array = array.astype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
         if dtype.kind in "iu" and not np.array_equal(array, arrays[name]):
             raise InputError(f"{where} holds numbers that do not fit into {array.dtype}")
-        if not options.names and (wanted := _wanted(model).get(name)) and wanted.integers:
+        if taken_by(model) == "text" and name in _wanted(options, model):
             low, high = int(array.min()), int(array.max())
             if low < 0 or high >= model.vocab_size:
                 raise InputError(

@@ -86,8 +86,6 @@ def build(options: Digits, model_options: Any, global_batch_size: int, seed: int
     count = _COUNT - held
     return Dataset(
         train=batches(count, global_batch_size, seed, gather),
-        validation=held_out(held, global_batch_size, lambda which: gather(which + count))
-        if held
-        else None,
+        validation=held_out(held, global_batch_size, lambda which: gather(which + count)),
         describe=f"scikit-learn's digits: {_COUNT:,} pictures, {held:,} held out for validation",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
-from launcher.config.fields import choice, number
+from launcher.config.fields import choice
 from launcher.recipes.datasets.tokens import TokenRows
 
 
@@ -25,10 +25,7 @@ class Documents(TokenRows):
     field: str = "text"
     tokenizer: str = "bytes"
     chat_template: str | None = None
-    bad: str = choice("refuse", "refuse", "skip")
     tokens: str | None = None  # null: <path>.tokens
-    packing: str = choice("stream", "stream", "documents")
-    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
     @property
     def folder(self) -> str:

@@ -20,10 +20,7 @@ class Mixture(TokenRows):
     name: str = "mixture"
     parts: dict[str, Any]  # of each its path and weight
     dtype: str = choice("auto", "auto", "uint16", "uint32")
-    packing: str = choice("stream", "stream", "documents")
     end_token: int | None = number(None, minimum=0)
-    bad: str = choice("refuse", "refuse", "skip")
-    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
     switches = (IS_PACKED,)
 

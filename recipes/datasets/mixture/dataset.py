@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
     end = f"{sum(held):,} examples held out for validation" if any(held) else "none held out"
     return Dataset(
         train=after({}),
-        validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
+        validation=held_out(sum(held), global_batch_size, gather),
         describe=f"a mixture: {shares}; {end}{''.join(part.left_out for part in parts)}",
         after=after,
     )
@@ -110,9 +111,8 @@ def _counts(weights: Sequence[float], rows: int) -> list[int]:
     parts = [grain.MapDataset.range(n * _MOST, (n + 1) * _MOST) for n in range(len(weights))]
     order, found = grain.MapDataset.mix(parts, weights), dict[int, int]()
     while len(found) < len(weights):
-        part, before = divmod(
-            int(order[rows]), _MOST
-        )  # the next row of a part tells of those before
+        # The next row of a part tells of those before.
+        part, before = divmod(int(order[rows]), _MOST)
         found.setdefault(part, before)
         rows += 1
     return [found[n] for n in range(len(weights))]
@@ -222,7 +222,7 @@ def _gather(makers: Sequence[RowMaker], counts: Sequence[int]) -> Gather:
     """Return what makes rows of all parts, in the order of their numbers."""
     starts = np.array([0, *itertools.accumulate(counts)], np.int64)
     masked = any(maker.masked for maker in makers)
-    makers = [maker.with_weights() if masked else maker for maker in makers]
+    makers = [replace(maker, masked=masked) for maker in makers]  # all have weights, or none
 
     def gather(which: np.ndarray) -> Batch:
         part = np.searchsorted(starts, which, "right") - 1

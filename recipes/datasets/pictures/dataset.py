@@ -11,16 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.recipes import Batch, Batches, Dataset, InputError
+from launcher.recipes import Batch, Dataset, InputError
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.skipping import BadSampleError, Skipping
 from launcher.recipes.datasets.pictures import Pictures
-from launcher.recipes.datasets.pictures.decode import (
-    Fitting,
-    check_pillow,
-    decoded,
-    open_picture,
-)
+from launcher.recipes.datasets.pictures.decode import Fitting, check_pillow, open_picture
 from launcher.recipes.datasets.pictures.index import (
     PictureIndex,
     PictureSource,
@@ -126,15 +121,13 @@ def build(options: Pictures, model_options: Any, global_batch_size: int, seed: i
     if fitting.is_random:
         made = replace(made, numbers=_with_passes(made.numbers, count, global_batch_size))
     whole = replace(fitting, smallest_crop=1.0, flip=False)
-    validation: Batches | None = None
-    if held:
-        validation = held_out(held, global_batch_size, rows(split.held, split.held_numbers, whole))
+    held_rows = rows(split.held, split.held_numbers, whole)
     classes = f" of {len(split.train.classes):,} classes" if split.train.classes else ""
     end = f"{held:,} held out for validation" if held else "none held out"
     end += "".join(dict.fromkeys((*split.train.notes, *split.held.notes)))
     return Dataset(
         train=made,
-        validation=validation,
+        validation=held_out(held, global_batch_size, held_rows),
         describe=f"{options.path}: {count:,} pictures{classes}{_left_out(split.train)}, {end}",
     )
 
@@ -197,7 +190,7 @@ class _Rows:
         file = index.files[index.file[number]]
         where = int(index.start[number]), int(index.size[number])
         try:
-            return decoded(open_picture(file, *where, self.format), self.fitting, rng), number
+            return self.fitting.array(open_picture(file, *where, self.format), rng), number
         except BadSampleError as error:
             raise BadSampleError(f"{index.place(number)}: {error}") from None
 

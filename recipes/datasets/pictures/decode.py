@@ -71,12 +71,16 @@ class Fitting:
         """Whether a picture is another one at each pass."""
         return self.smallest_crop < 1 or self.flip
 
+    @_read()
     def array(self, picture: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
         """Return a picture as float32 [size, size, channels].
 
         Args:
             picture: as `open_picture` returns it.
             rng: draws a part, and whether it is mirrored; None: neither is done.
+
+        Raises:
+            BadSampleError: it is damaged.
         """
         from PIL import Image, ImageOps
 
@@ -129,12 +133,6 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
     if format != "folder" and len(content) < size:
         raise BadSampleError(f"{len(content):,} bytes of {size:,} are there")
     return Image.open(io.BytesIO(content))
-
-
-@_read()
-def decoded(picture: Image.Image, fitting: Fitting, rng: np.random.Generator | None) -> np.ndarray:
-    """Return `fitting.array(picture, rng)`; raises BadSampleError if it is damaged."""
-    return fitting.array(picture, rng)
 
 
 @_read()

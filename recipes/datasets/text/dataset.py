@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.config.families import taken_by
 from launcher.recipes import Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out, next_token_batch
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
@@ -24,7 +23,7 @@ from launcher.recipes.data.files import (
     stdlib_folder,
     total_size,
 )
-from launcher.recipes.data.masking import Gather, as_the_model_takes
+from launcher.recipes.data.masking import Gather, as_the_model_takes, check_takes_text
 from launcher.recipes.datasets.text import VOCABULARY, StdlibText, Text
 
 
@@ -105,11 +104,7 @@ def fingerprint(options: StdlibText | Text) -> str:
 
 
 def _find(options: Any, model_options: Any) -> _Text:
-    if taken_by(model_options) != "text":
-        raise InputError(
-            f"dataset.name={options.name} holds text, which model.name={model_options.name} "
-            "does not take; choose model=gpt or dataset=synthetic"
-        )
+    check_takes_text(options, model_options, "text")
     if model_options.vocab_size < VOCABULARY:
         raise InputError(
             f"model.vocab_size={model_options.vocab_size} is too small for text read as bytes; "

@@ -18,11 +18,14 @@ IS_PACKED = Switch(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
 class TokenRows(DatasetOptions):
-    """Rows of tokens: what they ask of a model."""
+    """Rows of tokens: what they ask of a model, and how they are made."""
 
     holds = ("text",)
-    packing: str
+    packing: str = choice("stream", "stream", "documents")
+    bad: str = choice("refuse", "refuse", "skip")
+    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error for a model that takes no text, or one that attends across documents."""
@@ -44,10 +47,7 @@ class Tokens(TokenRows):
     name: str = "tokens"
     path: str
     dtype: str = choice("auto", "auto", "uint16", "uint32")
-    packing: str = choice("stream", "stream", "documents")
     end_token: int | None = number(None, minimum=0)
-    bad: str = choice("refuse", "refuse", "skip")
     validation_path: str | None = None
-    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
     switches = (IS_PACKED, HOLDS_OUT)

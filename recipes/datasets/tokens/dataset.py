@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from launcher.config.families import taken_by
-from launcher.recipes import Batches, Dataset, InputError, Tokenizer
+from launcher.recipes import Dataset, InputError, Tokenizer
 from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.files import Corpus, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.data.files import fingerprint_of
-from launcher.recipes.data.masking import as_the_model_takes
+from launcher.recipes.data.masking import as_the_model_takes, check_takes_text
 from launcher.recipes.data.skipping import Skipping
 from launcher.recipes.datasets.tokens import Tokens
 
@@ -69,10 +68,9 @@ def build(options: Tokens, model_options: Any, global_batch_size: int, seed: int
     length = model_options.sequence_length
     count = rows_between(0, ranges.train_stop, length)
     held = rows_between(ranges.validation_start, ranges.validation.count, length)
-    validation: Batches | None = held_out(held, global_batch_size, makers[1]) if held else None
     return Dataset(
         train=batches(count, global_batch_size, seed, makers[0]),
-        validation=validation,
+        validation=held_out(held, global_batch_size, makers[1]),
         describe=_describe(ranges, count, held),
     )
 
@@ -132,11 +130,7 @@ def find_ranges(options: Tokens, model_options: Any, key: str = "dataset.path") 
     Raises:
         InputError: they do not fit the model.
     """
-    if taken_by(model_options) != "text":
-        raise InputError(
-            f"dataset.name={options.name} holds tokens, which model.name={model_options.name} "
-            "does not take; choose model=gpt or dataset=synthetic"
-        )
+    check_takes_text(options, model_options, "tokens")
     corpus = find_corpus(options.path, options.dtype, key)
     _check_fit(corpus, options, model_options)
     if options.validation_path is not None:
@@ -176,10 +170,8 @@ def row_makers(
             skipping=Skipping(rows_between(first, stop, length), "examples") if skips else None,
         )
 
-    held = ranges.validation
-    return maker(ranges.train, 0, ranges.train_stop), maker(
-        held, ranges.validation_start, held.count
-    )
+    train, held = maker(ranges.train, 0, ranges.train_stop), ranges.validation
+    return train, maker(held, ranges.validation_start, held.count)
 
 
 def check_vocabulary(source: str, vocab_size: int, model_options: Any) -> None:

@@ -8,27 +8,22 @@ from typing import ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import choice, number
-from launcher.recipes.models.sizes import SizedOptions, dimension, feature, uneven
+from launcher.config.fields import number
+from launcher.recipes.models.sizes import TransformerOptions, dimension, feature, uneven
 
 
 @register
 @dataclass(frozen=True)
-class BERTOptions(SizedOptions):
+class BERTOptions(TransformerOptions):
     """An encoder. A size names a row of `sizes`; a field that is set beats it."""
 
     name: str = "bert"
     vocab_size: int = dimension(2)
     sequence_length: int = dimension()
-    num_layers: int = dimension(maximum=1000)
-    num_heads: int = dimension()
-    hidden_size: int = dimension()
     mlp_ratio: int = feature(4, 1)
     mask_every: int = number(7, minimum=2)
     mask_token: int | None = feature(None, 0)  # the tokenizer's, or the last token
-    scan_layers: bool = False
     loss_chunks: int = number(1, minimum=1)
-    attention: str = choice("auto", "auto", "xla", "cudnn")
 
     optional: ClassVar[tuple[str, ...]] = ("mask_token",)
 

@@ -7,7 +7,6 @@ and loss are float32; `dtype` is the type of activations and matrix products.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -18,11 +17,10 @@ from launcher.recipes import Model
 from launcher.recipes.models.bert import BERTOptions
 from launcher.recipes.models.blocks import (
     INIT_SCALE,
-    EncoderBlock,
     applied,
-    blocks_in_a_row,
     dense,
     dtype_of,
+    encoded,
     gelu,
     word_embeddings,
 )
@@ -49,18 +47,7 @@ class BERT(nn.Module):
             return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
 
         x = words(tokens) + (positions[: tokens.shape[1]] + kinds[0]).astype(self.dtype)
-        x = norm("embedding_layernorm")(x)
-        block = functools.partial(
-            EncoderBlock,
-            options.num_heads,
-            options.mlp_ratio * hidden,
-            _EPSILON,
-            False,
-            options.attention,
-            self.dtype,
-        )
-        count, scans = options.num_layers, options.scan_layers
-        x = blocks_in_a_row(self, block, count, x, scanned=scans)
+        x = encoded(self, norm("embedding_layernorm")(x), _EPSILON, norm_first=False)
         x = dense(x, hidden, "head_dense", self.dtype)
         if self.is_initializing():  # the loss adds it
             self.param("head_bias", nn.initializers.zeros, (options.vocab_size,))

@@ -9,23 +9,20 @@ from typing import ClassVar, Self
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import choice, number
-from launcher.recipes.models.sizes import SizedOptions, dimension, feature, uneven
+from launcher.config.fields import number
+from launcher.recipes.models.sizes import TransformerOptions, dimension, feature, uneven
 
 _MULTIPLE = 32  # of the width of an MLP that is not given
 
 
 @register
 @dataclass(frozen=True)
-class LlamaOptions(SizedOptions):
+class LlamaOptions(TransformerOptions):
     """A Llama. A size names a row of `sizes`; a setting that is not null beats it."""
 
     name: str = "llama"
     vocab_size: int = dimension(2)
     sequence_length: int = dimension()
-    num_layers: int = dimension(maximum=1000)
-    num_heads: int = dimension()
-    hidden_size: int = dimension()
     num_kv_heads: int = feature(None, 1)  # as many as heads
     head_size: int = feature(None, 2)  # hidden_size / num_heads
     mlp_size: int = feature(None, 1)  # 8/3 of hidden_size, as in Llama 1
@@ -39,9 +36,7 @@ class LlamaOptions(SizedOptions):
     head_norm: bool = feature(False)
     scale_embeddings: bool = feature(False)
     tie_embeddings: bool = feature(False)
-    scan_layers: bool = False
     loss_chunks: int = number(1, minimum=1)
-    attention: str = choice("auto", "auto", "xla", "cudnn")
 
     keeps_documents: ClassVar[bool] = True
 

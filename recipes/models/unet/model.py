@@ -8,6 +8,7 @@ down computes skips to its counterpart on the way up. Parameters, norms and loss
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -69,16 +70,15 @@ class UNet(nn.Module):
         embedded = jnp.concatenate([jnp.sin(turns), jnp.cos(turns)], -1)
         embedded = nn.silu(nn.Dense(4 * width, dtype=self.dtype, name="time")(embedded))
 
-        x = nn.Conv(width, (3, 3), dtype=self.dtype, name="conv_first")(images)
+        conv = functools.partial(nn.Conv, kernel_size=(3, 3), dtype=self.dtype)
+        x = conv(width, name="conv_first")(images)
         skips = []
         for level in range(levels):
             for k in range(blocks):
                 x = Block(width * 2**level, self.dtype, name=f"down_{level}_{k}")(x, embedded)
             skips.append(x)
             if level < levels - 1:
-                x = nn.Conv(
-                    width * 2**level, (3, 3), (2, 2), dtype=self.dtype, name=f"smaller_{level}"
-                )(x)
+                x = conv(width * 2**level, strides=(2, 2), name=f"smaller_{level}")(x)
             mark_pipeline_boundary()
         for level in reversed(range(levels)):
             x = jnp.concatenate([x, skips[level]], -1)
@@ -86,12 +86,10 @@ class UNet(nn.Module):
                 x = Block(width * 2**level, self.dtype, name=f"up_{level}_{k}")(x, embedded)
             if level:
                 x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
-                x = nn.Conv(
-                    width * 2 ** (level - 1), (3, 3), dtype=self.dtype, name=f"larger_{level}"
-                )(x)
+                x = conv(width * 2 ** (level - 1), name=f"larger_{level}")(x)
                 mark_pipeline_boundary()
         x = nn.silu(nn.GroupNorm(GROUPS, dtype=self.dtype, name="norm_last")(x))
-        return nn.Conv(images.shape[-1], (3, 3), dtype=self.dtype, name="conv_last")(x)
+        return conv(images.shape[-1], name="conv_last")(x)
 
 
 def build(options: UNetOptions, precision: str) -> Model:

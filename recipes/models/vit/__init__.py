@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import choice, number
-from launcher.recipes.models.sizes import SizedOptions, dimension, feature, uneven
+from launcher.config.fields import number
+from launcher.recipes.models.sizes import TransformerOptions, dimension, feature, uneven
 
 
 @register
 @dataclass(frozen=True)
-class ViTOptions(SizedOptions):
+class ViTOptions(TransformerOptions):
     """An encoder of pictures. A size names a row of `sizes`; a field that is set beats it."""
 
     name: str = "vit"
@@ -21,12 +21,7 @@ class ViTOptions(SizedOptions):
     channels: int = feature(3, 1)
     num_classes: int = dimension(2)
     patch_size: int = dimension()
-    num_layers: int = dimension(maximum=1000)
-    num_heads: int = dimension()
-    hidden_size: int = dimension()
     mlp_ratio: int = number(4, minimum=1)
-    scan_layers: bool = False
-    attention: str = choice("auto", "auto", "xla", "cudnn")
 
     @property
     def attention_length(self) -> int:

@@ -7,7 +7,6 @@ activations and matrix products.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -15,14 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from launcher.recipes import Model
-from launcher.recipes.models.blocks import (
-    INIT_SCALE,
-    EncoderBlock,
-    applied,
-    blocks_in_a_row,
-    dense,
-    dtype_of,
-)
+from launcher.recipes.models.blocks import INIT_SCALE, applied, dense, dtype_of, encoded
 from launcher.recipes.models.losses import Metrics, classification
 from launcher.recipes.models.vit import ViTOptions
 
@@ -49,18 +41,7 @@ class ViT(nn.Module):
             [jnp.broadcast_to(first, (x.shape[0], 1, hidden)).astype(self.dtype), x], axis=1
         )
         positions = self.param("position_embeddings", normal, (1, x.shape[1], hidden))
-        x = x + positions.astype(self.dtype)
-        block = functools.partial(
-            EncoderBlock,
-            options.num_heads,
-            options.mlp_ratio * hidden,
-            _EPSILON,
-            True,
-            options.attention,
-            self.dtype,
-        )
-        count, scans = options.num_layers, options.scan_layers
-        x = blocks_in_a_row(self, block, count, x, scanned=scans)
+        x = encoded(self, x + positions.astype(self.dtype), _EPSILON, norm_first=True)
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x[:, 0])
         return dense(x, options.num_classes, "output_layer", self.dtype)
 
