@@ -17,6 +17,7 @@ use: the loss makes a typed key of it, or of parts of it. Pure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -62,6 +63,7 @@ from launcher.trace.slicing.follow_relations import (
 )
 from launcher.trace.slicing.relations import (
     UNEVEN,
+    InParts,
     Joined,
     Pair,
     Partial,
@@ -201,18 +203,38 @@ def find_whole_batch(
 ) -> Outside | None:
     """Return what is to be computed on the whole batch.
 
+    Arrays joined along the examples are, unless fewer results are then joined if they are not:
+    labels beside real and fake examples are in the same parts as these.
+
     Args:
         whole: the equation of the loss on the whole batch.
         part: the equation of the loss on one slice.
         num_slices: how many slices.
         constants: the operands of the loss that are captured arrays.
     """
-    a, b = whole.params["jaxpr"], part.params["jaxpr"]
-    if len(whole.invars) != len(part.invars) or not same_structure(a, b):
+    if len(whole.invars) != len(part.invars):
         return None
+    if not same_structure(whole.params["jaxpr"], part.params["jaxpr"]):
+        return None
+    find = functools.partial(_find, whole, part, num_slices, constants)
+    found, lost = find(in_parts=False)
+    if lost:
+        other, fewer = find(in_parts=True)
+        found = other if fewer < lost else found
+    return found
+
+
+def _find(
+    whole: Equation, part: Equation, num_slices: int, constants: Set[int], in_parts: bool
+) -> tuple[Outside, int]:
+    """Return what is to be computed on the whole batch, and how many results are still joined.
+
+    `in_parts`: whether arrays joined along the examples stay in parts; the rest is as above.
+    """
+    a, b = whole.params["jaxpr"], part.params["jaxpr"]
     axes = operand_axes(whole, part, num_slices)
     cut = {i for i, axis in enumerate(axes) if axis is not None}
-    finder = _Finder(_free(whole, cut | constants), _places(a))
+    finder = _Finder(_free(whole, cut | constants), _places(a), in_parts)
     followed = follow_relations(a, b, operand_relations(axes), num_slices, finder.visit)
     made = _places(b)
     used = {v for eqn in b.eqns for v in eqn.invars if is_var(v)}  # maybe as indices into a slice
@@ -231,7 +253,8 @@ def find_whole_batch(
     for eqn in needed(b.eqns, reached()):
         if _draws(eqn, RANDOM):
             finder.found.update(made[v] for v in eqn.outvars if not is_typed(v.aval))
-    return Outside(tuple(sorted(made[v] for v in reached())), a)
+    lost = sum(isinstance(p, Joined) for p in followed.outs)
+    return Outside(tuple(sorted(made[v] for v in reached())), a), lost
 
 
 def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) -> bool:
@@ -285,11 +308,13 @@ class _Finder:
         free: the values that depend on the batch, numbers, keys and captured arrays alone.
         places: where each value is made.
         found: the places of the free ones that are to be computed on the whole batch.
+        outside: the relations of which they are.
     """
 
-    def __init__(self, free: set[Var], places: Mapping[Var, ResultIndex]) -> None:
+    def __init__(self, free: set[Var], places: Mapping[Var, ResultIndex], in_parts: bool) -> None:
         self.free, self.places = free, places
         self.found: set[ResultIndex] = set()
+        self.outside = Joined | Partial if in_parts else Joined | Partial | InParts
 
     def visit(self, pair: Pair, given: list[SliceRelation], sliced: Sliced) -> Sliced:
         """Return what became of an equation, with whole-batch values where slices cannot."""
@@ -302,7 +327,7 @@ class _Finder:
             shape = pair.by_shape(j)
             if isinstance(shape, Joined):
                 continue
-            needed_whole = isinstance(relations[j], Joined | Partial) or pair.name in KEY_MAKERS
+            needed_whole = isinstance(relations[j], self.outside) or pair.name in KEY_MAKERS
             # Numbers of no example are drawn once; some kinds are drawn in a loop.
             drawn = isinstance(shape, Replicated) and draws and not is_typed(v.aval)
             if needed_whole or drawn:
