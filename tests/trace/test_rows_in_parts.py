@@ -7,13 +7,13 @@ import numpy as np
 import optax
 import pytest
 from by_slices import BATCH, PARAMS, ROWS, check, net, normal
+from jax import lax
 
 import launcher
-from launcher.trace import BatchError
+from launcher.trace import BatchError, JoinedError
 
-softplus = jax.nn.softplus
 P = PARAMS | {"bias": normal(3)}
-B = BATCH | {"pairs": normal(2 * ROWS, 4).reshape(ROWS, 2, 4), "key": jax.random.key(0)}
+B = BATCH | {"pairs": normal(ROWS, 2, 4)}
 
 
 def made(p, b):
@@ -21,85 +21,183 @@ def made(p, b):
     return jnp.tanh(b["t"] @ p["b"].T) @ p["a"].T
 
 
-def both(p, b, axis=0):
-    return jnp.concatenate([b["x"], made(p, b)], axis)
-
-
 def told(p, b):
-    return net(p, {"x": both(p, b)}) + p["bias"]
-
-
-def labels(b):
-    return jnp.concatenate([jnp.ones(len(b["x"])), jnp.zeros(len(b["x"]))])
+    """A row of each real and of each fake example."""
+    return net(p, {"x": jnp.concatenate([b["x"], made(p, b)])}) + p["bias"]
 
 
 def halves(p, b):
     return jnp.split(told(p, b), 2)
 
 
+def column(b):
+    return jnp.concatenate([jnp.ones(len(b["x"])), jnp.zeros(len(b["x"]))])[:, None]
+
+
+def twice(b):
+    return b["pairs"].reshape(-1, 4)
+
+
+def quarters(p, b):
+    """The second part is as long as the others together."""
+    return net(p, {"x": jnp.concatenate([made(p, b), twice(b), b["x"]])})
+
+
 def dropped(p, b):
     h = told(p, b)
-    keep = jax.random.bernoulli(jax.random.key(3), 1.0, h.shape)
-    return jnp.where(keep, h, 0.0)
+    return jnp.where(jax.random.bernoulli(jax.random.key(3), 1.0, h.shape), h, 9.0)
 
 
-def three(p, b):
-    """A part is twice as long as the others."""
-    twice = b["pairs"].reshape(-1, 4)
-    return net(p, {"x": jnp.concatenate([made(p, b), twice, both(p, b)])})
-
-
-def by_class(p, b):
-    each = jnp.concatenate([b["label"], b["label"][::-1]])
-    return optax.softmax_cross_entropy_with_integer_labels(told(p, b), each).mean()
-
-
-def by_columns(p, b):
-    """A scan over columns, each of which holds the rows of both."""
-    return jax.lax.scan(lambda c, y: (c + (y * labels(b)).mean(), y), 0.0, told(p, b).T)[0]
+def normed(x):
+    return (x - x.mean(0)) * lax.rsqrt(x.var(0) + 0.1)
 
 
 EQUAL = {
     "mean": lambda p, b: (told(p, b) ** 2).mean(),
-    "sum": lambda p, b: (told(p, b) ** 2).sum(),
-    "split": lambda p, b: softplus(-halves(p, b)[0]).mean() + softplus(halves(p, b)[1]).mean(),
-    "sliced": lambda p, b: (
-        softplus(-told(p, b)[: len(b["x"]), 0]).sum() - told(p, b)[len(b["x"]) :].sum()
-    ),
-    "labels": lambda p, b: optax.sigmoid_binary_cross_entropy(
-        told(p, b)[:, 0], 0.9 * labels(b)
+    "sum": lambda p, b: (told(p, b) ** 2).sum() + halves(p, b)[0].sum(),
+    "split": lambda p, b: (jax.nn.softplus(-halves(p, b)[0]) + halves(p, b)[1] * b["t"]).mean(),
+    "sliced": lambda p, b: (told(p, b)[: len(b["x"]), 0] - told(p, b)[len(b["x"]) :, 1]).mean(),
+    "labels": lambda p, b: optax.sigmoid_binary_cross_entropy(told(p, b), 0.9 * column(b)).mean(),
+    "labels of classes": lambda p, b: optax.softmax_cross_entropy_with_integer_labels(
+        told(p, b), jnp.concatenate([b["label"], b["label"][::-1]])
     ).mean(),
-    "labels in a column": lambda p, b: ((told(p, b) - labels(b)[:, None]) ** 2).mean(),
-    "labels of classes": by_class,
-    "weights of the batch": lambda p, b: (
-        told(p, b)[:, 0] * jnp.concatenate([b["weight"], b["mask"]])
-    ).sum(),
-    "masked mean": lambda p, b: (told(p, b)[:, 0] * labels(b)).sum() / labels(b).sum(),
-    "relative": lambda p, b: softplus(halves(p, b)[1] - halves(p, b)[0]).mean(),
+    "masked mean": lambda p, b: (told(p, b) * column(b)).sum() / column(b).sum(),
     "two views": lambda p, b: jnp.multiply(
         *jnp.split(net(p, {"x": jnp.concatenate([b["x"], 2 * b["x"]])}), 2)
     ).mean(),
-    "draws": lambda p, b: dropped(p, b).mean(),
+    "a draw": lambda p, b: dropped(p, b).mean(),
     "flattened": lambda p, b: jnp.split(told(p, b).reshape(-1), 2)[1].mean(),
-    "parts of parts": lambda p, b: (
-        three(p, b)[len(b["x"]) : 4 * len(b["x"])][: 2 * len(b["x"])] * b["pairs"].reshape(-1, 4)[:, :3]
-    ).sum() + three(p, b).mean(),
-    "checkpointed": jax.checkpoint(lambda p, b: (told(p, b) * labels(b)[:, None]).mean()),
-    "vmap": lambda p, b: jax.vmap(lambda x, t: jnp.sum(net(p, {"x": x}) * t))(
-        both(p, b), labels(b)
+    "unlike parts": lambda p, b: (
+        quarters(p, b)[: 3 * len(b["x"])][len(b["x"]) :] * twice(b)[:, :3]
+    ).sum(),
+    "checkpoint": jax.checkpoint(lambda p, b: (told(p, b) * column(b)).mean()),
+    "vmap": lambda p, b: jax.vmap(lambda y, t: jnp.tanh(y) @ y * t)(told(p, b), column(b)).mean(),
+    "scan": lambda p, b: lax.scan(lambda c, y: (c + y @ column(b)[:, 0], y), 0.0, told(p, b).T)[
+        0
+    ].sum(),
+    "loop": lambda p, b: (lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y), told(p, b)) ** 2).mean(),
+    "branch": lambda p, b: lax.cond(b["mask"][0] > 0, jnp.sin, jnp.tanh, told(p, b)).mean(),
+    "blocks made of the batch": lambda p, b: (
+        net(p, {"x": jnp.concatenate([b["x"], -b["x"]])}) * twice(b)[:, :3]
     ).mean(),
-    "by columns": by_columns,
-    "a loop": lambda p, b: jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y), told(p, b)).mean(),
-    "a branch": lambda p, b: jax.lax.cond(
-        b["mask"].sum() > 2, lambda y: 2 * y, jnp.tanh, told(p, b)
-    ).mean(),
-    "beside the batch": lambda p, b: (halves(p, b)[1] * b["t"]).sum(),
-    "largest": lambda p, b: jax.nn.logsumexp(told(p, b), -1).mean(),
-    "one array": lambda p, b: (jnp.concatenate([told(p, b)[: len(b["x"])]]) * b["t"]).sum(),
 }
 
 
-@pytest.mark.parametrize("count", [2, 4, ROWS])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name, count):
     check(EQUAL[name], P, B, count)
+
+
+REFUSED = {
+    "slice": lambda p, b: told(p, b)[1:].mean(),
+    "slice, half a part": lambda p, b: told(p, b)[: len(b["x"]) // 2].mean(),
+    "split": lambda p, b: jnp.split(quarters(p, b), 2)[0].mean(),
+    "rev": lambda p, b: (told(p, b)[::-1] * column(b)).mean(),
+    "reshape": lambda p, b: told(p, b).reshape(-1, 2, 3).prod(1).mean(),
+    "dot_general": lambda p, b: jax.nn.softmax(told(p, b) @ told(p, b).T).mean(),
+    "mul, blocks": lambda p, b: (told(p, b) * twice(b)[:, :3]).mean(),
+    "mul, rows": lambda p, b: (told(p, b) * jnp.arange(2 * len(b["x"]))[:, None]).mean(),
+    "mul, other parts": lambda p, b: (
+        quarters(p, b) * jnp.concatenate([quarters(p, b)[len(b["x"]) :], made(p, b)[:, :3]])
+    ).mean(),
+    "mul, in a slice": lambda p, b: launcher.per_slice(jnp.multiply)(
+        told(p, b), twice(b)[:, :3]
+    ).mean(),
+    "dot_general, in a slice": lambda p, b: launcher.per_slice(jnp.matmul)(
+        told(p, b), told(p, b).T
+    ).mean(),
+    "mul, equal rows": lambda p, b: (  # the parts end within one of them
+        jnp.concatenate([made(p, b)[:, 0], twice(b)[:, 0]])
+        * jnp.broadcast_to(p["bias"], b["t"].shape).reshape(-1)
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("count", [2, ROWS])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, count):
+    words = rf"{name.split(',')[0]} at \S*test_rows_in_parts.py:.* joins examples"
+    with pytest.raises(JoinedError, match=words):
+        check(REFUSED[name], P, B, count)
+
+
+def test_a_result_in_parts_says_what_to_return():
+    with pytest.raises(BatchError, match="return each of the arrays that it joins as a result of"):
+        check(lambda p, b: (told(p, b).mean(), told(p, b)), P, B, 2, has_aux=True)
+
+
+def test_a_slice_norms_its_own_rows_of_each_part():
+    def loss(p, b):
+        real, fake = jnp.split(launcher.per_slice(normed)(told(p, b)), 2)
+        return (real * b["t"] - fake * column(b)[: len(b["x"])]).mean()
+
+    (value,), _, _ = by_slices.by_slices(loss, P, B, 2)
+    own = [jax.tree.map(lambda x, s=s: jnp.split(x, 2)[s], B) for s in range(2)]
+    np.testing.assert_allclose(value, np.mean([loss(P, b) for b in own]), rtol=1e-5)
+
+
+def images(p, noise):
+    """The generator: a dense layer and a transposed convolution."""
+    h = jax.nn.relu(noise @ p["dense"]).reshape(-1, 4, 4, 3)
+    return jnp.tanh(lax.conv_transpose(h, p["conv"], (2, 2), "SAME"))
+
+
+def scores(p, x):
+    """The discriminator: two convolutions and a dense layer."""
+    for layer in ("first", "second"):
+        x = lax.conv_general_dilated(
+            x, p[layer], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.leaky_relu(x, 0.2)
+        launcher.mark_pipeline_boundary()
+    return x.reshape(len(x), -1) @ p["dense"]
+
+
+def gan_step(state, b):
+    """A step of the discriminator, on smoothed labels, and one of the generator."""
+    one, two, moments = state
+
+    def told_apart(p):
+        fake = lax.stop_gradient(images(two, b["noise"]))
+        labels = jnp.concatenate([jnp.full(len(fake), 0.9), jnp.zeros(len(fake))])
+        logits = scores(p, jnp.concatenate([b["real"], fake]))[:, 0]
+        hits = jnp.split((logits > 0) == (labels > 0), 2)
+        each = optax.sigmoid_binary_cross_entropy(logits, labels)
+        return each.mean(), [half.mean() for half in hits]
+
+    found, grads = launcher.value_and_grad(told_apart, has_aux=True)(one)
+    updates, moments = optax.adam(1e-3).update(grads, moments)
+    one = optax.apply_updates(one, updates)
+    missed, grads = launcher.value_and_grad(
+        lambda p: jax.nn.softplus(-scores(one, images(p, b["noise"]))).mean()
+    )(two)
+    two = jax.tree.map(lambda p, g: p - 0.1 * g, two, grads)
+    return (one, two, moments), (found, missed)
+
+
+STAGES = launcher.UniformStageOption(num_stages=2)
+METHODS = {
+    "stages": (launcher.PipeshardParallel(num_micro_batches=4, stage_option=STAGES), 2),
+    "two microbatches": (launcher.DataParallel(num_micro_batches=2), 1),
+    "data": (launcher.DataParallel(), 2),
+    "zero3": (launcher.Zero3Parallel(), 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_a_gan(name):
+    one = {"first": normal(3, 3, 1, 4), "second": normal(3, 3, 4, 4), "dense": normal(16, 1)}
+    two = {"dense": normal(5, 48) / 2, "conv": normal(3, 3, 3, 1) / 2}
+    state = one, two, optax.adam(1e-3).init(one)
+    batch = {"real": np.tanh(normal(16, 8, 8, 1)), "noise": normal(16, 5)}
+    method, count = METHODS[name]
+    step = launcher.parallelize(
+        gan_step, method=method, devices=jax.devices()[:count], donate_argnums=()
+    )
+    got, want = jax.device_get((step(state, batch), jax.jit(gan_step)(state, batch)))
+    plan = step.last_plan
+    assert plan.num_micro_batches * plan.num_replicas > 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)

@@ -17,7 +17,6 @@ use: the loss makes a typed key of it, or of parts of it. Pure.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -199,42 +198,30 @@ def operand_relations(axes: Iterable[int | None]) -> list[SliceRelation]:
 
 
 def find_whole_batch(
-    whole: Equation, part: Equation, num_slices: int, constants: Set[int]
+    whole: Equation,
+    part: Equation,
+    num_slices: int,
+    constants: Set[int],
+    fewer_than: int | None = None,
 ) -> Outside | None:
     """Return what is to be computed on the whole batch.
 
-    Arrays joined along the examples are, unless fewer results are then joined if they are not:
-    labels beside real and fake examples are in the same parts as these.
+    Arrays joined along the examples are, unless that joins examples in more results than if they
+    stay in parts: labels beside real and fake examples are in the same parts as these.
 
     Args:
         whole: the equation of the loss on the whole batch.
         part: the equation of the loss on one slice.
         num_slices: how many slices.
         constants: the operands of the loss that are captured arrays.
-    """
-    if len(whole.invars) != len(part.invars):
-        return None
-    if not same_structure(whole.params["jaxpr"], part.params["jaxpr"]):
-        return None
-    find = functools.partial(_find, whole, part, num_slices, constants)
-    found, lost = find(in_parts=False)
-    if lost:
-        other, fewer = find(in_parts=True)
-        found = other if fewer < lost else found
-    return found
-
-
-def _find(
-    whole: Equation, part: Equation, num_slices: int, constants: Set[int], in_parts: bool
-) -> tuple[Outside, int]:
-    """Return what is to be computed on the whole batch, and how many results are still joined.
-
-    `in_parts`: whether arrays joined along the examples stay in parts; the rest is as above.
+        fewer_than: if given, arrays stay in parts, and None is returned unless fewer results join.
     """
     a, b = whole.params["jaxpr"], part.params["jaxpr"]
+    if len(whole.invars) != len(part.invars) or not same_structure(a, b):
+        return None
     axes = operand_axes(whole, part, num_slices)
     cut = {i for i, axis in enumerate(axes) if axis is not None}
-    finder = _Finder(_free(whole, cut | constants), _places(a), in_parts)
+    finder = _Finder(_free(whole, cut | constants), _places(a), fewer_than is not None)
     followed = follow_relations(a, b, operand_relations(axes), num_slices, finder.visit)
     made = _places(b)
     used = {v for eqn in b.eqns for v in eqn.invars if is_var(v)}  # maybe as indices into a slice
@@ -253,8 +240,11 @@ def _find(
     for eqn in needed(b.eqns, reached()):
         if _draws(eqn, RANDOM):
             finder.found.update(made[v] for v in eqn.outvars if not is_typed(v.aval))
+    found = Outside(tuple(sorted(made[v] for v in reached())), a)
     lost = sum(isinstance(p, Joined) for p in followed.outs)
-    return Outside(tuple(sorted(made[v] for v in reached())), a), lost
+    if fewer_than is not None:
+        return found if lost < fewer_than else None
+    return (find_whole_batch(whole, part, num_slices, constants, lost) if lost else None) or found
 
 
 def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) -> bool:
@@ -308,7 +298,8 @@ class _Finder:
         free: the values that depend on the batch, numbers, keys and captured arrays alone.
         places: where each value is made.
         found: the places of the free ones that are to be computed on the whole batch.
-        outside: the relations of which they are.
+        outside: the relations of those; that of arrays joined along the examples, unless they are
+            to stay `in_parts`, is one of them.
     """
 
     def __init__(self, free: set[Var], places: Mapping[Var, ResultIndex], in_parts: bool) -> None:

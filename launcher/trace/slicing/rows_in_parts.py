@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from launcher.trace.ir.jaxpr import Atom, Equation
@@ -22,13 +22,14 @@ from launcher.trace.slicing.relations import (
     Sliced,
     SliceRelation,
     is_unordered,
+    joined_among,
     same_params,
 )
 
 
 def join_rows(pair: Pair, given: Sequence[SliceRelation]) -> Sliced | None:
     """Return a concatenation of arrays that are each cut into slices; None: it is none."""
-    axis = pair.part.params.get("dimension")
+    axis = pair.part.params.get("dimension", -1)
     cut = [p for p in given if isinstance(p, Sharded | InParts) and p.axis == axis]
     if pair.name != "concatenate" or len(cut) < len(given):
         return None
@@ -52,8 +53,8 @@ def with_parts(
     kinds = {(p.shares, v.aval.shape[p.axis]) for v, p in operands if isinstance(p, InParts)}
     if not kinds or pair.name in BARRIERS:
         return rule(pair, given)
-    if relations := _cut(pair, given[0]):
-        return Sliced(relations, [pair.part])
+    if pieces := _cut(pair, given[0]):
+        return Sliced(pieces, [pair.part])
     ordered = any(isinstance(p, Sharded | RowNumbers) and not is_unordered(p) for p in given)
     if ordered or len(kinds) > 1:
         return pair.joined()
@@ -70,6 +71,11 @@ def with_parts(
         return Joined(pair.part)
 
     return replace(sliced, relations=[again(*each) for each in enumerate(sliced.relations)])
+
+
+def follows_parts(given: Iterable[SliceRelation], results: Iterable[SliceRelation]) -> bool:
+    """Return whether an equation has operands in parts, and slices can compute its results."""
+    return any(isinstance(p, InParts) for p in given) and joined_among(results) is None
 
 
 def _of_lengths(axis: int, lengths: Sequence[int]) -> SliceRelation:
@@ -91,23 +97,23 @@ def _cut(pair: Pair, operand: SliceRelation) -> list[SliceRelation]:
     """
     if not isinstance(operand, InParts):
         return []
-    borders = [0, *itertools.accumulate(_lengths(pair.part.invars[0], operand))]
-    ranges = (_ranges(eqn, operand.axis) for eqn in (pair.whole, pair.part))
-    found: list[SliceRelation] = []
-    for whole, own in zip(*ranges, strict=True):
-        between = own[0] < own[1] and whole == tuple(pair.num_slices * n for n in own)
-        between &= {*own} <= {*borders} and (pair.name == "split" or same_params(pair))
-        first, last = map(borders.index, own) if between else (0, 0)
-        kept = operand.shares[first:last]
-        found.append(_of_lengths(operand.axis, kept) if kept else Joined(pair.part))
-    return found
+    pieces = (_pieces(eqn, operand) for eqn in (pair.whole, pair.part))
+    alike = pair.name == "split" or same_params(pair)  # the sizes of a split are in `pieces`
+    kept = [
+        operand.shares[slice(*a)] if alike and a == b else () for a, b in zip(*pieces, strict=True)
+    ]
+    return [_of_lengths(operand.axis, n) if n else Joined(pair.part) for n in kept]
 
 
-def _ranges(eqn: Equation, axis: int) -> list[tuple[int, int]]:
-    """Return where each result begins and ends along an axis that the equation cuts."""
-    params = eqn.params
+def _pieces(eqn: Equation, operand: InParts) -> list[tuple[int, int]]:
+    """Return which parts, from the first to before the last, make each result; none: (n, 0)."""
+    axis, params = operand.axis, eqn.params
+    borders = [0, *itertools.accumulate(_lengths(eqn.invars[0], operand))]
     if eqn.primitive.name == "slice" and (params["strides"] or {axis: 1})[axis] == 1:
-        return [(params["start_indices"][axis], params["limit_indices"][axis])]
-    if eqn.primitive.name == "split" and params["axis"] == axis:
-        return list(itertools.pairwise([0, *itertools.accumulate(map(int, params["sizes"]))]))
-    return []
+        ends = [params["start_indices"][axis], params["limit_indices"][axis]]
+    elif eqn.primitive.name == "split" and params["axis"] == axis:
+        ends = [0, *itertools.accumulate(map(int, params["sizes"]))]
+    else:
+        return []
+    place = {n: k for k, n in enumerate(borders)}
+    return [(place.get(n, len(place)), place.get(m, 0)) for n, m in itertools.pairwise(ends)]
