@@ -97,23 +97,22 @@ def _cut(pair: Pair, operand: SliceRelation) -> list[SliceRelation]:
     """
     if not isinstance(operand, InParts):
         return []
-    pieces = (_pieces(eqn, operand) for eqn in (pair.whole, pair.part))
-    alike = pair.name == "split" or same_params(pair)  # the sizes of a split are in `pieces`
-    kept = [
-        operand.shares[slice(*a)] if alike and a == b else () for a, b in zip(*pieces, strict=True)
-    ]
+    alike = pair.name == "split" or same_params(pair)  # the sizes of a split are in `_pieces`
+    whole, own = (_pieces(pair.name, eqn, operand) for eqn in (pair.whole, pair.part))
+    same = [a if alike and a == b else (0, 0) for a, b in zip(whole, own, strict=True)]
+    kept = [operand.shares[first:last] for first, last in same]
     return [_of_lengths(operand.axis, n) if n else Joined(pair.part) for n in kept]
 
 
-def _pieces(eqn: Equation, operand: InParts) -> list[tuple[int, int]]:
-    """Return which parts, from the first to before the last, make each result; none: (n, 0)."""
+def _pieces(name: str, eqn: Equation, operand: InParts) -> list[tuple[int, int]]:
+    """Return of each result its first part and the one after its last; (n, 0): it is no parts."""
     axis, params = operand.axis, eqn.params
-    borders = [0, *itertools.accumulate(_lengths(eqn.invars[0], operand))]
-    if eqn.primitive.name == "slice" and (params["strides"] or {axis: 1})[axis] == 1:
+    if name == "slice" and (params["strides"] or {axis: 1})[axis] == 1:
         ends = [params["start_indices"][axis], params["limit_indices"][axis]]
-    elif eqn.primitive.name == "split" and params["axis"] == axis:
-        ends = [0, *itertools.accumulate(map(int, params["sizes"]))]
+    elif name == "split" and params["axis"] == axis:
+        ends = [0, *itertools.accumulate(params["sizes"])]
     else:
         return []
+    borders = [0, *itertools.accumulate(_lengths(eqn.invars[0], operand))]
     place = {n: k for k, n in enumerate(borders)}
     return [(place.get(n, len(place)), place.get(m, 0)) for n, m in itertools.pairwise(ends)]
