@@ -99,6 +99,15 @@ REFUSED = {
     "mul, other parts": lambda p, b: (
         quarters(p, b) * jnp.concatenate([quarters(p, b)[len(b["x"]) :], made(p, b)[:, :3]])
     ).mean(),
+    "mul, a branch": lambda p, b: (  # equal rows, or blocks
+        told(p, b) * lax.cond(b["mask"].sum() > 2, lambda y: y, jnp.zeros_like, twice(b)[:, :3])
+    ).mean(),
+    "mul, a loop": lambda p, b: (
+        told(p, b)
+        * lax.fori_loop(
+            0, 2, lambda _, y: y + p["bias"] * twice(b)[:, :3], 0 * column(b) * jnp.ones(3)
+        )
+    ).mean(),
     "mul, in a slice": lambda p, b: launcher.per_slice(jnp.multiply)(
         told(p, b), twice(b)[:, :3]
     ).mean(),
