@@ -103,11 +103,13 @@ REFUSED = {
     "mul, a branch": lambda p, b: (  # equal rows, or blocks
         told(p, b) * lax.cond(b["mask"].sum() > 2, lambda y: y, jnp.zeros_like, twice(b)[:, :3])
     ).mean(),
-    "mul, a loop": lambda p, b: (
+    "mul, a loop": lambda p, b: (  # whose state is equal rows at first
         told(p, b)
-        * lax.fori_loop(
-            0, 2, lambda _, y: y + p["bias"] * twice(b)[:, :3], jnp.zeros((2 * len(b["x"]), 3))
-        )
+        * lax.scan(
+            lambda y, w: (y + w * twice(b)[:, :3], None),
+            jnp.zeros((2 * len(b["x"]), 3)),
+            p["bias"],
+        )[0]
     ).mean(),
     "mul, in a slice": lambda p, b: launcher.per_slice(jnp.multiply)(
         told(p, b), twice(b)[:, :3]
