@@ -427,7 +427,7 @@ PROGRAMS = {
     ),
     # what joins examples
     "named axis": of_loss(named_axis, refused=JOINED),
-    "real and fake": of_loss(real_and_fake, refused=JOINED),
+    "real and fake": of_loss(real_and_fake),
     "normalized gradient": of_loss(lambda p, b: squares(normalized(net(p, b)), b), refused=JOINED),
     "kernel": of_loss(with_kernel, refused=one_microbatch_only("pallas_call at .* joins examples")),
     "ridge": of_loss(ridge, refused=JOINED),

@@ -203,9 +203,6 @@ REFUSED = {
     "balance of experts": lambda p, b: (
         losses(p, b).mean() + (net(p, b).mean(0) * jax.nn.softmax(net(p, b)).mean(0)).sum()
     ),
-    "two views": lambda p, b: first_two(
-        jnp.split(net(p, {"x": jnp.concatenate([b["x"], 2 * b["x"]])}), 2)
-    ).mean(),
     "standardized values": lambda p, b: (
         losses(p, b) / lax.stop_gradient(b["advantage"] - net(p, b)[:, 0]).std()
     ).mean(),

@@ -12,10 +12,9 @@ and on a slice, and followed like any other program. Pure.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -45,6 +44,7 @@ from launcher.trace.ir.jaxpr import (
 from launcher.trace.ir.primitive_kinds import CASES, LINEAR_IN_FIRST, SCALING
 from launcher.trace.primitives import is_per_slice
 from launcher.trace.slicing.relations import (
+    InParts,
     Joined,
     Pair,
     Partial,
@@ -58,8 +58,10 @@ from launcher.trace.slicing.relations import (
     differ,
     joined_among,
     literal_value,
+    mark_unordered,
     relate,
 )
+from launcher.trace.slicing.rows_in_parts import join_rows, with_parts
 
 # Called with each pair of equations and what became of it; may return something else.
 Visit = Callable[[Pair, list[SliceRelation], Sliced], Sliced]
@@ -86,7 +88,7 @@ class Followed:
 
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
         """Return the slice's program in the place of the traced one."""
-        return dataclasses.replace(jaxpr, eqns=self.equations, outvars=self.outvars)
+        return replace(jaxpr, eqns=self.equations, outvars=self.outvars)
 
 
 def same_structure(whole: Jaxpr, part: Jaxpr) -> bool:
@@ -167,13 +169,10 @@ def relate_equation(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
     """Return the relations of the results of any equation."""
     lost = joined_among(given)
     if is_per_slice(pair.part):
-        alike = all(isinstance(p, Replicated) for p in given)
-        own = [lost or pair.own_value(j) for j in pair.results]
-        same = [Replicated() if alike and p == PerSlice() else p for p in own]
-        return Sliced(same, [pair.part])
+        return pair.all(lost) if lost else with_parts(pair, given, _own_values)
     plain = pair.name.startswith(("reduce", "scatter", "cum", "custom_lin"))
     if plain or not any(sub_jaxprs(pair.part)):
-        return relate(pair, given)
+        return join_rows(pair, given) or with_parts(pair, given, relate)
     if lost is not None:
         return pair.all(lost)
     if any(isinstance(p, RowNumbers) for p in given):
@@ -183,6 +182,14 @@ def relate_equation(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
     if pair.name == "while":
         return _while(pair, given)
     return _alternatives(pair, given) if alternatives(pair.part) else relate(pair, given)
+
+
+def _own_values(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
+    """Return the results of an equation that is meant of the slice alone (`per_slice`)."""
+    alike = all(isinstance(p, Replicated) for p in given)
+    own = [pair.own_value(j) for j in pair.results]
+    same = [Replicated() if alike and p == PerSlice() else p for p in own]
+    return Sliced(mark_unordered(pair, given, same), [pair.part])
 
 
 def _alternatives(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
@@ -222,15 +229,22 @@ def _scan(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
         return Sliced([pair.own_value(j) for j in pair.results], [pair.part])
     if pair.whole.params["length"] != pair.part.params["length"]:
         return pair.joined()
-    rows = [Sharded(p.axis - 1) if isinstance(p, Sharded) else p for p in xs]
+    rows = [_behind(p, -1) for p in xs]
 
     def body(state: list[SliceRelation]) -> Followed:
         return _inside(pair, a, b, [*given[:consts], *state, *rows])
 
     state, found = _fixed_point(given[consts : consts + carry], body, pair.part)
-    stacked = [Sharded(p.axis + 1) if isinstance(p, Sharded) else p for p in found.outs[carry:]]
+    stacked = [_behind(p, 1) for p in found.outs[carry:]]
     outs = [*state, *(Joined(pair.part) if isinstance(p, RowNumbers) else p for p in stacked)]
     return _rewritten(pair, outs, [found.program(b)], found.changed)
+
+
+def _behind(relation: SliceRelation, count: int) -> SliceRelation:
+    """Return the relation of a value that stands behind so many more axes."""
+    if isinstance(relation, Sharded | InParts):
+        return replace(relation, axis=relation.axis + count)
+    return relation
 
 
 def _while(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
@@ -253,7 +267,7 @@ def _fixed_point(
     initial: Sequence[SliceRelation], body: Callable[[list[SliceRelation]], Followed], eqn: Equation
 ) -> tuple[list[SliceRelation], Followed]:
     """Return the relations that a loop's state keeps from one iteration to the next."""
-    state = list(initial)
+    state = [_ordered(p) for p in initial]
     while True:
         found = body(state)
         after = zip(state, found.outs[: len(state)], strict=True)
@@ -397,7 +411,7 @@ def _keeps_cotangents(
     for j, (operand, relation) in enumerate(zip(given, found.outs, strict=True)):
         if relation == Replicated(zero=True) or _is_zero(whole.outvars[j], whole.eqns):
             continue
-        own = isinstance(operand, Sharded) and relation == operand
+        own = isinstance(operand, Sharded | InParts) and relation == operand
         added = isinstance(relation, Partial) and relation.op in ops
         if not (own or added):
             return False
@@ -455,7 +469,11 @@ def _of_seed(out: SliceRelation, pair: Pair) -> SliceRelation:
     """Return the relation of a result's cotangent."""
     if isinstance(out, Replicated):
         return Partial("sum", pair.part)  # each slice has the part of its own rows
-    return Replicated() if isinstance(out, Partial) else out
+    return Replicated() if isinstance(out, Partial) else _ordered(out)
+
+
+def _ordered(relation: SliceRelation) -> SliceRelation:
+    return Sharded(relation.axis) if isinstance(relation, Sharded) else relation
 
 
 def _without_zero(relation: SliceRelation) -> SliceRelation:

@@ -62,6 +62,7 @@ from launcher.trace.slicing.follow_relations import (
 )
 from launcher.trace.slicing.relations import (
     UNEVEN,
+    InParts,
     Joined,
     Pair,
     Partial,
@@ -197,22 +198,30 @@ def operand_relations(axes: Iterable[int | None]) -> list[SliceRelation]:
 
 
 def find_whole_batch(
-    whole: Equation, part: Equation, num_slices: int, constants: Set[int]
+    whole: Equation,
+    part: Equation,
+    num_slices: int,
+    constants: Set[int],
+    fewer_than: int | None = None,
 ) -> Outside | None:
     """Return what is to be computed on the whole batch.
+
+    Arrays joined along the examples are, unless that joins examples in more results than if they
+    stay in parts: labels beside real and fake examples are in the same parts as these.
 
     Args:
         whole: the equation of the loss on the whole batch.
         part: the equation of the loss on one slice.
         num_slices: how many slices.
         constants: the operands of the loss that are captured arrays.
+        fewer_than: if given, arrays stay in parts, and None is returned unless fewer results join.
     """
     a, b = whole.params["jaxpr"], part.params["jaxpr"]
     if len(whole.invars) != len(part.invars) or not same_structure(a, b):
         return None
     axes = operand_axes(whole, part, num_slices)
     cut = {i for i, axis in enumerate(axes) if axis is not None}
-    finder = _Finder(_free(whole, cut | constants), _places(a))
+    finder = _Finder(_free(whole, cut | constants), _places(a), fewer_than is not None)
     followed = follow_relations(a, b, operand_relations(axes), num_slices, finder.visit)
     made = _places(b)
     used = {v for eqn in b.eqns for v in eqn.invars if is_var(v)}  # maybe as indices into a slice
@@ -231,7 +240,11 @@ def find_whole_batch(
     for eqn in needed(b.eqns, reached()):
         if _draws(eqn, RANDOM):
             finder.found.update(made[v] for v in eqn.outvars if not is_typed(v.aval))
-    return Outside(tuple(sorted(made[v] for v in reached())), a)
+    found = Outside(tuple(sorted(made[v] for v in reached())), a)
+    lost = sum(isinstance(p, Joined) for p in followed.outs)
+    if fewer_than is not None:
+        return found if lost < fewer_than else None
+    return (find_whole_batch(whole, part, num_slices, constants, lost) if lost else None) or found
 
 
 def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) -> bool:
@@ -285,11 +298,14 @@ class _Finder:
         free: the values that depend on the batch, numbers, keys and captured arrays alone.
         places: where each value is made.
         found: the places of the free ones that are to be computed on the whole batch.
+        outside: the relations of those; that of arrays joined along the examples, unless they are
+            to stay `in_parts`, is one of them.
     """
 
-    def __init__(self, free: set[Var], places: Mapping[Var, ResultIndex]) -> None:
+    def __init__(self, free: set[Var], places: Mapping[Var, ResultIndex], in_parts: bool) -> None:
         self.free, self.places = free, places
         self.found: set[ResultIndex] = set()
+        self.outside = Joined | Partial if in_parts else Joined | Partial | InParts
 
     def visit(self, pair: Pair, given: list[SliceRelation], sliced: Sliced) -> Sliced:
         """Return what became of an equation, with whole-batch values where slices cannot."""
@@ -302,7 +318,7 @@ class _Finder:
             shape = pair.by_shape(j)
             if isinstance(shape, Joined):
                 continue
-            needed_whole = isinstance(relations[j], Joined | Partial) or pair.name in KEY_MAKERS
+            needed_whole = isinstance(relations[j], self.outside) or pair.name in KEY_MAKERS
             # Numbers of no example are drawn once; some kinds are drawn in a loop.
             drawn = isinstance(shape, Replicated) and draws and not is_typed(v.aval)
             if needed_whole or drawn:

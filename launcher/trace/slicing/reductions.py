@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from launcher.trace.errors import BatchError, JoinedError, ReduceError
 from launcher.trace.ir.jaxpr import Equation, source_line
 from launcher.trace.slicing.relations import (
+    InParts,
     Joined,
     Partial,
     PerSlice,
@@ -91,6 +92,8 @@ def _word(name: str, relation: SliceRelation, num_slices: int, is_averaged: bool
     remedy = 'say reduce="last", or return a floating-point number of a fixed shape'
     if isinstance(relation, Sharded):
         remedy = "transpose it, so that the examples come first"
+    if isinstance(relation, InParts):
+        remedy = "return each of the arrays that it joins as a result of its own"
     if isinstance(relation, RowNumbers):
         remedy = "it numbers the rows: number them outside of the loss"
     raise BatchError(f"{name} cannot be combined from {num_slices} slices of the batch; {remedy}")

@@ -48,9 +48,24 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Sharded:
-    """The value of slice `s` is block `s` of the whole batch's value along this axis."""
+    """The value of slice `s` is block `s` of the whole batch's value along this axis.
+
+    `unordered`: whether other rows would do as well: all are equal, or each slice draws its own.
+    """
 
     axis: int
+    unordered: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class InParts:
+    """The value is several joined along this axis, and slice `s` has block `s` of each of them.
+
+    `shares`: their lengths, in lowest terms.
+    """
+
+    axis: int
+    shares: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ class Joined:
         return f"{what} at {line}" if line else what
 
 
-SliceRelation: TypeAlias = Replicated | Sharded | RowNumbers | Partial | PerSlice | Joined
+SliceRelation: TypeAlias = Replicated | Sharded | InParts | RowNumbers | Partial | PerSlice | Joined
 
 
 def joined_among(given: Iterable[SliceRelation]) -> Joined | None:
@@ -124,7 +139,7 @@ def common(relations: Iterable[SliceRelation], eqn: Equation) -> SliceRelation:
 
     Zeros are a partial result of any kind, and a replicated value is its own mean.
     """
-    given = list(relations)
+    given = sorted(relations, key=is_unordered)  # of equal ones a set keeps the first
     lost = joined_among(given)
     if lost is not None:
         return lost
@@ -136,6 +151,11 @@ def common(relations: Iterable[SliceRelation], eqn: Equation) -> SliceRelation:
         if other == Partial("mean", eqn) or isinstance(other, PerSlice):
             return other
     return known.pop() if len(known) == 1 else Joined(eqn)
+
+
+def is_unordered(relation: SliceRelation) -> bool:
+    """Return whether a value is sharded, and any other rows would do."""
+    return isinstance(relation, Sharded) and relation.unordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +275,7 @@ def relate(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
             return pair.joined()  # each row has the total
         if pair.name in SCALING:
             return _scaled(pair, given) or pair.joined()
-    if pair.name not in DRAWS and not _same_params(pair):  # a draw's shape is that for one key
+    if pair.name not in DRAWS and not same_params(pair):  # a draw's shape is that for one key
         return pair.joined()
     numbered = pair.with_whole_numbers()
     sliced = _related(numbered, given)
@@ -271,7 +291,7 @@ def _related(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
         relations = [pair.own_value(j) for j in pair.results]
     else:
         relations = [_of_replicated(pair, given, j) for j in pair.results]
-    return Sliced(relations, [pair.part])
+    return Sliced(mark_unordered(pair, given, relations), [pair.part])
 
 
 def _of_replicated(pair: Pair, given: Sequence[SliceRelation], result: int) -> SliceRelation:
@@ -296,13 +316,27 @@ def _is_zero(pair: Pair, given: Sequence[SliceRelation]) -> bool:
     return zero and not _fills(pair, given)
 
 
+def mark_unordered(
+    pair: Pair, given: Sequence[SliceRelation], relations: Sequence[SliceRelation]
+) -> Sequence[SliceRelation]:
+    """Return the relations of results, unordered where nothing that they are made of has an order.
+
+    A reshape makes several rows, other than one another, of a row.
+    """
+    operands = zip(pair.whole.invars, pair.part.invars, given, strict=True)
+    ordered = any(a.aval.shape != b.aval.shape and not is_unordered(p) for a, b, p in operands)
+    if ordered or pair.name == "reshape":
+        return relations
+    return [replace(p, unordered=True) if isinstance(p, Sharded) else p for p in relations]
+
+
 def _fills(pair: Pair, given: Sequence[SliceRelation]) -> bool:
     """Return whether an equation adds numbers of its own: a look-up out of bounds, or a pad."""
     pads = pair.name == "pad" and given[1] != Replicated(zero=True)
     return pads or bool(pair.part.params.get("fill_value"))
 
 
-def _same_params(pair: Pair) -> bool:
+def same_params(pair: Pair) -> bool:
     """Return whether an equation's own numbers differ only along axes that grow with the batch."""
     atoms = (*pair.whole.invars, *pair.whole.outvars), (*pair.part.invars, *pair.part.outvars)
     shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(*atoms, strict=True)]

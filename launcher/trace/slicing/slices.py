@@ -61,6 +61,7 @@ from launcher.trace.slicing.outside_loss import (
 )
 from launcher.trace.slicing.reductions import check_same_results, reductions
 from launcher.trace.slicing.relations import Pair, Sliced, SliceRelation, differ, joined_among
+from launcher.trace.slicing.rows_in_parts import follows_parts
 
 ANY_LAYER = -1
 
@@ -277,7 +278,7 @@ def _follow(
 
     def visit(pair: Pair, given: list[SliceRelation], sliced: Sliced) -> Sliced:
         i = next(index)
-        if sliced.changed:
+        if sliced.changed or follows_parts(given, sliced.relations):
             if i not in same or len(equations[same[i]].invars) != len(pair.part.invars):
                 raise unlike_program(part)
             own_pair = Pair(whole.eqns[i], equations[same[i]], num_slices)
