@@ -55,6 +55,7 @@ from launcher.trace import (
     needed,
     read_jaxpr,
     renamed,
+    replace_bodies,
     scan_counts,
 )
 
@@ -368,7 +369,14 @@ class _Scan:
             state, rows = jax.lax.scan(one, [*operands[:m]], [*operands[m:]], **how)
             return [*state[:n], *rows]
 
-        return called_instead(self.eqn, scan, [self.inputs[v] for v in given])
+        def at_its_line(jaxpr: Jaxpr) -> Jaxpr:
+            info = self.eqn.source_info.replace(name_stack=jaxpr.eqns[0].source_info.name_stack)
+            return dataclasses.replace(
+                jaxpr, eqns=[eqn.replace(source_info=info) for eqn in jaxpr.eqns]
+            )
+
+        call = called_instead(self.eqn, scan, [self.inputs[v] for v in given])
+        return replace_bodies(call, at_its_line)
 
 
 def _read(eqn: Equation) -> _Scan:

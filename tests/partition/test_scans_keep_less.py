@@ -11,7 +11,7 @@ from launcher.partition.task_programs import trace_stage
 from launcher.schedule import Kind
 from launcher.trace import trace_step
 from launcher.trace.ir.cost import matmul_flops
-from launcher.trace.ir.jaxpr import make_jaxpr, nbytes
+from launcher.trace.ir.jaxpr import make_jaxpr, nbytes, source_line
 
 ROWS, WIDTH, DEPTH = 8, 16, 4
 
@@ -143,6 +143,12 @@ def test_no_product_is_computed_twice(model):
     of, loss = programs(model, jax.lax.scan)
     once = matmul_flops(make_jaxpr(jax.grad(loss), *shapes(DEPTH)).eqns)
     assert flops(of) == once
+
+
+def test_scans_keep_their_source_lines():
+    of, _ = programs(dense, jax.lax.scan)
+    scans = [eqn for eqn in of.joint.equations if eqn.primitive.name == "scan"]
+    assert [source_line(eqn).split(" ")[-1] for eqn in scans] == ["(dense)", "(dense)"]
 
 
 @pytest.mark.devices
