@@ -43,8 +43,10 @@ from launcher.trace.ir.jaxpr import make_jaxpr_and_shape as make_jaxpr_and_shape
 from launcher.trace.ir.jaxpr import nbytes as nbytes
 from launcher.trace.ir.jaxpr import needed as needed
 from launcher.trace.ir.jaxpr import read_jaxpr as read_jaxpr
+from launcher.trace.ir.jaxpr import renamed as renamed
 from launcher.trace.ir.jaxpr import replace_bodies as replace_bodies
 from launcher.trace.ir.jaxpr import runs_again as runs_again
+from launcher.trace.ir.jaxpr import scan_counts as scan_counts
 from launcher.trace.ir.jaxpr import source_line as source_line
 from launcher.trace.ir.jaxpr import splice as splice
 from launcher.trace.ir.jaxpr import structure_text as structure_text
@@ -60,12 +62,14 @@ from launcher.trace.ir.primitive_kinds import FUSED as FUSED
 from launcher.trace.ir.primitive_kinds import GRADIENT_SUMS as GRADIENT_SUMS
 from launcher.trace.ir.primitive_kinds import IN_STEPS as IN_STEPS
 from launcher.trace.ir.primitive_kinds import LENGTHENING as LENGTHENING
+from launcher.trace.ir.primitive_kinds import LOOPS as LOOPS
 from launcher.trace.ir.primitive_kinds import PARTIAL_SUMS as PARTIAL_SUMS
 from launcher.trace.ir.primitive_kinds import PRODUCTS as PRODUCTS
 from launcher.trace.ir.primitive_kinds import REDUCTIONS as REDUCTIONS
 from launcher.trace.ir.primitive_kinds import SEARCHES as SEARCHES
 from launcher.trace.ir.primitive_kinds import SPREADING as SPREADING
 from launcher.trace.open_scans import Stacks as Stacks
+from launcher.trace.open_scans import may_open as may_open
 from launcher.trace.open_scans import with_rows_apart as with_rows_apart
 from launcher.trace.primitives import grad as grad
 from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary

@@ -10,7 +10,7 @@ from launcher.partition.joint_graph import trace_joint
 from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.remat import POLICIES
 from launcher.partition.stages import cut_stages
-from launcher.partition.task_programs import cut, outputs_by_kind, trace_stage
+from launcher.partition.task_programs import cut, outputs_by_kind, trace_stage, with_less_kept
 from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind
 from launcher.trace import trace_step
@@ -78,6 +78,7 @@ def passes_of(layer, stage, kinds, remat="none", together=False):
     joint = trace_joint(
         graph, loss, graph.wrt, data, remat, open_checkpoints=Kind.BACKWARD_WEIGHT in kinds
     )
+    joint = with_less_kept(joint)
     return joint, cut(joint, outputs_by_kind(joint, [0], kinds, together))
 
 

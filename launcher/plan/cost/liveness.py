@@ -22,11 +22,14 @@ from launcher.trace import (
     COSTLY,
     FUSED,
     IN_STEPS,
+    LOOPS,
     PARTIAL_SUMS,
     REDUCTIONS,
     Atom,
+    Body,
     Equation,
     Var,
+    bodies,
     is_var,
 )
 
@@ -72,7 +75,11 @@ class Liveness:
         self._first = [[v for v in copied if v not in defined] for copied in turned]
         self._turned = [[v for v in copied if v in defined] for copied in turned]
         self._steps = [eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0) for eqn in self.equations]
-        every = self._made, self._dying, self._first, self._turned, self._steps
+        self._bodies = [
+            [_of_body(body, as_soon) for body in bodies(eqn)] if eqn.primitive.name in LOOPS else []
+            for eqn in self.equations
+        ]
+        every = self._made, self._dying, self._first, self._turned, self._steps, self._bodies
         self._events = [k for k, of in enumerate(zip(*every, strict=True)) if any(of)]
 
     def peak(self, size: Size) -> float:
@@ -120,6 +127,7 @@ class Liveness:
             written_over = made and self.equations[place].primitive.name in FUSED
             level += made
             beside = sum(map(size, (*self._turned[place], *self._steps[place])))
+            beside += sum(body.peak(size) for body in self._bodies[place])
             yield place, level + beside - (min(made, freed) if written_over else 0.0)
             level -= freed + sum(map(size, self._first[place]))
 
@@ -129,6 +137,12 @@ class Liveness:
         for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
             level += sum(map(size, made)) - sum(map(size, dying))
         return level
+
+
+def _of_body(body: Body, as_soon: bool) -> Liveness:
+    """Return what a loop's body stores; the rows that it makes are written to where they belong."""
+    outs, rows = body.jaxpr.outvars, body.stacked_outputs.start
+    return Liveness(body.jaxpr.eqns, outs[:rows], outs[rows:], as_soon)
 
 
 def _housed(values: Sequence[float], buffers: Sequence[float]) -> float:
