@@ -27,6 +27,7 @@ from launcher.partition import (
     axes,
     scatter_dim,
     sum_places,
+    without,
 )
 from launcher.partition import parts as count_parts
 from launcher.trace import Atom, Equation, Jaxpr, free_vars, jaxpr_as_fun
@@ -51,8 +52,7 @@ class BucketSum:
     """The explicit sum of a bucket's gradients over the replicas, by one collective.
 
     XLA would sum each gradient by itself, and does not turn a sum and a slice into a reduce-scatter
-    on CPUs. `packed` and `total` are parts of one replica's program, under
-    `jax.vmap(spmd_axis_name=DATA)`; `whole` takes what that leaves.
+    on CPUs. Its methods are parts of one replica's program, under `jax.vmap(spmd_axis_name=DATA)`.
 
     Attributes:
         layout: the layout of the submesh.
@@ -66,7 +66,7 @@ class BucketSum:
     number: int
     packs: bool
 
-    def packed(self, parts: Sequence[Any]) -> tuple[Any, ...]:
+    def packed(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return the arrays to sum, given a replica's gradients."""
 
         def local(*parts: Any) -> tuple[Any, ...]:
@@ -77,34 +77,27 @@ class BucketSum:
 
         return self._locally(local, self._before, self._crossing, parts)
 
-    def total(self, packed: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the sum over the replicas of what `packed` returns, or this one's share of it."""
+    def total(self, packed: Sequence[Any], parts: Sequence[Any]) -> Sequence[Any]:
+        """Return the sums, or of those that are scattered this replica's share.
+
+        Args:
+            packed: what `packed` returns.
+            parts: the gradients, of which only the types are read.
+        """
+        cut = [zip(x.shape, spec, strict=True) for x, spec in zip(parts, self._before, strict=True)]
+        sizes = self.layout.sizes
+        shapes = [tuple(n // count_parts((axis,), sizes) for n, axis in each) for each in cut]
 
         def local(*packed: Any) -> tuple[Any, ...]:
             if self._scatters:
-                return (jax.lax.psum_scatter(packed[0], DATA, tiled=True),)
-            return tuple(jax.lax.psum(packed, DATA))
-
-        return self._locally(local, self._crossing, self._crossing, packed)
-
-    def whole(self, totals: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-        """Return the gradients, with the specs of `Layout.gradient`.
-
-        Args:
-            totals: what `total` returns, of all replicas.
-            parts: all replicas' gradients, `[replicas, …]`, of which only the types are read.
-        """
-        after = [self.layout.gradient(i) for i in self.bucket.operands]
-        shapes = [_local_shape(p, s, self.layout) for p, s in zip(parts, self._before, strict=True)]
-
-        def local(*totals: Any) -> tuple[Any, ...]:
-            found = self._unpacked([x[0] for x in totals], shapes)
+                found = self._shards(jax.lax.psum_scatter(packed[0], DATA, tiled=True), shapes)
+            else:
+                found = jax.lax.psum(packed, DATA)
+                found = _unpacked(found[0], shapes) if self._is_flat else found
             return tuple(x.astype(part.dtype) for x, part in zip(found, parts, strict=True))
 
-        of_replicas = [(DATA, *spec) for spec in self._crossing]
-        outs = after if self._scatters else self._before
-        summed = self._locally(local, of_replicas, outs, totals)
-        return [constrained(self.layout, x, spec) for x, spec in zip(summed, after, strict=True)]
+        after = [_of_replica(self.layout, i) for i in self.bucket.operands]
+        return self._locally(local, self._crossing, after, packed)
 
     @property
     def _scatters(self) -> bool:
@@ -127,15 +120,9 @@ class BucketSum:
 
     def _locally(
         self, fun: Callable[..., Any], ins: Sequence[Spec], outs: Sequence[Spec], of: Sequence[Any]
-    ) -> Any:
+    ) -> Sequence[Any]:
         with jax.named_scope(f"{GRADIENT_SUM}_{self.number}"):
-            return jax.shard_map(
-                fun,
-                mesh=abstract_mesh(self.layout.sizes),
-                in_specs=tuple(PartitionSpec(*spec) for spec in ins),
-                out_specs=tuple(PartitionSpec(*spec) for spec in outs),
-                check_vma=False,  # packed with one cut along `model`, any seems to vary along it
-            )(*of)
+            return _locally(self.layout, fun, ins, outs, of)
 
     def _rows(self, own: Sequence[Any]) -> list[Any]:
         """Return gradients with a row for each replica.
@@ -147,27 +134,21 @@ class BucketSum:
         replicas = self.layout.sizes[DATA]
         return [jnp.moveaxis(x, d, 0).reshape(replicas, -1) for x, d in zip(own, at, strict=True)]
 
-    def _unpacked(self, totals: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Sequence[Any]:
-        """Return this device's part of each sum; `shapes`: of its gradients."""
-        if not self._is_flat:
-            return totals
-        share = self.layout.sizes[DATA] if self._scatters else 1
-        ends = np.cumsum([math.prod(shape) // share for shape in shapes])
-        pieces = zip(jnp.split(totals[0], ends[:-1]), shapes, strict=True)
-        if self._scatters:
-            operands = self.bucket.operands
-            return [self._shard(i, *each) for i, each in zip(operands, pieces, strict=True)]
-        return [piece.reshape(shape) for piece, shape in pieces]
-
-    def _shard(self, i: int, piece: Any, shape: tuple[int, ...]) -> Any:
-        d, sizes = scatter_dim(self.layout, i) or 0, self.layout.sizes
-        rest = [n for at, n in enumerate(shape) if at != d]
-        shard = jnp.moveaxis(piece.reshape(shape[d] // sizes[DATA], *rest), 0, d)
-        if ROWS in axes(self.layout.gradient(i)[d]):
-            size = shard.shape[d] // sizes[ROWS]
-            start = jax.lax.axis_index(ROWS) * size
-            shard = jax.lax.dynamic_slice_in_dim(shard, start, size, d)
-        return shard
+    def _shards(self, total: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """Return this device's shard of each sum; `shapes`: of its gradients."""
+        sizes, found = self.layout.sizes, []
+        at = [scatter_dim(self.layout, i) or 0 for i in self.bucket.operands]
+        first = [
+            (n[d] // sizes[DATA], *n[:d], *n[d + 1 :]) for n, d in zip(shapes, at, strict=True)
+        ]
+        for i, d, piece in zip(self.bucket.operands, at, _unpacked(total, first), strict=True):
+            shard = jnp.moveaxis(piece, 0, d)
+            if ROWS in axes(self.layout.gradient(i)[d]):
+                size = shard.shape[d] // sizes[ROWS]
+                start = jax.lax.axis_index(ROWS) * size
+                shard = jax.lax.dynamic_slice_in_dim(shard, start, size, d)
+            found.append(shard)
+        return found
 
 
 def bucket_sums(layout: Layout, buckets: Sequence[Bucket]) -> list[BucketSum]:
@@ -191,86 +172,106 @@ def sum_buckets(
     """
     found: dict[int, Any] = {}
     for each in bucket_sums(layout, buckets):
-        own = [parts[i] for i in each.bucket.operands]
-        totals = jax.vmap(lambda own, s=each: s.total(s.packed(own)), spmd_axis_name=DATA)(own)
-        found.update(zip(each.bucket.operands, each.whole(totals, own), strict=True))
+
+        def summed(own: Sequence[Any], each: BucketSum = each) -> Sequence[Any]:
+            return each.total(each.packed(own), own)
+
+        operands = each.bucket.operands
+        totals = jax.vmap(summed, spmd_axis_name=DATA)([parts[i] for i in operands])
+        found.update((i, of_replicas(layout, i, x)) for i, x in zip(operands, totals, strict=True))
     return found
 
 
 def with_sums(
     program: TaskProgram, sums: Sequence[BucketSum]
-) -> Callable[..., tuple[Sequence[Any], list[Any]]]:
+) -> Callable[..., tuple[Sequence[Any], dict[int, Any]]]:
     """Return a replica's program with its buckets summed where `sum_places` says.
 
-    It is `fun(summand, *inputs) -> (the program's results, what each bucket's `total` returns)`,
-    where `summand(name, value)` returns what is summed of a gradient.
+    It is `fun(summand, *inputs) -> (the program's results, the sums by operand)`, where
+    `summand(name, value)` returns what is summed of a gradient.
     """
     closed, places = program.closed, sum_places(program, [each.bucket for each in sums])
-    results = zip(program.outputs, closed.outvars, strict=True)
-    grads = {name: v for name, v in results if name.kind == "grad"}
-    of_bucket = [[Name("grad", i) for i in each.bucket.operands] for each in sums]
+    grads = dict(zip(program.outputs, closed.outvars, strict=True))
 
-    def fun(summand: Callable[[Name, Any], Any], *given: Any) -> tuple[Sequence[Any], list[Any]]:
+    def fun(summand: Callable[[Name, Any], Any], *given: Any) -> tuple[Any, dict[int, Any]]:
         known = dict(zip(closed.invars, (*program.constants, *given), strict=True))
-        totals: dict[int, Any] = {}
-        latest: tuple[int, ...] = ()
-        begin = 0
 
         def run(equations: Sequence[Equation], outs: Sequence[Atom]) -> Sequence[Any]:
             reads = free_vars(equations, outs)
-            return jaxpr_as_fun(Jaxpr(reads, equations, outs))(*(known[v] for v in reads))
+            body = jaxpr_as_fun(Jaxpr(reads, equations, outs))
+            return list(body(*(known[v] for v in reads)))
 
+        totals: dict[int, Any] = {}
+        latest: dict[int, Any] = {}
+        begin = 0
         for here in places:
             now, rest = closed.eqns[begin : here.place], closed.eqns[here.place :]
             made = {v for eqn in now for v in eqn.outvars}
             leaves = [v for v in free_vars(rest, closed.outvars) if v in made]
             known.update(zip(leaves, run(now, leaves), strict=True))
-            packed = {}
-            for k in here.buckets:
-                parts = run((), [grads[n] for n in of_bucket[k]])
-                packed[k] = sums[k].packed(list(map(summand, of_bucket[k], parts)))
-            held = [totals[k] for k in latest], [known[v] for v in here.ties]
-            if here.ties:
-                _, *held = jax.lax.optimization_barrier((packed, *held))
-            totals.update(zip(latest, held[0], strict=True))
-            known.update(zip(here.ties, held[1], strict=True))
-            totals.update((k, sums[k].total(x)) for k, x in packed.items())
-            latest, begin = here.buckets, here.place
-        outs = run(closed.eqns[begin:], closed.outvars)
-        return outs, [totals[k] for k in range(len(sums))]
+            parts, packed = [], []
+            for each in (sums[k] for k in here.buckets):
+                names = [Name("grad", i) for i in each.bucket.operands]
+                own = run((), [grads[n] for n in names])
+                parts.append(list(map(summand, names, own)))
+                packed.append(each.packed(parts[-1]))
+            ties = [known[v] for v in here.ties]
+            if ties:
+                _, latest, ties = jax.lax.optimization_barrier((packed, latest, ties))
+            known.update(zip(here.ties, ties, strict=True))
+            totals |= latest
+            latest = {}
+            for k, own, arrays in zip(here.buckets, parts, packed, strict=True):
+                found = sums[k].total(arrays, own)
+                latest.update(zip(sums[k].bucket.operands, found, strict=True))
+            begin = here.place
+        return run(closed.eqns[begin:], closed.outvars), totals | latest
 
     return fun
 
 
-def copied(layout: Layout, operand: int, total: Any) -> Any:
-    """Return a gradient's sum as `[replicas, …]`, each device with the copy that it has."""
-    spec = layout.operand(operand)
-    return _locally(layout, lambda x: x[None], spec, (DATA, *spec), total)
+def of_replicas(layout: Layout, operand: int, each: Any) -> Any:
+    """Return a gradient's sum with the spec of `Layout.gradient`.
+
+    Args:
+        layout: the layout of the submesh.
+        operand: what it is the gradient of.
+        each: `[replicas, …]`, each replica's copy, or its share of what is scattered.
+    """
+    before, after = _of_replica(layout, operand), layout.gradient(operand)
+    whole = before if scatter_dim(layout, operand) is None else after
+    (total,) = _locally(layout, lambda x: (x[0],), [(DATA, *before)], [whole], [each])
+    return constrained(layout, total, after)
 
 
-def of_copies(layout: Layout, operand: int, copies: Any) -> Any:
-    """Return a gradient's sum, with the spec of `Layout.gradient`, given what `copied` returns."""
-    spec = layout.operand(operand)
-    total = _locally(layout, lambda x: x[0], (DATA, *spec), spec, copies)
-    return constrained(layout, total, layout.gradient(operand))
+def _of_replica(layout: Layout, operand: int) -> Spec:
+    """Return the spec of a gradient's sum as one replica has it."""
+    if scatter_dim(layout, operand) is None:
+        return layout.operand(operand)
+    return without(layout.gradient(operand), DATA)
 
 
 def _locally(
-    layout: Layout, fun: Callable[[Any], Any], before: Spec, after: Spec, value: Any
-) -> Any:
-    return jax.shard_map(
+    layout: Layout,
+    fun: Callable[..., Any],
+    ins: Sequence[Spec],
+    outs: Sequence[Spec],
+    values: Sequence[Any],
+) -> Sequence[Any]:
+    made: Sequence[Any] = jax.shard_map(
         fun,
         mesh=abstract_mesh(layout.sizes),
-        in_specs=PartitionSpec(*before),
-        out_specs=PartitionSpec(*after),
-        check_vma=False,  # copies are equal, as far as it knows by chance
-    )(value)
+        in_specs=tuple(PartitionSpec(*spec) for spec in ins),
+        out_specs=tuple(PartitionSpec(*spec) for spec in outs),
+        check_vma=False,  # packed with one cut along `model`, any seems to vary along it
+    )(*values)
+    return made
 
 
-def _local_shape(of_all: Any, spec: Spec, layout: Layout) -> tuple[int, ...]:
-    """Return the shape of a device's part of its replica's gradient; `of_all`: all replicas'."""
-    cut = zip(of_all.shape[1:], spec, strict=True)
-    return tuple(n // count_parts((axis,), layout.sizes) for n, axis in cut)
+def _unpacked(total: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Return the arrays of these shapes in a flat one."""
+    pieces = jnp.split(total, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

@@ -36,7 +36,7 @@ from launcher.partition import (
     is_summed_in_place,
     without_transposes,
 )
-from launcher.runtime.programs.collectives import bucket_sums, constrained, copied, with_sums
+from launcher.runtime.programs.collectives import bucket_sums, constrained, of_replicas, with_sums
 from launcher.runtime.programs.partial_sums import emitted_locally
 from launcher.schedule import Kind
 from launcher.trace import Loss, Var, captured
@@ -184,12 +184,10 @@ class _Maker:
             given = dict(zip(inputs, map(self.gathered, inputs, flat), strict=True))
             outs, totals = fun(number, *(given[n] for n in reads))
             values = dict(zip(made, outs, strict=True))
-            for each, total in zip(sums, totals, strict=True):
-                names = [Name("grad", i) for i in each.bucket.operands]
-                found = each.whole(total, [values[n] for n in names])
-                for n, x in zip(names, found, strict=True):
-                    x = copied(self.layout, n.of, x) if Name("per_replica", n.of) in left else x
-                    values[n] = given[n] + x if n in given else x
+            for i, x in totals.items():
+                n, in_place = Name("grad", i), Name("per_replica", i) in left
+                x = x if in_place else of_replicas(self.layout, i, x)
+                values[n] = given[n] + x if n in given else x
             by_name = dict(zip(left, map(values.get, made), strict=True))
             return tuple(by_name[n] for n in outputs)
 
