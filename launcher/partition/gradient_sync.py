@@ -3,8 +3,8 @@
 - How: gradients are packed into buckets in the order in which the backward pass makes them, so that
   a bucket's sum can run under the rest of the pass (Li et al., "PyTorch Distributed", VLDB 2020).
 - When: in every microbatch or once a step, inside a backward pass or after it (`GradientSync`).
-  XLA's schedulers would make all gradients of weights last, to hide sums behind them: each pass is
-  told where in it a bucket must be complete, and the sums before it done (`sum_places`).
+  XLA's schedulers would make all gradients of weights last, to hide sums behind them, so a pass
+  states where each bucket must be complete and the sums before it done (`sum_places`).
 - Where: in place of each replica's gradient, or in a buffer of its own (`is_summed_in_place`).
 
 Pure. The cost model prices these decisions and the runtime carries them out.
@@ -151,9 +151,10 @@ class SumPlace:
     Attributes:
         place: how many of its equations run before.
         buckets: the buckets, by number.
-        ties: what the rest of the backward pass goes on from. It may not do so before these buckets
-            are packed, and those of the place before are summed: nothing else keeps a scheduler
-            from packing at the end, with all that the gradients are made of kept until then.
+        ties: the cotangents that the rest of the backward pass starts from. It must not start
+            before these buckets are packed, and those of the place before are summed: nothing else
+            keeps a scheduler from packing at the end, with all that gradients are made of in
+            memory until then.
     """
 
     place: int

@@ -187,8 +187,8 @@ def with_sums(
 ) -> Callable[..., tuple[Sequence[Any], dict[int, Any]]]:
     """Return a replica's program with its buckets summed where `sum_places` says.
 
-    It is `fun(summand, *inputs) -> (the program's results, the sums by operand)`, where
-    `summand(name, value)` returns what is summed of a gradient.
+    It is `fun(summand, *inputs) -> (the program's results, the sums by operand)`; a bucket gets
+    `summand(name, value)` of each of its gradients.
     """
     closed, places = program.closed, sum_places(program, [each.bucket for each in sums])
     grads = dict(zip(program.outputs, closed.outvars, strict=True))
