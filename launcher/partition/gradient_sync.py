@@ -194,7 +194,8 @@ def _chain(program: TaskProgram, made: Mapping[Var, int]) -> list[list[Var]]:
     back = [v for name, v in named if name.kind in ("seed", "cotangent")]
     last = {v: n for n, eqn in enumerate(equations) for v in eqn.invars if is_var(v)}
     live: list[list[Var]] = [[] for _ in equations]
-    for v in dependents(equations, back) - set(back):
+    reached = dependents(equations, back)
+    for v in (v for v in made if v in reached):  # in order: all processes run the same program
         for n in range(made[v], last.get(v, 0) + 1):
             live[n].append(v)
     return live

@@ -18,17 +18,9 @@ pytestmark = [
     ),
 ]
 WORDS = [
-    "model=gpt",
-    "model.hidden_size=1024",
-    "model.num_heads=16",
-    "model.vocab_size=1024",
-    "model.sequence_length=1024",
-    "cluster=h100_8",
-    "train.precision=bf16",
-    "dataset=synthetic",
-    "train.eval_every=0",
-    "train.global_batch_size=128",
-    "parallel.remat=full",
+    *("model=gpt", "model.hidden_size=1024", "model.num_heads=16", "model.vocab_size=1024"),
+    *("model.sequence_length=1024", "dataset=synthetic", "train.global_batch_size=128"),
+    *("train.precision=bf16", "train.eval_every=0", "parallel.remat=full", "cluster=h100_8"),
 ]
 # The Triton tiles that stand in where no GPU can time them do not suit all shapes.
 ENVIRONMENT = {
