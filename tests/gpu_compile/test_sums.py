@@ -1,5 +1,4 @@
-"""Sums of gradients as XLA's compiler for GPUs schedules them. Needs its wheels, and no GPU:
-`pip install jax-cuda12-pjrt nvidia-cuda-nvcc-cu12` beside JAX of the same version."""
+"""Sums of gradients as XLA's compiler for GPUs schedules them. It needs its wheels, but no GPU."""
 
 import json
 import os
