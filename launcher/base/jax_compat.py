@@ -153,14 +153,15 @@ def overlap_options(platform: str, bucket_bytes: int, are_packed: bool) -> dict[
     Args:
         platform: "cpu", "cuda" and so on, as JAX names it.
         bucket_bytes: the bytes of the largest bucket.
-        are_packed: whether there are several sums, each of one packed array.
+        are_packed: whether there are several sums, each of one packed array; none is combined then.
     """
     if platform == "cpu":
         return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"} if are_packed else {}
     if platform in ("cuda", "gpu"):
+        most = 1 if are_packed else bucket_bytes
         return {
-            "xla_gpu_all_reduce_combine_threshold_bytes": bucket_bytes,
-            "xla_gpu_reduce_scatter_combine_threshold_bytes": bucket_bytes,
+            "xla_gpu_all_reduce_combine_threshold_bytes": most,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": most,
             "xla_gpu_enable_latency_hiding_scheduler": True,
         }
     return {}

@@ -13,11 +13,13 @@ from launcher.partition.assignment import accumulator_dtype as accumulator_dtype
 from launcher.partition.assignment import validate as validate
 from launcher.partition.gradient_sync import Bucket as Bucket
 from launcher.partition.gradient_sync import GradientSync as GradientSync
+from launcher.partition.gradient_sync import SumPlace as SumPlace
 from launcher.partition.gradient_sync import are_packed as are_packed
 from launcher.partition.gradient_sync import gradient_order as gradient_order
 from launcher.partition.gradient_sync import is_summed_in_every as is_summed_in_every
 from launcher.partition.gradient_sync import is_summed_in_place as is_summed_in_place
 from launcher.partition.gradient_sync import scatter_dim as scatter_dim
+from launcher.partition.gradient_sync import sum_places as sum_places
 from launcher.partition.joint_graph import JointGraph as JointGraph
 from launcher.partition.joint_graph import Known as Known
 from launcher.partition.joint_graph import Name as Name

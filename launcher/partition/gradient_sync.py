@@ -3,6 +3,8 @@
 - How: gradients are packed into buckets in the order in which the backward pass makes them, so that
   a bucket's sum can run under the rest of the pass (Li et al., "PyTorch Distributed", VLDB 2020).
 - When: in every microbatch or once a step, inside a backward pass or after it (`GradientSync`).
+  XLA's schedulers would make all gradients of weights last, to hide sums behind them, so a pass
+  states where each bucket must be complete and the sums before it done (`sum_places`).
 - Where: in place of each replica's gradient, or in a buffer of its own (`is_summed_in_place`).
 
 Pure. The cost model prices these decisions and the runtime carries them out.
@@ -10,6 +12,7 @@ Pure. The cost model prices these decisions and the runtime carries them out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -19,7 +22,15 @@ from launcher.partition.assignment import Reduction, Slicing, accumulator_dtype
 from launcher.partition.layout import DATA, ROWS, Layout
 from launcher.partition.named_dims import axes, parts
 from launcher.partition.task_programs import TaskProgram
-from launcher.trace import GRADIENT_SUMS, Equation, Loss, Var, is_var
+from launcher.trace import (
+    GRADIENT_SUMS,
+    Equation,
+    Loss,
+    Var,
+    dependents,
+    is_var,
+    nbytes,
+)
 
 
 @dataclass(frozen=True)
@@ -133,12 +144,69 @@ def in_buckets(
     return tuple(bucket for _, bucket in sorted(done, key=lambda one: one[0]))
 
 
-def are_packed(buckets: Sequence[Bucket]) -> bool:
-    """Return whether a program packs the gradients of each all-reduce into one array.
+@dataclass(frozen=True, eq=False)
+class SumPlace:
+    """Where a task program sums some of its buckets.
 
-    XLA combines those of a single bucket without a copy.
+    Attributes:
+        place: how many of its equations run before.
+        buckets: the buckets, by number.
+        ties: the cotangents that the rest of the backward pass starts from. It must not start
+            before these buckets are packed, and those of the place before are summed: nothing else
+            keeps a scheduler from packing at the end, with all that gradients are made of in
+            memory until then.
     """
-    return sum(bucket.collective == "all-reduce" for bucket in buckets) > 1
+
+    place: int
+    buckets: tuple[int, ...]
+    ties: tuple[Var, ...]
+
+
+def sum_places(program: TaskProgram, buckets: Sequence[Bucket]) -> tuple[SumPlace, ...]:
+    """Return where a task program sums its buckets, in order.
+
+    Buckets that are complete together are summed together: where the fewest bytes of the chain of
+    cotangents are live before the next ones are complete.
+    """
+    equations, outs = program.closed.eqns, program.closed.outvars
+    named = zip(program.outputs, outs, strict=True)
+    grads = {name.of: v for name, v in named if name.kind == "grad"}
+    made = {v: n for n, eqn in enumerate(equations, 1) for v in eqn.outvars}
+    by_end: dict[int, list[int]] = {}
+    for k, bucket in enumerate(buckets):
+        parts = [grads[i] for i in bucket.operands]
+        end = max(made.get(v, 0) if is_var(v) else 0 for v in parts)
+        by_end.setdefault(end, []).append(k)
+    chain = _chain(program, made)
+    found = []
+    for end, following in itertools.pairwise([*sorted(by_end), len(equations)]):
+        places = [n for n in range(end, following) if chain[n]]
+        place = min(places, key=lambda n: sum(nbytes(v.aval) for v in chain[n]), default=end)
+        ties = chain[place] if places else ()
+        found.append(SumPlace(place, tuple(by_end[end]), tuple(ties)))
+    return tuple(found)
+
+
+def _chain(program: TaskProgram, made: Mapping[Var, int]) -> list[list[Var]]:
+    """Return the cotangents made and read later, where so many equations have run."""
+    equations, given = program.closed.eqns, program.closed.invars[len(program.constants) :]
+    named = zip(program.inputs, given, strict=True)
+    back = [v for name, v in named if name.kind in ("seed", "cotangent")]
+    last = {v: n for n, eqn in enumerate(equations) for v in eqn.invars if is_var(v)}
+    live: list[list[Var]] = [[] for _ in equations]
+    reached = dependents(equations, back)
+    for v in (v for v in made if v in reached):  # in order: all processes run the same program
+        for n in range(made[v], last.get(v, 0) + 1):
+            live[n].append(v)
+    return live
+
+
+def are_packed(buckets: Sequence[Bucket]) -> bool:
+    """Return whether a program packs the gradients of each bucket into one array.
+
+    XLA combines those of a single all-reduce without a copy.
+    """
+    return len(buckets) > 1
 
 
 def _crossing(loss: Loss, layout: Layout, i: int, by: Reduction) -> tuple[str, int]:

@@ -31,7 +31,7 @@ _COLLECTIVE = re.compile(
     r"\b(all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(-start|-done)?\("
 )
 _NAME = re.compile(r"%([\w.\-]+)")
-_BUCKET = re.compile(rf'op_name="[^"]*\b{GRADIENT_SUM}_(\d+)/')
+_BUCKET = re.compile(rf'op_name="[^"]*\b{GRADIENT_SUM}_(\d+)\b')
 _log = logging.getLogger(__name__)
 
 

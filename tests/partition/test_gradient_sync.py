@@ -8,10 +8,12 @@ import pytest
 
 import launcher
 from launcher.partition.assignment import PlanError, Slicing
-from launcher.partition.gradient_sync import Bucket, GradientSync
+from launcher.partition.gradient_sync import Bucket, GradientSync, sum_places
+from launcher.partition.joint_graph import Name
+from launcher.partition.task_programs import TaskProgram
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, Zero2Parallel
-from launcher.trace import trace_step
+from launcher.trace import make_jaxpr, trace_step
 
 WIDTHS = (8, 24, 16, 64, 4)
 
@@ -129,3 +131,28 @@ def test_a_gradient_of_sums_of_sums_is_walked_once():
     shapes = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
     plan = DataParallel().plan(trace_step(doubled, shapes), local_shape(4, 1, "cpu"))
     assert len(plan.stages[0].buckets) == 1
+
+
+def test_sums_are_placed_where_the_chain_is_narrowest():
+    def backward(wide, x, cotangent):
+        first = x * cotangent  # two values of eight numbers continue from here on
+        other = jnp.cos(x) + cotangent
+        narrow = first[:2] + other[:2]  # and one of two from here
+        second = narrow * 3.0
+        return first, second, narrow * jnp.sum(wide)
+
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    closed = make_jaxpr(backward, x, x, x)
+    names = [Name("operand", 0), Name("residual", 1), Name("cotangent", 2)]
+    outputs = [Name("grad", 0), Name("grad", 1), Name("cotangent", 3)]
+    program = TaskProgram(closed, (), tuple(names), tuple(outputs))
+    buckets = [Bucket("all-reduce", "float32", (i,), 32) for i in (0, 1)]
+    first, second = sum_places(program, buckets)
+    assert (first.buckets, second.buckets) == ((0,), (1,))
+    (tie,) = first.ties
+    made = {v: n for n, eqn in enumerate(closed.eqns, 1) for v in eqn.outvars}
+    assert (tie.aval.shape, first.place) == ((2,), made[tie])
+    assert second.ties == first.ties  # what the last cotangent is made from
+    assert second.place == made[closed.outvars[1]]
+    turned = sum_places(program, buckets[::-1])
+    assert [one.buckets for one in turned] == [(1,), (0,)]  # the first complete first

@@ -20,7 +20,9 @@ from launcher.plan.methods import (
     Zero3Parallel,
 )
 from launcher.runtime import compile_step
-from launcher.trace import trace_step
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Run
+from launcher.trace import dependents, is_var, make_jaxpr, sub_jaxprs, trace_step
 
 WIDTH, LAYERS, ROWS = 32, 4, 16
 LAYER = (WIDTH * WIDTH + WIDTH) * 4  # bytes
@@ -214,6 +216,65 @@ def test_the_sums_take_the_place_of_the_accumulators():
         for said in [programs[f"stage.0.forward_backward{name}"].memory_analysis()]
     )
     assert last < before + 2.5 * LAYER
+
+
+EACH = {"bucket_bytes": LAYER}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (DataParallel(**EACH), [3]),
+        (DataParallel(2, **EACH), [3]),
+        (DataParallel(remat="full", **EACH), [1]),  # both layers of a half are recomputed together
+        (DataParallel(bucket_bytes=0), [7]),
+        (ShardParallel(2, (2, 2), **EACH), [2]),
+        (Zero2Parallel(2, **EACH), [3]),
+        (Zero3Parallel(2, **EACH), [3]),
+        (PipeshardParallel(2, stage_option=UniformStageOption(2), **EACH), [2, 1]),
+    ],
+    ids=repr,
+)
+def test_the_backward_pass_waits_for_each_bucket_and_the_sums_before(method, expected):
+    """So that no scheduler can keep what gradients are made of until the end of the pass."""
+    plan = method.plan(TRACED, local_shape(4, 1, "cpu"))
+    emitted = emit(TRACED.cut_at(plan.layer_ends), plan)
+    runs = {x.program: x for x in emitted.instructions if isinstance(x, Run)}
+    summing = [name for name in runs if len(emitted.programs[name].buckets) > 1]
+    found = []
+    for name in summing:
+        avals = [emitted.slots[slot].aval for slot in runs[name].inputs]
+        equations = make_jaxpr(emitted.programs[name].fun, *avals).eqns
+        found.append(waits(equations))
+        sums = [eqn for eqn in equations if is_sum(eqn)]
+        assert len(sums) == len(emitted.programs[name].buckets)
+    assert found == expected
+
+
+def is_sum(eqn):
+    inside = [e.primitive.name for body in sub_jaxprs(eqn) for e in body.eqns]
+    return eqn.primitive.name == "shard_map" and {"psum", "reduce_scatter"} & {*inside} != set()
+
+
+def waits(equations):
+    """The places where what is left of a program waits for all sums begun before, and for the next
+    packs; every sum that is not one of the last place must be among them."""
+    found, pending = 0, set()
+    for n, eqn in enumerate(equations):
+        if is_sum(eqn):
+            pending.update(eqn.outvars)
+        elif eqn.primitive.name == "optimization_barrier":
+            following = [e for e in equations[n:] if is_sum(e)]
+            held = {v for v in eqn.invars if is_var(v)}
+            assert pending <= held
+            assert set(following[0].invars) <= held
+            ties = dict(zip(eqn.invars, eqn.outvars, strict=True))
+            ties = {ties[v] for v in held - pending} - {ties[v] for v in following[0].invars}
+            on = dependents(equations[n + 1 :], ties)
+            later = [e.primitive.name for e in equations if on.intersection(e.outvars)]
+            assert {"dot_general", "remat2", "checkpoint"} & {*later}
+            pending, found = set(), found + 1
+    return found
 
 
 def test_gradients_that_the_step_returns_are_the_sums():

@@ -220,11 +220,13 @@ class _Sums(NamedTuple):
 def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> _Sums:
     """Return what the buckets that a stage sums once a step need.
 
-    A bucket is packed, and what the collective makes of it unpacked, except one alone that is
-    all-reduced. The gradients of the only microbatch are there before they are summed.
+    A bucket is packed, and what the collective makes of it unpacked before the pass continues,
+    except one alone that is all-reduced. The gradients of the only microbatch are there before they
+    are summed.
     """
     afresh, once, replicas = _is_afresh(cut), sync.once, layout.sizes[DATA]
-    packs = are_packed(once)
+    beside = sync.backward_sums_once
+    packs = are_packed(sync.in_pass(last=True) if beside else once)
 
     def working(bucket: Bucket) -> float:
         scatters = bucket.collective == "reduce-scatter"
@@ -232,7 +234,6 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> _Sums:
             return bucket.nbytes * (2 if packs or scatters else 1)
         return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if packs else 0)
 
-    beside = sync.backward_sums_once
     fresh = 0
     if not afresh:  # those of the only microbatch are counted as the gradients
         fresh = sum(

@@ -41,7 +41,7 @@ from launcher.runtime.emit.instructions import (
     with_lifetimes,
 )
 from launcher.runtime.emit.slots import Slots
-from launcher.runtime.programs.collectives import of_copies, sum_buckets
+from launcher.runtime.programs.collectives import of_replicas, sum_buckets
 from launcher.runtime.programs.stage_programs import SharedPrograms, StageProgram
 from launcher.runtime.transport.transfer import plain_aval
 from launcher.schedule import Kind, Task
@@ -287,7 +287,7 @@ class _Emitter:
         def whole(*values: Any) -> tuple[Any, ...]:
             read = list(values)
             for k, (i, _) in copies.items():
-                read[k] = of_copies(layout, i, read[k])
+                read[k] = of_replicas(layout, i, read[k])
             return tuple(own(x, rank) if k in stacked else x for k, x in enumerate(fun(*read)))
 
         alike = None

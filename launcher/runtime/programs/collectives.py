@@ -5,7 +5,9 @@ The programs are traced for an abstract mesh, without devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,7 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from launcher.partition import DATA, ROWS, Bucket, Layout, Spec, are_packed, axes, scatter_dim
+from launcher.partition import (
+    DATA,
+    ROWS,
+    Bucket,
+    Layout,
+    Name,
+    Spec,
+    TaskProgram,
+    are_packed,
+    axes,
+    scatter_dim,
+    sum_places,
+    without,
+)
+from launcher.partition import parts as count_parts
+from launcher.trace import Atom, Equation, Jaxpr, free_vars, jaxpr_as_fun
 
 GRADIENT_SUM = "gradient_sum"  # the scope of a bucket's operations, by which they are found again
 
@@ -30,13 +47,120 @@ def constrained(layout: Layout, value: Any, spec: Spec) -> Any:
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
+@dataclass(frozen=True, eq=False)
+class BucketSum:
+    """The explicit sum of a bucket's gradients over the replicas, by one collective.
+
+    XLA would sum each gradient by itself, and does not turn a sum and a slice into a reduce-scatter
+    on CPUs. Its methods are parts of one replica's program, under `jax.vmap(spmd_axis_name=DATA)`.
+
+    Attributes:
+        layout: the layout of the submesh.
+        bucket: the bucket.
+        number: the bucket's number in its program.
+        packs: whether the gradients are packed into one array.
+    """
+
+    layout: Layout
+    bucket: Bucket
+    number: int
+    packs: bool
+
+    def packed(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Return the arrays to sum, given a replica's gradients."""
+
+        def local(*parts: Any) -> tuple[Any, ...]:
+            own = [part.astype(self.bucket.dtype) for part in parts]
+            if self._scatters:
+                return (jnp.concatenate(self._rows(own), axis=1).reshape(-1),)
+            return (jnp.concatenate([x.reshape(-1) for x in own]),) if self._is_flat else (*own,)
+
+        return self._locally(local, self._before, self._crossing, parts)
+
+    def total(self, packed: Sequence[Any], parts: Sequence[Any]) -> Sequence[Any]:
+        """Return the sums, or of those that are scattered this replica's share.
+
+        Args:
+            packed: what `packed` returns.
+            parts: the gradients, of which only the types are read.
+        """
+        cut = [zip(x.shape, spec, strict=True) for x, spec in zip(parts, self._before, strict=True)]
+        sizes = self.layout.sizes
+        shapes = [tuple(n // count_parts((axis,), sizes) for n, axis in each) for each in cut]
+
+        def local(*packed: Any) -> tuple[Any, ...]:
+            if self._scatters:
+                found = self._shards(jax.lax.psum_scatter(packed[0], DATA, tiled=True), shapes)
+            else:
+                found = jax.lax.psum(packed, DATA)
+                found = _unpacked(found[0], shapes) if self._is_flat else found
+            return tuple(x.astype(part.dtype) for x, part in zip(found, parts, strict=True))
+
+        after = [_of_replica(self.layout, i) for i in self.bucket.operands]
+        return self._locally(local, self._crossing, after, packed)
+
+    @property
+    def _scatters(self) -> bool:
+        return self.bucket.collective == "reduce-scatter"
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether one flat array crosses, rather than each gradient in its own shape."""
+        return self._scatters or (self.packs and len(self.bucket.operands) > 1)
+
+    @property
+    def _before(self) -> list[Spec]:
+        return [self.layout.operand(i) for i in self.bucket.operands]
+
+    @property
+    def _crossing(self) -> list[Spec]:
+        """The specs of the arrays that cross: every device packs its own shards."""
+        others = tuple(axis for axis in self.layout.sizes if axis != DATA)
+        return [(others,)] if self._is_flat else self._before
+
+    def _locally(
+        self, fun: Callable[..., Any], ins: Sequence[Spec], outs: Sequence[Spec], of: Sequence[Any]
+    ) -> Sequence[Any]:
+        with jax.named_scope(f"{GRADIENT_SUM}_{self.number}"):
+            return _locally(self.layout, fun, ins, outs, of)
+
+    def _rows(self, own: Sequence[Any]) -> list[Any]:
+        """Return gradients with a row for each replica.
+
+        The collective leaves replica r with row r of its operand: a gradient enters it with its
+        scattered dimension first.
+        """
+        at = [scatter_dim(self.layout, i) or 0 for i in self.bucket.operands]
+        replicas = self.layout.sizes[DATA]
+        return [jnp.moveaxis(x, d, 0).reshape(replicas, -1) for x, d in zip(own, at, strict=True)]
+
+    def _shards(self, total: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """Return this device's shard of each sum; `shapes`: of its gradients."""
+        sizes, found = self.layout.sizes, []
+        at = [scatter_dim(self.layout, i) or 0 for i in self.bucket.operands]
+        first = [
+            (n[d] // sizes[DATA], *n[:d], *n[d + 1 :]) for n, d in zip(shapes, at, strict=True)
+        ]
+        for i, d, piece in zip(self.bucket.operands, at, _unpacked(total, first), strict=True):
+            shard = jnp.moveaxis(piece, 0, d)
+            if ROWS in axes(self.layout.gradient(i)[d]):
+                size = shard.shape[d] // sizes[ROWS]
+                start = jax.lax.axis_index(ROWS) * size
+                shard = jax.lax.dynamic_slice_in_dim(shard, start, size, d)
+            found.append(shard)
+        return found
+
+
+def bucket_sums(layout: Layout, buckets: Sequence[Bucket]) -> list[BucketSum]:
+    """Return the sums of a program's buckets."""
+    packs = are_packed(buckets)
+    return [BucketSum(layout, bucket, n, packs) for n, bucket in enumerate(buckets)]
+
+
 def sum_buckets(
     layout: Layout, buckets: Sequence[Bucket], parts: Mapping[int, Any]
 ) -> dict[int, Any]:
     """Sum gradients over the replicas, those of a bucket by one collective.
-
-    These are explicit ones: XLA would sum each gradient by itself, and does not turn a sum and a
-    slice into a reduce-scatter on CPUs.
 
     Args:
         layout: the layout of the submesh.
@@ -46,94 +170,108 @@ def sum_buckets(
     Returns:
         The gradients, with the specs of `Layout.gradient`.
     """
-    packs = are_packed(buckets)
     found: dict[int, Any] = {}
-    for number, bucket in enumerate(buckets):
-        of_bucket = [parts[i] for i in bucket.operands]
-        with jax.named_scope(f"{GRADIENT_SUM}_{number}"):
-            summed = _sum_bucket(layout, bucket, of_bucket, packs)
-        found.update(zip(bucket.operands, summed, strict=True))
+    for each in bucket_sums(layout, buckets):
+
+        def summed(own: Sequence[Any], each: BucketSum = each) -> Sequence[Any]:
+            return each.total(each.packed(own), own)
+
+        operands = each.bucket.operands
+        totals = jax.vmap(summed, spmd_axis_name=DATA)([parts[i] for i in operands])
+        found.update((i, of_replicas(layout, i, x)) for i, x in zip(operands, totals, strict=True))
     return found
 
 
-def _sum_bucket(layout: Layout, bucket: Bucket, parts: Sequence[Any], packs: bool) -> list[Any]:
-    before = [layout.operand(i) for i in bucket.operands]
-    after = [layout.gradient(i) for i in bucket.operands]
-    scatters = bucket.collective == "reduce-scatter"
+def with_sums(
+    program: TaskProgram, sums: Sequence[BucketSum]
+) -> Callable[..., tuple[Sequence[Any], dict[int, Any]]]:
+    """Return a replica's program with its buckets summed where `sum_places` says.
 
-    def local(*parts: Any) -> tuple[Any, ...]:
-        own = [part[0].astype(bucket.dtype) for part in parts]
-        if scatters:
-            found = _scattered(layout, bucket, own)
-        else:
-            found = _packed_sum(own) if packs else jax.lax.psum(own, DATA)
-        return tuple(x.astype(part.dtype) for x, part in zip(found, parts, strict=True))
+    It is `fun(summand, *inputs) -> (the program's results, the sums by operand)`; a bucket gets
+    `summand(name, value)` of each of its gradients.
+    """
+    closed, places = program.closed, sum_places(program, [each.bucket for each in sums])
+    grads = dict(zip(program.outputs, closed.outvars, strict=True))
 
-    summed = jax.shard_map(
-        local,
-        mesh=abstract_mesh(layout.sizes),
-        in_specs=tuple(PartitionSpec(DATA, *spec) for spec in before),
-        out_specs=tuple(PartitionSpec(*spec) for spec in (after if scatters else before)),
-        check_vma=False,  # packed with one that is cut along `model`, any seems to vary along it
-    )(*parts)
-    return [constrained(layout, x, spec) for x, spec in zip(summed, after, strict=True)]
+    def fun(summand: Callable[[Name, Any], Any], *given: Any) -> tuple[Any, dict[int, Any]]:
+        known = dict(zip(closed.invars, (*program.constants, *given), strict=True))
+
+        def run(equations: Sequence[Equation], outs: Sequence[Atom]) -> Sequence[Any]:
+            reads = free_vars(equations, outs)
+            body = jaxpr_as_fun(Jaxpr(reads, equations, outs))
+            return list(body(*(known[v] for v in reads)))
+
+        totals: dict[int, Any] = {}
+        latest: dict[int, Any] = {}
+        begin = 0
+        for here in places:
+            now, rest = closed.eqns[begin : here.place], closed.eqns[here.place :]
+            made = {v for eqn in now for v in eqn.outvars}
+            leaves = [v for v in free_vars(rest, closed.outvars) if v in made]
+            known.update(zip(leaves, run(now, leaves), strict=True))
+            parts, packed = [], []
+            for each in (sums[k] for k in here.buckets):
+                names = [Name("grad", i) for i in each.bucket.operands]
+                own = run((), [grads[n] for n in names])
+                parts.append(list(map(summand, names, own)))
+                packed.append(each.packed(parts[-1]))
+            ties = [known[v] for v in here.ties]
+            if ties:
+                _, latest, ties = jax.lax.optimization_barrier((packed, latest, ties))
+            known.update(zip(here.ties, ties, strict=True))
+            totals |= latest
+            latest = {}
+            for k, own, arrays in zip(here.buckets, parts, packed, strict=True):
+                found = sums[k].total(arrays, own)
+                latest.update(zip(sums[k].bucket.operands, found, strict=True))
+            begin = here.place
+        return run(closed.eqns[begin:], closed.outvars), totals | latest
+
+    return fun
 
 
-def copied(layout: Layout, operand: int, total: Any) -> Any:
-    """Return a gradient's sum as `[replicas, …]`, each device with the copy that it has."""
-    spec = layout.operand(operand)
-    return _locally(layout, lambda x: x[None], spec, (DATA, *spec), total)
+def of_replicas(layout: Layout, operand: int, each: Any) -> Any:
+    """Return a gradient's sum with the spec of `Layout.gradient`.
+
+    Args:
+        layout: the layout of the submesh.
+        operand: what it is the gradient of.
+        each: `[replicas, …]`, each replica's copy, or its share of what is scattered.
+    """
+    before, after = _of_replica(layout, operand), layout.gradient(operand)
+    whole = before if scatter_dim(layout, operand) is None else after
+    (total,) = _locally(layout, lambda x: (x[0],), [(DATA, *before)], [whole], [each])
+    return constrained(layout, total, after)
 
 
-def of_copies(layout: Layout, operand: int, copies: Any) -> Any:
-    """Return a gradient's sum, with the spec of `Layout.gradient`, given what `copied` returns."""
-    spec = layout.operand(operand)
-    total = _locally(layout, lambda x: x[0], (DATA, *spec), spec, copies)
-    return constrained(layout, total, layout.gradient(operand))
+def _of_replica(layout: Layout, operand: int) -> Spec:
+    """Return the spec of a gradient's sum as one replica has it."""
+    if scatter_dim(layout, operand) is None:
+        return layout.operand(operand)
+    return without(layout.gradient(operand), DATA)
 
 
 def _locally(
-    layout: Layout, fun: Callable[[Any], Any], before: Spec, after: Spec, value: Any
-) -> Any:
-    return jax.shard_map(
+    layout: Layout,
+    fun: Callable[..., Any],
+    ins: Sequence[Spec],
+    outs: Sequence[Spec],
+    values: Sequence[Any],
+) -> Sequence[Any]:
+    made: Sequence[Any] = jax.shard_map(
         fun,
         mesh=abstract_mesh(layout.sizes),
-        in_specs=PartitionSpec(*before),
-        out_specs=PartitionSpec(*after),
-        check_vma=False,  # copies are equal, as far as it knows by chance
-    )(value)
+        in_specs=tuple(PartitionSpec(*spec) for spec in ins),
+        out_specs=tuple(PartitionSpec(*spec) for spec in outs),
+        check_vma=False,  # packed with one cut along `model`, any seems to vary along it
+    )(*values)
+    return made
 
 
-def _packed_sum(own: Sequence[Any]) -> list[Any]:
-    if len(own) == 1:
-        return [jax.lax.psum(own[0], DATA)]
-    total = jax.lax.psum(jnp.concatenate([x.reshape(-1) for x in own]), DATA)
-    pieces = jnp.split(total, np.cumsum([x.size for x in own])[:-1])
-    return [piece.reshape(x.shape) for piece, x in zip(pieces, own, strict=True)]
-
-
-def _scattered(layout: Layout, bucket: Bucket, own: Sequence[Any]) -> list[Any]:
-    """Return this device's shard of each sum.
-
-    The collective leaves replica r with row r of its operand: a gradient enters it with its
-    scattered dimension first, as one row for each replica.
-    """
-    replicas = layout.sizes[DATA]
-    at = [scatter_dim(layout, i) or 0 for i in bucket.operands]
-    first = [jnp.moveaxis(x, d, 0) for x, d in zip(own, at, strict=True)]
-    packed = jnp.concatenate([x.reshape(replicas, -1) for x in first], axis=1)
-    total = jax.lax.psum_scatter(packed, DATA, scatter_dimension=0)
-    pieces = jnp.split(total, np.cumsum([x.size // replicas for x in own])[:-1])
-    found = []
-    for i, d, x, piece in zip(bucket.operands, at, first, pieces, strict=True):
-        shape = (x.shape[0] // replicas, *x.shape[1:])
-        shard = jnp.moveaxis(piece.reshape(shape), 0, d)
-        if ROWS in axes(layout.gradient(i)[d]):
-            size = shard.shape[d] // layout.sizes[ROWS]
-            start = jax.lax.axis_index(ROWS) * size
-            shard = jax.lax.dynamic_slice_in_dim(shard, start, size, d)
-        found.append(shard)
-    return found
+def _unpacked(total: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Return the arrays of these shapes in a flat one."""
+    pieces = jnp.split(total, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

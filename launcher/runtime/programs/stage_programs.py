@@ -36,7 +36,7 @@ from launcher.partition import (
     is_summed_in_place,
     without_transposes,
 )
-from launcher.runtime.programs.collectives import constrained, copied, sum_buckets
+from launcher.runtime.programs.collectives import bucket_sums, constrained, of_replicas, with_sums
 from launcher.runtime.programs.partial_sums import emitted_locally
 from launcher.schedule import Kind
 from launcher.trace import Loss, Var, captured
@@ -149,43 +149,45 @@ class _Maker:
         now, made = sync.in_pass(last), one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         held = [self.accumulator(n) for n in kept]
+        sums = bucket_sums(self.layout, now)
         summed = {i for b in now for i in b.operands}
         moves = {i for i in summed if not is_summed_in_place(self.layout, i, self.leaving)}
         left = [n if n.kind == "grad" and n.of in moves else self.accumulator(n) for n in made]
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
+        reads = [n for n in inputs if n.kind != "grad" or n.of not in summed]
         outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
 
         replicated, closed = self.slicing.own_replicas > 1, one_slice.closed
         if replicated:
             closed = without_transposes(closed)
-        computed = dataclasses.replace(one_slice, closed=closed).fun
+        computed = with_sums(dataclasses.replace(one_slice, closed=closed), sums)
 
         def one(number: Any, *flat: Any) -> tuple[Any, ...]:
-            values = dict(zip(inputs, flat, strict=False))
+            values = dict(zip(reads, flat, strict=True))
             parts = [self.part(n, values.get(n), number) for n in one_slice.inputs]
-            outs = zip(made, computed(*parts), strict=True)
-            return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
 
-        fun, reads = one, len(inputs) - len(held)
+            def left_of(n: Name, x: Any) -> Any:
+                """Return what this microbatch and those before make, given what this one does."""
+                x, where = self.widened(x) if n.kind in _SUMS else x, self.accumulator(n)
+                return values[where] + x if n in kept and where in values else x
+
+            outs, totals = computed(left_of, *parts)
+            return tuple(map(left_of, made, outs)), totals
+
+        fun: Callable[..., Any] = one
         if replicated:
-            axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
+            axes = (None, *(self.replica_axis(n) for n in reads))
             replicas = self.slicing.own_replicas  # said: a stage may read nothing of the batch
             fun = jax.vmap(one, in_axes=axes, axis_size=replicas, spmd_axis_name=DATA)
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
-            read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]
-            values = dict(zip(made, fun(number, *read), strict=True))
-            sums = list(zip(kept, held, flat[reads:], strict=True))
-            for n, where, accumulated in sums:
-                if where.kind == "per_replica":
-                    values[n] = accumulated + values[n]
-            grads = {n.of: x for n, x in values.items() if n.kind == "grad"}
-            for i, x in sum_buckets(self.layout, now, grads).items():
-                in_place = Name("per_replica", i) in left
-                values[Name("grad", i)] = copied(self.layout, i, x) if in_place else x
-            for n, where, accumulated in sums:
-                if where.kind != "per_replica":
-                    values[n] = accumulated + values[n]
+            given = dict(zip(inputs, map(self.gathered, inputs, flat), strict=True))
+            outs, totals = fun(number, *(given[n] for n in reads))
+            values = dict(zip(made, outs, strict=True))
+            for i, x in totals.items():
+                n, in_place = Name("grad", i), Name("per_replica", i) in left
+                x = x if in_place else of_replicas(self.layout, i, x)
+                values[n] = given[n] + x if n in given else x
             by_name = dict(zip(left, map(values.get, made), strict=True))
             return tuple(by_name[n] for n in outputs)
 

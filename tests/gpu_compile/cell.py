@@ -1,0 +1,48 @@
+"""Compile the programs of settings for H100s that are not here, and print what they need as JSON.
+
+usage: python tests/gpu_compile/cell.py WORDS OF THE COMMAND LINE
+"""
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jax.experimental import topologies
+
+from launcher.config.compose import load
+from launcher.driver.planning.check import look
+from launcher.driver.planning.plan_from_config import plans_of
+from launcher.driver.planning.prepare import trace
+from launcher.report.console import make_console
+from launcher.runtime.emit.emit import emit
+from launcher.runtime.programs.compile import Compilation
+from launcher.runtime.programs.device_meshes import place_on_devices
+
+
+def compiled(words):
+    config = load([*words, "task=plan"])
+    traced = trace(config, make_console(sys.stderr), look(config, 0, plan_only=True))
+    step = traced.program.train
+    plan = plans_of(config.parallel, step, traced.cluster, nothing_fits=print)[0]
+    target = (Path(__file__).parent / "h100.txtpb").read_text()
+    topology = f"1x1x{plan.num_devices}"
+    described = topologies.get_topology_desc("gpu", "cuda", target_config=target, topology=topology)
+    emitted = emit(step.cut_at(plan.layer_ends), plan)
+    placement = place_on_devices(plan, described.devices, emitted.slots)
+    with ThreadPoolExecutor(1) as pool:
+        return Compilation(emitted, placement, pool).result()
+
+
+def main(words):
+    found = {}
+    for name, program in compiled(words).items():
+        kinds = re.findall(r" (all-reduce|reduce-scatter|async)-start\(", program.as_text())
+        temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
+        found[name] = {"temporaries": temporaries, "sums": len(kinds)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

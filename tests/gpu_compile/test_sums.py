@@ -1,0 +1,47 @@
+"""Sums of gradients as XLA's compiler for GPUs schedules them. It needs its wheels, but no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+WHEELS = {"jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not {found.name for found in distributions()} >= WHEELS, reason=f"needs {sorted(WHEELS)}"
+    ),
+]
+WORDS = [
+    *("model=gpt", "model.hidden_size=1024", "model.num_heads=16", "model.vocab_size=1024"),
+    *("model.sequence_length=1024", "dataset=synthetic", "train.global_batch_size=128"),
+    *("train.precision=bf16", "train.eval_every=0", "parallel.remat=full", "cluster=h100_8"),
+]
+# The Triton tiles that stand in where no GPU can time them do not suit all shapes.
+ENVIRONMENT = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
+}
+
+
+def backward(method, layers):
+    words = [*WORDS, f"parallel={method}", f"model.num_layers={layers}"]
+    script = Path(__file__).parent / "cell.py"
+    command = [sys.executable, script, *words]
+    said = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    return json.loads(said.stdout.splitlines()[-1])["stage.0.backward"]
+
+
+@pytest.mark.parametrize(("method", "most"), [("data", 1060), ("zero3", 1100)])
+def test_recomputed_layers_take_the_memory_of_one(method, most):
+    """A layer's gradients are made, packed and summed before the layers below it are recomputed:
+    each more would take 514 MiB. Four layers have three buckets each."""
+    found = backward(method, 4)
+    assert found["sums"] == 12
+    assert found["temporaries"] < most
