@@ -285,6 +285,7 @@ def _kept(
             kept.update(eqn.outvars)
     spread = {v for eqn in equations if _spreads(eqn) for v in eqn.outvars}
     sums = {v for eqn in equations if eqn.primitive.name in PARTIAL_SUMS for v in eqn.outvars}
+    leaves = _leaves(equations) if on_gpu else {}
     # Stored values that each value is fused into; with exactly one it is computed once.
     into: dict[Var, set[object]] = {v: set() for v in defined}
     for eqn in reversed(equations):
@@ -297,8 +298,9 @@ def _kept(
             dear: object = (
                 len(full) > 1 or eqn.primitive.name in COSTLY or (sources and grown) or summed
             )
-            times, count = len(into[out]), len(full)
+            times = len(into[out])
             if on_gpu:
+                count = len([v for v in leaves[out] if v.aval.size >= out.aval.size])
                 dear = times * count > times + count + 1
             if dear and times > 1:
                 kept.add(out)
@@ -306,6 +308,17 @@ def _kept(
             for out in eqn.outvars:
                 into[v] |= _stored(out, kept, turned) or into[out]
     return kept
+
+
+def _leaves(equations: Iterable[Equation]) -> dict[Var, frozenset[Var]]:
+    """Return for every value what a kernel reads that computes it of what is no fused value."""
+    found: dict[Var, frozenset[Var]] = {}
+    for eqn in equations:
+        reads = [found.get(v, frozenset((v,))) for v in eqn.invars if is_var(v)]
+        of = frozenset[Var]().union(*reads)
+        fuses = eqn.primitive.name in FUSED
+        found.update((v, of if fuses else frozenset((v,))) for v in eqn.outvars)
+    return found
 
 
 def is_folded(eqn: Equation) -> bool:
