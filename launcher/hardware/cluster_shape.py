@@ -103,9 +103,9 @@ class ClusterShape:
         return self.hosts * self.devices_per_host
 
     @property
-    def runs_as_soon(self) -> bool:
-        """Whether the compiler orders a program for many threads: see `plan.cost.liveness`."""
-        return self.device_kind == "cpu"
+    def is_gpu(self) -> bool:
+        """Whether XLA:GPU compiles for its devices, not XLA:CPU: see `plan.cost.liveness`."""
+        return self.device_kind != "cpu"
 
     @property
     def shares_machine(self) -> bool:

@@ -31,7 +31,6 @@ from launcher.partition import (
     StageGraph,
     exchanges,
     gradient_order,
-    is_summed_in_every,
     keeps,
     outer_dims,
     own_layers,
@@ -41,7 +40,7 @@ from launcher.partition import (
     shared_out,
 )
 from launcher.plan.cost.collectives import Collective
-from launcher.plan.cost.mesh_memory import UpdateMemory, mesh_memory
+from launcher.plan.cost.mesh_memory import UpdateMemory, mesh_memory, summed_how
 from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.plan.cost.stage_seconds import (
     StageSeconds,
@@ -182,7 +181,7 @@ class PlanBuilder:
 
     @functools.cached_property
     def _update_memory(self) -> UpdateMemory:
-        return UpdateMemory(self._step, self._cluster.runs_as_soon)
+        return UpdateMemory(self._step, self._cluster.is_gpu)
 
     @functools.cached_property
     def outer_dims(self) -> NamedDims:
@@ -191,16 +190,17 @@ class PlanBuilder:
 
     def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSync]:
         """Return the memory of a stage's task programs, and the sums of its gradients."""
-        layout, operands = cut.layouts[cut.stages[stage].mesh], cut.stages[stage].operands
-        alone = cut.slicing.micro_batches == 1
-        afresh = {i for i in operands if alone or is_summed_in_every(layout, i)}
-        key = cut.likeness(stage), tuple(i in afresh for i in operands)
+        layout, operands = cut.layout(stage), cut.stages[stage].operands
+        how = [(layout.is_gathered(i), layout.is_scattered(i)) for i in operands]
+        key = cut.likeness(stage), cut.slicing.micro_batches == 1, tuple(how)
         if key not in self._known:
             of, inside = cut.programs(stage, self._differentiated)
             place = {i: k for k, i in enumerate(operands)}
             orders = [gradient_order(one) for one in of.programs.values()]
             places = tuple(tuple(place[i] for i in order) for order in orders)
-            self._known[key] = footprint(of, inside, afresh), places
+            on_gpu = self._cluster.is_gpu
+            summed = summed_how(cut, stage, cut.gradient_sync(stage, orders), on_gpu)
+            self._known[key] = footprint(of, inside, on_gpu, summed), places
         memory, places = self._known[key]
         orders = [tuple(operands[k] for k in order) for order in places]
         return memory, cut.gradient_sync(stage, orders)
@@ -215,7 +215,7 @@ class PlanBuilder:
         programs = [self._programs(cut, graph.index) for graph in cut.stages]
         footprints = {s: memory for s, (memory, _) in enumerate(programs)}
         sums = [of_stage for _, of_stage in programs]
-        of = dict(enumerate(sums)), self._update_memory
+        of = dict(enumerate(sums)), self._update_memory, self._cluster.is_gpu
         peaks = [mesh_memory(cut, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
         timed, counts = self._seconds(cut, again, footprints, sums), _num_parameters(cut)
         through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)

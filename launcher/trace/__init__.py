@@ -60,6 +60,7 @@ from launcher.trace.ir.primitive_kinds import COSTLY as COSTLY
 from launcher.trace.ir.primitive_kinds import FORMS as FORMS
 from launcher.trace.ir.primitive_kinds import FUSED as FUSED
 from launcher.trace.ir.primitive_kinds import GRADIENT_SUMS as GRADIENT_SUMS
+from launcher.trace.ir.primitive_kinds import IN_PLACE as IN_PLACE
 from launcher.trace.ir.primitive_kinds import IN_STEPS as IN_STEPS
 from launcher.trace.ir.primitive_kinds import LENGTHENING as LENGTHENING
 from launcher.trace.ir.primitive_kinds import LOOPS as LOOPS

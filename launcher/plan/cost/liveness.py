@@ -14,6 +14,7 @@ computed for a sum.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from launcher.trace import (
@@ -21,6 +22,7 @@ from launcher.trace import (
     CHEAP,
     COSTLY,
     FUSED,
+    IN_PLACE,
     IN_STEPS,
     LOOPS,
     PARTIAL_SUMS,
@@ -31,6 +33,7 @@ from launcher.trace import (
     Var,
     bodies,
     is_var,
+    nbytes,
 )
 
 Size = Callable[[Var], float]
@@ -45,6 +48,10 @@ class Liveness:
         outs: what the caller gets, which is held to the end.
         at_once: what is added to an accumulator as soon as it is computed.
         as_soon: whether equations run as soon as they can, and sums read what is stored.
+        gathered: inputs that are there in parts, and whole from their first reader to the last.
+        waits: see `_waiting`.
+        on_gpu: whether a value is stored, rather than computed for each that reads it, where that
+            moves fewer bytes: the rule of XLA:GPU's priority fusion.
     """
 
     def __init__(
@@ -52,11 +59,22 @@ class Liveness:
         equations: Sequence[Equation],
         outs: Iterable[Atom],
         at_once: Iterable[Atom] = (),
+        gathered: Iterable[Var] = (),
+        waits: Sequence[Set[Var]] = (),
         as_soon: bool = False,
+        on_gpu: bool = False,
     ) -> None:
-        self.equations = _as_soon(_once(equations)) if as_soon else _once(equations)
-        kept = _kept(self.equations, [*outs, *at_once], as_soon)
-        behind = _behind(self.equations, kept)
+        self.equations = _once(equations)
+        if waits:
+            self.equations = _waiting(self.equations, [*outs, *at_once], waits)
+        if as_soon or on_gpu:
+            self.equations = (_as_soon if as_soon else _as_late)(self.equations)
+        turned = list(map(_turned, self.equations))
+        if on_gpu:
+            turned = _turned_apart(self.equations)
+        kept = _kept(self.equations, [*outs, *at_once], as_soon, on_gpu, turned)
+        whole = _whole(self.equations, gathered)
+        behind = _behind(self.equations, kept, whole)
         end = len(self.equations)
         last: dict[Var, int] = {}
         for place, eqn in enumerate(self.equations):
@@ -68,15 +86,17 @@ class Liveness:
         for v, place in last.items():
             ends.setdefault(place, []).append(v)
         defined = {v for eqn in self.equations for v in eqn.outvars}
-        turned = [_turned(eqn) for eqn in self.equations]
         self._made = [[v for v in eqn.outvars if v in kept] for eqn in self.equations]
+        for v, place in whole.items():
+            self._made[place].append(v)
         self._dying = [ends.get(place, []) for place in range(end)]
         # Copies of what is there from the start are made at the start.
-        self._first = [[v for v in copied if v not in defined] for copied in turned]
-        self._turned = [[v for v in copied if v in defined] for copied in turned]
+        early = defined if not on_gpu else defined.union(*turned)
+        self._first = [[v for v in copied if v not in early] for copied in turned]
+        self._turned = [[v for v in copied if v in early] for copied in turned]
         self._steps = [eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0) for eqn in self.equations]
         self._bodies = [
-            [_of_body(body, as_soon) for body in bodies(eqn)] if eqn.primitive.name in LOOPS else []
+            [_of_body(body, as_soon, on_gpu) for body in bodies(eqn) if eqn.primitive.name in LOOPS]
             for eqn in self.equations
         ]
         every = self._made, self._dying, self._first, self._turned, self._steps, self._bodies
@@ -122,14 +142,14 @@ class Liveness:
         level = sum(size(v) for copied in self._first for v in copied)
         yield 0, level
         for place in self._events:
-            made = sum(map(size, self._made[place]))
-            freed = sum(map(size, self._dying[place]))
-            written_over = made and self.equations[place].primitive.name in FUSED
-            level += made
+            made, dying = (list(map(size, of)) for of in (self._made[place], self._dying[place]))
+            level += sum(made)
             beside = sum(map(size, (*self._turned[place], *self._steps[place])))
             beside += sum(body.peak(size) for body in self._bodies[place])
-            yield place, level + beside - (min(made, freed) if written_over else 0.0)
-            level -= freed + sum(map(size, self._first[place]))
+            if self.equations[place].primitive.name in IN_PLACE:
+                beside -= sum((Counter(made) & Counter(dying)).elements())  # of one size alone
+            yield place, level + beside
+            level -= sum(dying) + sum(map(size, self._first[place]))
 
     def held(self, place: int, size: Size) -> float:
         """Return the bytes that the values take just before the equation number `place`."""
@@ -139,10 +159,10 @@ class Liveness:
         return level
 
 
-def _of_body(body: Body, as_soon: bool) -> Liveness:
+def _of_body(body: Body, as_soon: bool, on_gpu: bool) -> Liveness:
     """Return what a loop's body stores; the rows that it makes are written to where they belong."""
     outs, rows = body.jaxpr.outvars, body.stacked_outputs.start
-    return Liveness(body.jaxpr.eqns, outs[:rows], outs[rows:], as_soon)
+    return Liveness(body.jaxpr.eqns, outs[:rows], outs[rows:], as_soon=as_soon, on_gpu=on_gpu)
 
 
 def _housed(values: Sequence[float], buffers: Sequence[float]) -> float:
@@ -187,19 +207,99 @@ def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
     return sorted(equations, key=lambda eqn: level[eqn.outvars[0]] if eqn.outvars else 0)
 
 
-def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) -> set[Var]:
+def _waiting(
+    equations: Sequence[Equation], ends: Iterable[Atom], waits: Iterable[Set[Var]]
+) -> list[Equation]:
+    """Return the equations, those of gradients that wait for one another in their new place.
+
+    They are those that nothing but one gradient follows from. They run when all that the gradients
+    of their set are made of is there.
+
+    Args:
+        equations: the program, in order.
+        ends: its results.
+        waits: sets of gradients.
+    """
+    number = {v: k for k, of in enumerate(waits) for v in of}
+    # The one result that follows from a value; None: several do.
+    reach: dict[Var, Var | None] = {v: v for v in ends if is_var(v)}
+    of_set: dict[int, list[Equation]] = {}
+    alone: set[int] = set()  # the equations that wait
+    for eqn in reversed(equations):
+        own = {reach[v] for v in eqn.outvars if v in reach}
+        gradient = own.pop() if len(own) == 1 else None
+        for v in eqn.invars:
+            if is_var(v):
+                reach[v] = gradient if reach.get(v, gradient) is gradient else None
+        if gradient in number:
+            alone.add(id(eqn))
+            of_set.setdefault(number[gradient], []).append(eqn)
+    rest = [eqn for eqn in equations if id(eqn) not in alone]
+    made = {v: place for place, eqn in enumerate(rest, 1) for v in eqn.outvars}
+    at: dict[int, list[Equation]] = {}
+    for of in of_set.values():
+        reads = (v for eqn in of for v in eqn.invars if is_var(v))
+        place = max((made.get(v, 0) for v in reads), default=0)
+        at.setdefault(place, []).extend(reversed(of))
+    found = at.get(0, [])
+    for place, eqn in enumerate(rest, 1):
+        found += [eqn, *at.get(place, ())]
+    return found
+
+
+def _as_late(equations: Sequence[Equation]) -> list[Equation]:
+    """Return the equations, with those that need no other result just before the first reader.
+
+    They are what is fused and follows from the program's inputs alone, such as a weight's cast.
+    """
+    late: dict[Var, Equation] = {}
+    early: set[Var] = set()
+    for eqn in equations:
+        reads = {v for v in eqn.invars if is_var(v)}
+        if eqn.primitive.name in CHEAP and not reads & early:
+            late.update(dict.fromkeys(eqn.outvars, eqn))
+        else:
+            early.update(eqn.outvars)
+    found: dict[int, Equation] = {}
+
+    def place(eqn: Equation) -> None:
+        for v in eqn.invars:
+            if is_var(v) and v in late and id(late[v]) not in found:
+                place(late[v])
+        found[id(eqn)] = eqn
+
+    for eqn in equations:
+        if not any(v in late for v in eqn.outvars):
+            place(eqn)
+    for eqn in late.values():
+        found.setdefault(id(eqn), eqn)
+    return list(found.values())
+
+
+def _kept(
+    equations: Sequence[Equation],
+    outs: Iterable[Atom],
+    of_sums: bool,
+    on_gpu: bool,
+    copied: Iterable[Iterable[Var]],
+) -> set[Var]:
     """Return the values that are stored; `of_sums`: with all that sums read."""
     defined = {v for eqn in equations for v in eqn.outvars}
     kept = {v for v in outs if is_var(v) and v in defined}
-    turned = {v for eqn in equations for v in _turned(eqn)}
+    turned = {v for of in copied for v in of}
+    same = _read_through(equations) if on_gpu else {}
     for eqn in equations:
         fuses = eqn.primitive.name in FUSED or eqn.primitive.name in REDUCTIONS
         if not fuses or (of_sums and eqn.primitive.name in REDUCTIONS):
-            kept.update(v for v in eqn.invars if is_var(v) and v in defined)
+            reads = [v for v in eqn.invars if is_var(v)]
+            if eqn.primitive.name == "dot_general":
+                reads = [same.get(v, v) for v in reads]
+            kept.update(v for v in reads if v in defined)
         if eqn.primitive.name not in FUSED:
             kept.update(eqn.outvars)
     spread = {v for eqn in equations if _spreads(eqn) for v in eqn.outvars}
     sums = {v for eqn in equations if eqn.primitive.name in PARTIAL_SUMS for v in eqn.outvars}
+    leaves = _leaves(equations) if on_gpu else {}
     # Stored values that each value is fused into; with exactly one it is computed once.
     into: dict[Var, set[object]] = {v: set() for v in defined}
     for eqn in reversed(equations):
@@ -209,13 +309,44 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) ->
             grown = sum(v.aval.size for v in sources) < out.aval.size
             full = {v for v in sources if v.aval.size >= out.aval.size} - spread
             summed = full and into[out] & sums
-            dear = len(full) > 1 or eqn.primitive.name in COSTLY or (sources and grown) or summed
-            if dear and len(into[out]) > 1:
+            dear: object = (
+                len(full) > 1 or eqn.primitive.name in COSTLY or (sources and grown) or summed
+            )
+            times = len(into[out])
+            if on_gpu:
+                count = len([v for v in leaves[out] if v.aval.size >= out.aval.size])
+                dear = times * count > times + count + 1
+            if dear and times > 1:
                 kept.add(out)
         for v in {v for v in eqn.invars if is_var(v) and v in defined}:
             for out in eqn.outvars:
                 into[v] |= _stored(out, kept, turned) or into[out]
     return kept
+
+
+def _leaves(equations: Iterable[Equation]) -> dict[Var, frozenset[Var]]:
+    """Return for every value what a kernel reads that computes it of what is no fused value."""
+    found: dict[Var, frozenset[Var]] = {}
+    for eqn in equations:
+        reads = [found.get(v, frozenset((v,))) for v in eqn.invars if is_var(v)]
+        of = frozenset[Var]().union(*reads)
+        fuses = eqn.primitive.name in FUSED
+        found.update((v, of if fuses else frozenset((v,))) for v in eqn.outvars)
+    return found
+
+
+def is_folded(eqn: Equation) -> bool:
+    """Return whether a product of XLA:GPU reads through an equation, as another order of dims."""
+    return eqn.primitive.name in ("transpose", "reshape", "squeeze", "expand_dims")
+
+
+def _read_through(equations: Iterable[Equation]) -> dict[Var, Var]:
+    """Return for values that are another order of dims of one what that is."""
+    found: dict[Var, Var] = {}
+    for eqn in equations:
+        if is_folded(eqn) and is_var(source := eqn.invars[0]):
+            found[eqn.outvars[0]] = found.get(source, source)
+    return found
 
 
 def _spreads(eqn: Equation) -> bool:
@@ -251,9 +382,44 @@ def _turned(eqn: Equation) -> list[Var]:
     return []
 
 
-def _behind(equations: Iterable[Equation], kept: set[Var]) -> dict[Var, frozenset[Var]]:
+def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
+    """Return `_turned` for XLA:GPU, which turns operands of batches of products alone.
+
+    What nothing else reads is made in the right layout.
+    """
+    reads = Counter(v for eqn in equations for v in eqn.invars if is_var(v))
+    made = {v for eqn in equations for v in eqn.outvars}
+    return [
+        [v for v in _turned(eqn) if v not in made or reads[v] > 1]
+        if eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1])
+        else []
+        for eqn in equations
+    ]
+
+
+def _whole(equations: Sequence[Equation], gathered: Iterable[Var]) -> dict[Var, int]:
+    """Return where inputs are gathered: those that are not read as something narrower alone.
+
+    That is gathered in their stead.
+    """
+    first: dict[Var, int] = {}
+    wide = set()
+    for place, eqn in enumerate(equations):
+        for v in eqn.invars:
+            if is_var(v):
+                first.setdefault(v, place)
+                if eqn.primitive.name != "convert_element_type" or nbytes(v.aval) <= nbytes(
+                    eqn.outvars[0].aval
+                ):
+                    wide.add(v)
+    return {v: first[v] for v in gathered if v in wide}
+
+
+def _behind(
+    equations: Iterable[Equation], kept: set[Var], given: Iterable[Var] = ()
+) -> dict[Var, frozenset[Var]]:
     """Return for every value the stored values that it is computed from when it is read."""
-    found: dict[Var, frozenset[Var]] = {}
+    found: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in given}
     for eqn in equations:
         reads = [found[v] for v in eqn.invars if is_var(v) and v in found]
         through = frozenset().union(*reads)

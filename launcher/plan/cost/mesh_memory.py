@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from launcher.partition import (
     DATA,
+    MODEL,
     MOST_LAYERS,
     ROWS,
     Bucket,
@@ -19,12 +21,13 @@ from launcher.partition import (
     accumulator_dtype,
     are_packed,
     gradients,
+    is_summed_in_every,
     is_summed_in_place,
     may_have_pieces,
     parts,
 )
 from launcher.plan.cost.liveness import Liveness
-from launcher.plan.cost.stage_memory import Footprint
+from launcher.plan.cost.stage_memory import Footprint, Summed
 from launcher.schedule import Task
 from launcher.trace import (
     FUSED,
@@ -47,14 +50,16 @@ class UpdateMemory:
 
     Args:
         step: the step.
-        as_soon: see `Liveness`.
+        on_gpu: see `Liveness`.
     """
 
-    def __init__(self, step: TracedStep, as_soon: bool) -> None:
+    def __init__(self, step: TracedStep, on_gpu: bool) -> None:
         self._results = {v for v in step.outvars if is_var(v)}  # they are counted where they lie
         self._gradients = gradients(step)
-        storing = [v for eqn in step.after if _stores(eqn, as_soon) for v in eqn.outvars]
-        self._liveness = Liveness(needed(step.after, storing), [], as_soon=as_soon)
+        storing = [v for eqn in step.after if _stores(eqn, not on_gpu) for v in eqn.outvars]
+        self._liveness = Liveness(
+            needed(step.after, storing), [], as_soon=not on_gpu, on_gpu=on_gpu
+        )
 
     @property
     def share(self) -> float:
@@ -165,6 +170,7 @@ def mesh_memory(
     footprints: Mapping[int, Footprint],
     sums: Mapping[int, GradientSync],
     update: UpdateMemory,
+    on_gpu: bool,
 ) -> int:
     """Return the peak memory of one device of a submesh, in bytes.
 
@@ -180,9 +186,13 @@ def mesh_memory(
         footprints: the footprint of each of its stages, by stage.
         sums: the sums of the gradients of each of its stages, by stage.
         update: what the step's update stores.
+        on_gpu: whether parameters that are gathered are counted in the footprints.
     """
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
-    gathered = max(_gathered_bytes(graph, loss, layout) for graph in graphs)
+    gathered = max(
+        _scattered_bytes(sums[graph.index]) if on_gpu else _gathered_bytes(graph, loss, layout)
+        for graph in graphs
+    )
     pieces = may_have_pieces(cut)
     used = [i for graph in graphs for i in accumulated(cut, graph)] if loss.wrt else []
     grads = sum(_gradient_bytes(i, cut, layout, summed=False) for i in used)
@@ -190,20 +200,43 @@ def mesh_memory(
     exchanged = _exchanged_bytes(cut, grads)
     batch, state = _held_bytes(cut, graphs, layout)
     held = state + _result_bytes(cut, mesh) + exchanged
-    of_sums = [
-        _sums(cut, sums[graph.index], layout) for graph in graphs if cut.slicing.own_replicas > 1
-    ]
+    own = graphs if cut.slicing.own_replicas > 1 else []
+    of_sums = {graph.index: _sums(cut, sums[graph.index], layout) for graph in own}
     made = summed if _is_afresh(cut) else grads
-    beside = sum(one.fresh for one in of_sums if one.beside) + max(
-        (one.working for one in of_sums if one.beside), default=0.0
-    )
-    running = batch + gathered + made + beside + mesh_activation_bytes(footprints, cut.tasks[mesh])
-    summing = max((one.fresh + one.working for one in of_sums if not one.beside), default=0.0)
+    beside = {s: one for s, one in of_sums.items() if one.beside}
+    working = mesh_activation_bytes(footprints, cut.tasks[mesh], beside)
+    running = batch + gathered + made + working
+    after = (one.fresh + one.working for s, one in of_sums.items() if s not in beside)
+    summing = max(after, default=0.0)
     updating = summed + update.bytes(cut, mesh, pieces)
     return int(held + max(running, grads + summing, updating))
 
 
-class _Sums(NamedTuple):
+def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: bool) -> Summed:
+    """Return how a stage's gradients are made and summed in its backward passes.
+
+    XLA:GPU puts off what gradients are made of, to run it under collectives: to where the program
+    ties a bucket to the pass, if there are several, else to the end.
+
+    Args:
+        cut: the partitioned step.
+        stage: the stage.
+        sync: how its gradients are summed.
+        on_gpu: whether XLA:GPU compiles its programs.
+    """
+    layout, operands = cut.layout(stage), cut.stages[stage].operands
+    alone = _is_afresh(cut)
+    gathered = {i for i in operands if layout.is_gathered(i)}
+    afresh = {i for i in operands if alone or is_summed_in_every(layout, i)}
+    if not on_gpu:
+        return Summed(afresh)
+    # Where parameters are gathered, collectives run under the whole pass.
+    buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
+    rest = set(operands).difference(*buckets, gathered) if layout.sizes[MODEL] > 1 else set()
+    return Summed(afresh - gathered, gathered, [*buckets, rest])
+
+
+class Sums(NamedTuple):
     """What summing a stage's gradients over the replicas needs.
 
     Attributes:
@@ -217,7 +250,7 @@ class _Sums(NamedTuple):
     beside: bool
 
 
-def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> _Sums:
+def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> Sums:
     """Return what the buckets that a stage sums once a step need.
 
     A bucket is packed, and what the collective makes of it unpacked before the pass continues,
@@ -230,9 +263,10 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> _Sums:
 
     def working(bucket: Bucket) -> float:
         scatters = bucket.collective == "reduce-scatter"
+        packed = packs and len(bucket.operands) > 1  # one alone is summed in its place
         if afresh:
-            return bucket.nbytes * (2 if packs or scatters else 1)
-        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if packs else 0)
+            return bucket.nbytes * (2 if packed or scatters else 1)
+        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if packed else 0)
 
     fresh = 0
     if not afresh:  # those of the only microbatch are counted as the gradients
@@ -242,7 +276,7 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> _Sums:
             for i in bucket.operands
             if not beside or not is_summed_in_place(layout, i, cut.leaving)
         )
-    return _Sums(fresh, max(map(working, once), default=0.0), beside)
+    return Sums(fresh, max(map(working, once), default=0.0), beside)
 
 
 def _is_afresh(cut: PartitionedStep) -> bool:
@@ -258,18 +292,27 @@ def accumulated(cut: PartitionedStep, graph: StageGraph) -> Iterator[int]:
             yield from [i] * (accumulators(layers[i]) if i in layers else 1)
 
 
-def mesh_activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task]) -> float:
+def mesh_activation_bytes(
+    footprints: Mapping[int, Footprint],
+    tasks: Sequence[Task],
+    sums: Mapping[int, Sums] = MappingProxyType({}),
+) -> float:
     """Return the peak activation memory of tasks in this order on one device, temporaries included.
 
     Args:
         footprints: the footprint of each stage, by stage.
         tasks: the tasks of the device's mesh.
+        sums: the sums that the last task of a stage makes, by stage.
     """
+    listed = [task for task in tasks if task[2] in footprints[task[0]].left]
+    last = {stage: place for place, (stage, _, _) in enumerate(listed)}
     level = peak = 0.0
-    for stage, _, kind in tasks:
-        if kind in footprints[stage].left:
-            peak = max(peak, level + footprints[stage].working[kind])
-            level += footprints[stage].left[kind]
+    for place, (stage, _, kind) in enumerate(listed):
+        more = sums.get(stage) if place == last[stage] else None
+        level += more.fresh if more else 0.0
+        working = footprints[stage].working[kind] + (more.working if more else 0.0)
+        peak = max(peak, level + working)
+        level += footprints[stage].left[kind]
     return peak
 
 
@@ -324,6 +367,12 @@ def _gradient_bytes(i: int, cut: PartitionedStep, layout: Layout, summed: bool) 
     dtype = accumulator_dtype(aval.dtype) if cut.slicing.num_slices > 1 else aval.dtype
     size: int = aval.size * dtype.itemsize
     return size // parts(spec, layout.sizes)
+
+
+def _scattered_bytes(sync: GradientSync) -> int:
+    """Return the bytes of a bucket's gradients before they are scattered, and packed."""
+    of_bucket = (bucket.nbytes * (1 + (len(bucket.operands) > 1)) for bucket in sync.every)
+    return max(of_bucket, default=0)
 
 
 def _gathered_bytes(graph: StageGraph, loss: Loss, layout: Layout) -> int:

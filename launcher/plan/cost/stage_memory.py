@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.partition import (
     JointGraph,
@@ -18,9 +19,9 @@ from launcher.partition import (
     TaskProgram,
     opened,
 )
-from launcher.plan.cost.liveness import Liveness, Size
+from launcher.plan.cost.liveness import Liveness, Size, is_folded
 from launcher.schedule import Kind
-from launcher.trace import Aval, Equation, Var, dependents, is_var, nbytes
+from launcher.trace import FUSED, Aval, Equation, Var, dependents, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 
@@ -55,10 +56,24 @@ class Temporaries:
     fixed_early: float
 
 
+class Summed(NamedTuple):
+    """How a task program makes its gradients, by their operands.
+
+    Attributes:
+        afresh: those that are made, rather than added to an accumulator.
+        gathered: those of parameters that a pass gathers.
+        together: sets of those that are made when all of a set can be: they are summed together.
+    """
+
+    afresh: Set[int] = frozenset()
+    gathered: Set[int] = frozenset()
+    together: Sequence[Set[int]] = ()
+
+
 class Stored:
     """What a task program stores, and its values under any sharding."""
 
-    def __init__(self, one: TaskProgram) -> None:
+    def __init__(self, one: TaskProgram, on_gpu: bool, how: Summed = Summed()) -> None:  # noqa: B008
         self._given, self.jaxpr = one.closed.invars, opened(one.closed)
         inputs = self.jaxpr.invars[len(one.constants) :]  # its variables are others
         self.inputs: dict[Var, Name] = dict(zip(inputs, one.inputs, strict=True))
@@ -66,39 +81,69 @@ class Stored:
         summed = [v for name, v in outs if name.kind in ("grad", "result")]
         held = [v for name, v in outs if name.kind not in ("grad", "result")]
         self.gradients = {v: name.of for name, v in outs if name.kind == "grad" and is_var(v)}
-        self.liveness = Liveness(self.jaxpr.eqns, held, summed)
+        if not on_gpu:
+            self._added: Set[Var] = frozenset()
+            self.liveness = Liveness(self.jaxpr.eqns, held, summed)
+            return
+        # A product's kernel adds to an accumulator itself, and so does what is fused.
+        by: dict[Var, str] = {}
+        for eqn in self.jaxpr.eqns:
+            name, source = eqn.primitive.name, eqn.invars[0] if eqn.invars else None
+            if is_folded(eqn) and source is not None and is_var(source):
+                name = by.get(source, "")
+            by.update(dict.fromkeys(eqn.outvars, name))
+        self._added = {v for v in self.gradients if by.get(v) in FUSED | {"dot_general"}}
+        is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
+        whole = [v for v, name in is_operand if name.of in how.gathered]
+        waits = [{v for v, i in self.gradients.items() if i in of} for of in how.together]
+        adds = {v for v, i in self.gradients.items() if by.get(v) == "dot_general"}
+        waits.append(adds.difference(*waits, self.apart(how.afresh)))
+        self.liveness = Liveness(self.jaxpr.eqns, held, summed, whole, waits, on_gpu=True)
+
+    def apart(self, operands: Set[int]) -> frozenset[Var]:
+        """Return the gradients of operands."""
+        return frozenset(v for v, i in self.gradients.items() if i in operands)
 
     @functools.cached_property
     def _dims(self) -> NamedDims:
         return NamedDims(self.jaxpr.eqns)
 
-    def sizes(self, sharding: Sharding) -> Size:
-        """Return the bytes of its values where `sharding` cuts those of the joint graph."""
+    def sizes(self, sharding: Sharding, apart: Set[Var] = frozenset()) -> Size:
+        """Return the bytes of its values where `sharding` cuts those of the joint graph.
+
+        What is added to an accumulator as it is made takes none, but for the gradients `apart`.
+        """
         inside = Sharding(self._dims if sharding.axis_of else NamedDims(()), sharding.sizes)
         for v, known in zip(self.jaxpr.invars, self._given, strict=True):
             inside.seed(v, sharding.spec(known))
-        return _sizes(inside)
+        return _sizes(inside, self._added - apart)
 
 
-def stored_in(of: StagePrograms) -> dict[Kind, Stored]:
-    """Return what each of the task programs stores."""
-    return {kind: Stored(one) for kind, one in of.programs.items()}
+def stored_in(of: StagePrograms, on_gpu: bool, how: Summed = Summed()) -> dict[Kind, Stored]:  # noqa: B008
+    """Return what each of the task programs stores, where XLA:GPU compiles them or XLA:CPU."""
+    return {kind: Stored(one, on_gpu, how) for kind, one in of.programs.items()}
 
 
-def footprint(of: StagePrograms, sharding: Sharding, afresh: Set[int] = frozenset()) -> Footprint:
+def footprint(
+    of: StagePrograms,
+    sharding: Sharding,
+    on_gpu: bool,
+    how: Summed = Summed(),  # noqa: B008
+) -> Footprint:
     """Return the memory of the task programs where `sharding` cuts the joint graph's values.
 
     Args:
         of: the task programs.
         sharding: of the joint graph's values.
-        afresh: the operands whose gradients are made, rather than added to. Until one is made, its
-            buffer can hold another value.
+        on_gpu: whether XLA:GPU compiles them, not XLA:CPU.
+        how: how the gradients are made. The buffer of one made afresh can hold another value
+            until then.
     """
     size, working = _sizes(sharding), {}
-    for k, (kind, one) in enumerate(stored_in(of).items()):
-        inside = one.sizes(sharding)
-        buffers = [v for v, i in one.gradients.items() if i in afresh]
-        needs = one.liveness.peak_beside(buffers, inside) if buffers else one.liveness.peak(inside)
+    for k, (kind, one) in enumerate(stored_in(of, on_gpu, how).items()):
+        buffers = one.apart(how.afresh)
+        inside, live = one.sizes(sharding, buffers), one.liveness
+        needs = live.peak_beside(list(buffers), inside) if buffers else live.peak(inside)
         working[kind] = _SLACK * (_arriving(of, k, size) + needs)
     return Footprint(left_bytes(of, sharding), working)
 
@@ -164,8 +209,8 @@ def _dependent(equations: Sequence[Equation], sources: Sequence[Var]) -> Iterato
             yield place
 
 
-def _sizes(sharding: Sharding) -> Size:
-    known: dict[Var, float] = {}
+def _sizes(sharding: Sharding, without: Set[Var] = frozenset()) -> Size:
+    known: dict[Var, float] = dict.fromkeys(without, 0.0)
 
     def size(v: Var) -> float:
         if v not in known:

@@ -99,7 +99,7 @@ def cost_table(
         )
         key = graph.structure, tuple(rows_of[i] for i in graph.operands), known
         if key not in solved:
-            layer = _Layer(graph, loss, selective)
+            layer = _Layer(graph, loss, selective, cluster.is_gpu)
             solved[key] = []
             for m, along in model_axes:
                 if dims is not None and along is not None:
@@ -121,7 +121,7 @@ def cost_table(
         ),
         sequence=tuple(of is not None for _, of in model_axes),
         selective=selective,
-        update_share=UpdateMemory(step, cluster.runs_as_soon).share,
+        update_share=UpdateMemory(step, cluster.is_gpu).share,
     )
 
 
@@ -135,23 +135,25 @@ def _of_batch(step: TracedStep, graph: StageGraph) -> list[int]:
 class _Layer:
     """A layer, whose task programs are traced once for all meshes."""
 
-    def __init__(self, graph: StageGraph, loss: Loss, selective: bool) -> None:
+    def __init__(self, graph: StageGraph, loss: Loss, selective: bool, on_gpu: bool) -> None:
         """Trace the layer.
 
         Args:
             graph: the layer.
             loss: the loss that it is a part of.
             selective: whether it may be recomputed selectively.
+            on_gpu: whether XLA:GPU compiles it.
         """
         self._graph, self._loss = graph, loss
         self._parameters = [loss.invars[i] for i in graph.wrt]
         self._flows = flow(graph.equations, [*self._parameters, *graph.active_in])
         self._varying = dependence(graph.equations, _varying(graph, loss))
         apart = trace_stage(graph, loss, "none", _KINDS)
-        self._apart, self._whole = _Traced(apart), _Traced(as_one(apart, _KINDS))
+        self._apart = _Traced(apart, on_gpu)
+        self._whole = _Traced(as_one(apart, _KINDS), on_gpu)
         self._selective = None
         if selective:
-            self._selective = _Traced(trace_stage(graph, loss, "selective", _KINDS))
+            self._selective = _Traced(trace_stage(graph, loss, "selective", _KINDS), on_gpu)
             self._again = recomputed(graph.layers, "selective")
 
     def specs(self, sharding: Sharding) -> tuple[Spec, ...]:
@@ -270,8 +272,8 @@ class _Layer:
 class _Traced:
     """Task programs of a layer, what they store, and the named dimensions of their joint graph."""
 
-    def __init__(self, programs: StagePrograms) -> None:
-        self.programs, self._stored = programs, stored_in(programs)
+    def __init__(self, programs: StagePrograms, on_gpu: bool) -> None:
+        self.programs, self._stored = programs, stored_in(programs, on_gpu)
 
     @functools.cached_property
     def _dims(self) -> NamedDims:

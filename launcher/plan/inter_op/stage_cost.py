@@ -257,6 +257,11 @@ class StageCosts:
         """Return the most bytes that a device holds after its last task."""
         return self._state_bytes(zero)[1]
 
+    def _largest_layer(self, one: np.ndarray) -> np.ndarray:
+        """Return the most of any of each stage's layers, given that of each, `[mesh, layer]`."""
+        inside = np.where(self._end[:, 1:] > self._first, one[:, None, :], 0.0)
+        return np.pad(np.maximum.accumulate(inside, -1), ((0, 0), (0, 0), (1, 0)))
+
     @_kept
     def _state_bytes(self, zero: int) -> Arrays:
         data = self._size(DATA)
@@ -265,9 +270,12 @@ class StageCosts:
         state = state + sharded_bytes(*self._whole_and_sharded(zero, "optimizer_bytes"), data)
         running, summing, updating = self._gradient_bytes(zero)
         updating = updating * (1 + self.table.update_share)
+        whole = cut  # a pass has what is sharded whole, and its gradients
+        if self.cluster.is_gpu and zero == 3:  # a layer at a time
+            layers = np.arange(self.table.num_layers)
+            whole = self._largest_layer(cut[..., layers, layers + 1])
         return (
-            # A pass has what is sharded whole, and its gradients.
-            np.asarray(self._of("batch_bytes") / data + state + 2 * cut + running),
+            np.asarray(self._of("batch_bytes") / data + state + 2 * whole + running),
             np.asarray(state + np.maximum(summing, updating)),
         )
 
@@ -354,11 +362,9 @@ class StageCosts:
         peaks = [self._layer_peak("layer"), self._peak("backward"), self._peak("whole")]
         if self.table.selective:  # which leaves more than the layers' inputs
             peaks.append(self._layer_peak("selective"))
-        one = np.minimum.reduce([of[..., layers, layers + 1] for of in peaks])
+        peak = self._largest_layer(np.minimum.reduce([of[..., layers, layers + 1] for of in peaks]))
         left = self._least("checkpoint_bytes", "left_bytes")
         left = np.where(self.runs_as_one(OPEN), 0.0, left)
-        inside = np.where(self._end[:, 1:] > self._first, one[:, None, :], 0.0)
-        peak = np.pad(np.maximum.accumulate(inside, -1), ((0, 0), (0, 0), (1, 0)))
         return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))
 
     @_shared

@@ -59,6 +59,11 @@ FORMS = frozenset(("convert_element_type", "reshape", "squeeze", "transpose"))
 
 # The compiler fuses these into whatever reads them.
 FUSED = (ELEMENTWISE - _BY_LOOP) | _LAYOUT | BARRIERS | frozenset(("iota", "pad"))
+# The result may take an operand's place: XLA lets these share a buffer with one that dies.
+IN_PLACE = FUSED | frozenset((
+    "dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul",
+    "scatter-sub", "sort",
+))
 # The result repeats a smaller operand, or counts.
 BROADCASTS = frozenset(("broadcast_in_dim", "iota"))
 # Cheap enough to be recomputed in the backward pass, and computed once where two are the same. A

@@ -67,3 +67,85 @@ def test_the_buffer_of_a_later_result_holds_what_fits_into_it(widths, needed):
     found = liveness.peak_beside(jaxpr.outvars, lambda v: nbytes(v.aval))
     assert found >= needed * ARRAY
     assert (found < ARRAY) == (needed == 0)
+
+
+# Of the programs below, each on XLA:GPU: the arrays of ROWS x WIDTH floats at the peak.
+def scattered(x, w):
+    return jnp.zeros_like(x).at[jnp.arange(ROWS), 0].add(w[:ROWS, 0])
+
+
+def alike(x, w):
+    return jnp.tanh(x @ w)
+
+
+def narrowed(x, w):
+    """Only what is as large may take a place."""
+    return jnp.tanh(x @ w).astype(jnp.bfloat16)
+
+
+def cast(x, w):
+    """Casts that are made one at a time, although all of them stand first."""
+    casts = [jax.lax.convert_element_type(w * k, jnp.bfloat16) for k in (1, 2, 3, 4)]
+    x = x.astype(jnp.bfloat16)
+    for one in casts:
+        x = x @ one
+    return x
+
+
+def read_twice(x, w):
+    """An exponential that two products read in different forms: it is computed again."""
+    much = jnp.exp(x)
+    return (much + 1).sum(1), (much * 2).sum(1)
+
+
+def turned_weight(x, w):
+    return x @ (w + 1).T
+
+
+@pytest.mark.parametrize(
+    ("program", "arrays"),
+    [(scattered, 1), (alike, 1), (narrowed, 1.5), (cast, 2), (read_twice, 0), (turned_weight, 3)],
+    ids=lambda of: getattr(of, "__name__", ""),
+)
+def test_what_is_stored_on_gpus(program, arrays):
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((ROWS, WIDTH), (WIDTH, WIDTH))]
+    jaxpr = make_jaxpr(program, *shapes)
+    liveness = Liveness(jaxpr.eqns, jaxpr.outvars, on_gpu=True)
+    assert liveness.peak(lambda v: nbytes(v.aval)) / ARRAY == pytest.approx(arrays, abs=0.3)
+
+
+def test_gradients_of_a_set_wait_for_one_another():
+    """The first product is a gradient's alone: it waits for what the second is made of."""
+
+    def program(x, w):
+        y = jnp.tanh(x @ w)
+        first, z = y.T @ y, jnp.tanh(y @ w)
+        return first, z.T @ x, z
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((ROWS, WIDTH), (WIDTH, WIDTH))]
+    jaxpr = make_jaxpr(program, *shapes)
+
+    gradients, held = jaxpr.outvars[:2], jaxpr.outvars[2:]
+
+    def order(waits):
+        liveness = Liveness(jaxpr.eqns, held, gradients, waits=waits, on_gpu=True)
+        return [v.aval.shape for eqn in liveness.equations for v in eqn.outvars].index((WIDTH,) * 2)
+
+    first, waiting = order([]), order([set(gradients)])
+    assert waiting == first + 2  # the rest of the pass goes first
+
+
+def test_what_is_gathered_is_whole_from_its_first_reader_to_its_last():
+    def program(x, a, b):
+        return jnp.tanh(x @ a) @ b
+
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    jaxpr = make_jaxpr(program, jax.ShapeDtypeStruct((1, WIDTH), jnp.float32), weight, weight)
+
+    def peak(weights):
+        liveness = Liveness(jaxpr.eqns, jaxpr.outvars, gathered=weights, on_gpu=True)
+        return liveness.peak(lambda v: nbytes(v.aval) if v in weights else 0.0)
+
+    weights = jaxpr.invars[1:]
+    assert peak(weights) == nbytes(weights[0].aval)
+    assert peak(weights[:1]) == peak(weights)

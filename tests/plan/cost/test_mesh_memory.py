@@ -6,12 +6,13 @@ from layered import layered_step
 from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
 from launcher.partition.task_programs import trace_stage
-from launcher.plan.cost.mesh_memory import mesh_activation_bytes
-from launcher.plan.cost.stage_memory import footprint
+from launcher.plan.cost.mesh_memory import Sums, mesh_activation_bytes
+from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.schedule import Kind, make_tasks, max_in_flight
 
 WIDTH, ROWS, STAGES, MICRO_BATCHES = 8, 4, 4, 6
 BOUNDARY = ROWS * WIDTH * 4
+F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,9 @@ def footprints(traced, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWA
     found = [{} for _ in range(meshes)]
     for graph in graphs:
         of = trace_stage(graph, traced.loss(1), remat, kinds)
-        found[graph.index % meshes][graph.index] = footprint(of, Sharding(NamedDims([]), {}))
+        found[graph.index % meshes][graph.index] = footprint(
+            of, Sharding(NamedDims([]), {}), on_gpu=False
+        )
     return found
 
 
@@ -65,3 +68,12 @@ def test_the_stages_of_a_mesh_add_up(found):
     shared = peaks(found, "interleaved_1f1b", 2, "full")
     assert shared[1] >= max_in_flight(tasks[1]) * BOUNDARY
     assert shared[0] < shared[1] + max_in_flight(tasks[0]) * BOUNDARY  # stage 0 keeps nothing
+
+
+@pytest.mark.parametrize(("fresh", "expected"), [(3, 35), (10, 39)])
+def test_sums_are_made_beside_the_last_task_alone(fresh, expected):
+    """Two microbatches are in flight before, and one as their gradients are summed."""
+    left, working = {F: 10.0, B: -10.0}, {F: 12.0, B: 15.0}
+    tasks = [(0, 0, F), (0, 1, F), (0, 0, B), (0, 1, B)]
+    sums = {0: Sums(fresh, 4, True)}
+    assert mesh_activation_bytes({0: Footprint(left, working)}, tasks, sums) == expected

@@ -53,17 +53,17 @@ def squared(by):
 
 
 @pytest.mark.parametrize(
-    ("update", "as_soon", "stored"),
+    ("update", "on_gpu", "stored"),
     [
-        (CLIPPED, True, LAYERS),  # all squares are there before the first is summed
-        (CLIPPED, False, 0),
-        (optax.adam(1e-3), True, 0),
-        (squared(0.1), False, 1),
+        (CLIPPED, False, LAYERS),  # all squares are there before the first is summed
+        (CLIPPED, True, 0),
+        (optax.adam(1e-3), False, 0),
+        (squared(0.1), True, 1),
     ],
     ids=["a norm, as soon as it can", "a norm in order", "element-wise", "products in order"],
 )
-def test_what_the_update_stores(update, as_soon, stored):
-    share = UpdateMemory(traced(update), as_soon).share
+def test_what_the_update_stores(update, on_gpu, stored):
+    share = UpdateMemory(traced(update), on_gpu).share
     assert share * LAYERS == pytest.approx(stored, abs=0.02)
 
 
