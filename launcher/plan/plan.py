@@ -15,6 +15,7 @@ from launcher.base import DamagedError
 from launcher.base.reading import read
 from launcher.hardware import ClusterShape, WorkerInfo
 from launcher.partition import DEFAULT_REDUCTION, Assignment, PlanError, Reduction, validate
+from launcher.plan.compiled_plan import CompiledPlan
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
 from launcher.trace import BatchError, LayerEnds, TracedStep
 
@@ -122,6 +123,7 @@ class Plan(Staged):
         jax_version: the JAX that traced the program; another one may trace it to other equations.
         tried: the plans of which this is the fastest as measured, in the order of their
             predictions; empty if it was chosen by its prediction.
+        compiled: what a compiler makes of its programs, if it was asked.
     """
 
     method: str
@@ -151,6 +153,7 @@ class Plan(Staged):
     least_step_seconds: float | None = None
     tried: tuple[Trial, ...] = ()
     jax_version: str = ""
+    compiled: CompiledPlan | None = None
 
     @property
     def parts(self) -> tuple[Plan, ...]:
