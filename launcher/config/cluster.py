@@ -21,7 +21,7 @@ class Device:
     """One device of a described cluster.
 
     FLOP rates are dense; `sustained` is the share of the peak that large matrix products reach
-    inside a training step.
+    inside a training step. The last four are for XLA's compiler (`launcher.hardware.target_config`).
     """
 
     name: str | None = None
@@ -30,6 +30,10 @@ class Device:
     sustained: float = number(0.5, minimum=0.01, maximum=1.0)
     memory_gib: float | None = number(None, minimum=0.0)
     memory_gb_per_second: float | None = number(None, minimum=0.0)
+    compute_capability: float | None = number(None, minimum=1.0)
+    multiprocessors: int | None = number(None, minimum=1)
+    clock_ghz: float | None = number(None, minimum=0.0)
+    l2_mib: float | None = number(None, minimum=0.0)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
 from launcher.base import CONF
+
+
+COMPILER_KEYS = ("compute_capability", "multiprocessors", "clock_ghz", "l2_mib")
 
 
 @dataclass(frozen=True)
@@ -23,19 +28,30 @@ class Datasheet:
         memory_gib: its memory.
         memory_bandwidth: bytes/s.
         link: bytes/s one way, from device to device on a host.
+        source: the file that says all this.
+        compute_capability: NVIDIA's number of what it can compute, such as 9.0; None: not said, as
+            those below, which the compiler has to know (`target_config`).
+        multiprocessors: how many it has.
+        clock_ghz: its highest clock.
+        l2_mib: its L2 cache.
     """
 
     name: str
     peak_flops: float
     peak_flops_fp32: float
     sustained: float
-    memory_gib: int
+    memory_gib: float
     memory_bandwidth: float
     link: float
+    source: str
+    compute_capability: float | None
+    multiprocessors: int | None
+    clock_ghz: float | None
+    l2_mib: float | None
 
 
 # Words that do not tell GPUs apart: the maker, the kind of memory, and the memory of a GH200's CPU.
-_COMMON = re.compile(r"NVIDIA|TESLA|HBM\d\w?|120GB|480GB")
+_COMMON = re.compile(r"NVIDIA|TESLA|GEFORCE|HBM\d\w?|120GB|480GB")
 
 
 def find_datasheet(device_kind: str) -> Datasheet | None:
@@ -55,25 +71,40 @@ def find_datasheet(device_kind: str) -> Datasheet | None:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a GPU's name, with SXM4 as SXM and 144G as 144GB."""
-    same = re.sub(r"\b(\d+)G\b", r"\1GB", re.sub(r"SXM\d", "SXM", name.upper()))
-    return re.findall(r"[A-Z0-9.]+", same)
+    """Return the words of a GPU's name, with SXM4 as SXM, 144G as 144GB and RTX 4090 as RTX4090."""
+    same = re.sub(r"SXM\d", "SXM", name.upper().replace("_", "-"))
+    same = re.sub(r"\b(\d+)G\b", r"\1GB", same)
+    return re.findall(r"[A-Z0-9.]+", re.sub(r"\bRTX[ -](?=\d)", "RTX", same))
 
 
 @functools.cache
 def datasheets() -> tuple[Datasheet, ...]:
     """Return all datasheets, sorted by the names of their files."""
     files = sorted((CONF / "device").glob("*.yaml"), key=lambda file: file.stem)
-    trees = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
+    trees = ((file.name, yaml.safe_load(file.read_text(encoding="utf-8"))) for file in files)
     return tuple(
-        Datasheet(
-            name=device["name"],
-            peak_flops=device["peak_tflops"] * 1e12,
-            peak_flops_fp32=device["peak_tflops_fp32"] * 1e12,
-            sustained=device["sustained"],
-            memory_gib=device["memory_gib"],
-            memory_bandwidth=device["memory_gb_per_second"] * 1e9,
-            link=links["intra_host_gb_per_second"] * 1e9,
-        )
-        for device, links in ((tree["device"], tree["links"]) for tree in trees)
+        datasheet_of(tree["device"], tree["links"], f"conf/device/{name}") for name, tree in trees
+    )
+
+
+def datasheet_of(device: Mapping[str, Any], links: Mapping[str, Any], source: str) -> Datasheet:
+    """Return a datasheet by the keys of `conf/device/`, or of a described cluster.
+
+    Args:
+        device: the keys below `device`.
+        links: those below `links`.
+        source: where they stand.
+    """
+    peak = device["peak_tflops"] * 1e12
+    single = device.get("peak_tflops_fp32")
+    return Datasheet(
+        name=str(device["name"]),
+        peak_flops=peak,
+        peak_flops_fp32=single * 1e12 if single else peak / 2,
+        sustained=device["sustained"],
+        memory_gib=device["memory_gib"],
+        memory_bandwidth=device["memory_gb_per_second"] * 1e9,
+        link=links["intra_host_gb_per_second"] * 1e9,
+        source=source,
+        **{key: device.get(key) for key in COMPILER_KEYS},
     )

@@ -52,7 +52,24 @@ def test_the_memory_is_that_of_the_kind(kind, gib):
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL", None),
         ("NVIDIA H200 NVL", None),
-        ("NVIDIA GB200", None),
+        ("NVIDIA GB200", "GB200-HBM3e-186GB"),
+        ("NVIDIA L40S", "L40S-PCIe-48GB"),
+        ("nvidia_l40s", "L40S-PCIe-48GB"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090-24GB"),
+        ("nvidia_geforce_rtx_4090", "RTX-4090-24GB"),
+        ("rtx4090", "RTX-4090-24GB"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4080", None),
+        ("Tesla T4", "T4-PCIe-16GB"),
+        ("T4", "T4-PCIe-16GB"),
+        ("NVIDIA T4G", None),
+        ("NVIDIA H20", "H20-SXM5-96GB"),
+        ("NVIDIA H20-3e", None),
+        ("NVIDIA H800", "H800-SXM5-80GB"),
+        ("NVIDIA H800 PCIe", None),
+        ("nvidia_gh200_144g_hbm3e", "GH200-HBM3e-144GB"),
         ("Tesla V100-PCIE-16GB", None),
         ("Tesla V100S-PCIE-32GB", None),
     ],
@@ -62,7 +79,7 @@ def test_a_gpu_is_taken_for_no_other(kind, sheet):
     assert (found and found.name) == sheet
 
 
-@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA L40S", "NVIDIA RTX A1000", "GPU"])
+@pytest.mark.parametrize("kind", ["NVIDIA A10G", "NVIDIA RTX A1000", "GPU"])
 def test_an_unknown_gpu_is_no_cpu(kind, caplog):
     shape, cpu = local_shape(8, 1, kind), local_shape(8, 1, "cpu")
     assert (shape.effective_parallelism, shape.memory_bytes, shape.peak_flops) == (None, None, None)

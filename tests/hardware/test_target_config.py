@@ -1,0 +1,81 @@
+"""All kinds of GPU in `conf/device/`: what each can do, and what its compiler is told of it."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launcher.hardware.datasheets import COMPILER_KEYS, datasheets
+from launcher.hardware.target_config import target_config
+
+KINDS = {  # its compute capability, and bytes of shared memory that a block can have
+    "A100-SXM4-80GB": (8.0, 166912),
+    "A100-SXM4-40GB": (8.0, 166912),
+    "A100-PCIe-80GB": (8.0, 166912),
+    "B200-SXM-180GB": (10.0, 232448),
+    "GB200-HBM3e-186GB": (10.0, 232448),
+    "GH200-HBM3-96GB": (9.0, 232448),
+    "GH200-HBM3e-144GB": (9.0, 232448),
+    "H100-SXM5-80GB": (9.0, 232448),
+    "H20-SXM5-96GB": (9.0, 232448),
+    "H200-SXM-141GB": (9.0, 232448),
+    "H800-SXM5-80GB": (9.0, 232448),
+    "L40S-PCIe-48GB": (8.9, 101376),
+    "RTX-4090-24GB": (8.9, 101376),
+    "T4-PCIe-16GB": (7.5, 65536),
+    "V100-SXM2-16GB": (7.0, 98304),
+    "V100-SXM2-32GB": (7.0, 98304),
+}
+SHEETS = {sheet.name: sheet for sheet in datasheets()}
+READ = """
+import json, sys
+from jax.experimental.topologies import get_topology_desc
+read = {}
+for name, text in json.load(sys.stdin).items():
+    found = get_topology_desc("", "cuda", target_config=text, topology="1x2x4").devices
+    read[name] = len(found), found[0].device_kind, float(found[0].compute_capability)
+print(json.dumps(read))
+"""
+
+
+def test_each_kind_is_told_by_its_compute_capability():
+    assert {name: sheet.compute_capability for name, sheet in SHEETS.items()} == {
+        name: capability for name, (capability, _) in KINDS.items()
+    }
+    for name, (_, shared) in KINDS.items():
+        assert f"shared_memory_per_block_optin: {shared}\n" in target_config(SHEETS[name])
+
+
+@pytest.mark.devices
+def test_xla_takes_each_kind():
+    why = "XLA's compiler for GPUs is not here: pip install jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
+    pytest.importorskip("jax_plugins.xla_cuda12", reason=why)
+    texts = {name: target_config(sheet) for name, sheet in SHEETS.items()}
+    ended = subprocess.run(
+        [sys.executable, "-c", READ],
+        input=json.dumps(texts),
+        env={**os.environ, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {
+        name: [8, name, capability] for name, (capability, _) in KINDS.items()
+    }
+
+
+@pytest.mark.parametrize("key", COMPILER_KEYS)
+def test_what_a_datasheet_lacks_is_named(key):
+    sheet = dataclasses.replace(SHEETS["H100-SXM5-80GB"], source="conf/device/x.yaml", **{key: None})
+    with pytest.raises(ValueError, match=rf"conf/device/x.yaml: device.{key} is not set"):
+        target_config(sheet)
+
+
+def test_an_unknown_compute_capability_is_named():
+    sheet = dataclasses.replace(SHEETS["H100-SXM5-80GB"], compute_capability=5.2)
+    with pytest.raises(ValueError, match=r"h100.yaml: device.compute_capability=5.2 .* 7.0, 7.5"):
+        target_config(sheet)
