@@ -9,6 +9,8 @@ from launcher.hardware.cluster_shape import is_nominal as is_nominal
 from launcher.hardware.cluster_shape import local_shape as local_shape
 from launcher.hardware.cluster_shape import memory_share as memory_share
 from launcher.hardware.cluster_shape import usable_bytes as usable_bytes
+from launcher.hardware.datasheets import find_datasheet as find_datasheet
 from launcher.hardware.hosts import HostReport as HostReport
 from launcher.hardware.hosts import differing_versions as differing_versions
 from launcher.hardware.hosts import shortages as shortages
+from launcher.hardware.target_config import target_config as target_config

@@ -78,10 +78,9 @@ def _run(text: str) -> Iterator[tuple[int, list[_Operation]]]:
         if header := _COMPUTATION.match(line):
             operations = found[header[2]] = []
             entry = header[2] if header[1] else entry
-        elif match := _OPERATION.match(line):
-            if opcode := _OPCODE.search(match[2]):
-                kind = match[2][: opcode.start()]
-                operations.append(_Operation(match[1], kind, opcode[1], match[2]))
+        elif (match := _OPERATION.match(line)) and (opcode := _OPCODE.search(match[2])):
+            kind = match[2][: opcode.start()]
+            operations.append(_Operation(match[1], kind, opcode[1], match[2]))
     waiting = [(1, entry)]
     while waiting:
         times, name = waiting.pop()
