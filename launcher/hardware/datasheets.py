@@ -12,7 +12,6 @@ import yaml
 
 from launcher.base import CONF
 
-
 COMPILER_KEYS = ("compute_capability", "multiprocessors", "clock_ghz", "l2_mib")
 
 

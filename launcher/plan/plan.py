@@ -184,6 +184,24 @@ class Plan(Staged):
         there = self.cluster["memory_bytes"]
         return 0 if there is None else max(stage.memory_bytes for stage in self.all_stages) - there
 
+    def with_compiled_memory(self) -> Plan:
+        """Return the plan with the compiler's memory in place of the predicted, where known."""
+        assert self.compiled is not None
+        left = iter(self.compiled.stages)
+        parts = [
+            dataclasses.replace(
+                part,
+                stages=tuple(
+                    dataclasses.replace(stage, memory_bytes=known)
+                    if (known := next(left).memory_bytes) is not None
+                    else stage
+                    for stage in part.stages
+                ),
+            )
+            for part in self.parts
+        ]
+        return dataclasses.replace(parts[0], further=tuple(parts[1:]))
+
     def validate(self, step: TracedStep) -> None:
         """Check that the plan, perhaps edited by hand, can be carried out.
 

@@ -11,9 +11,11 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,7 @@ from launcher.trace import TracedStep
 # Which of XLA's own kernels for matrix products suits is tried out on a GPU. Without one it may
 # take one that does not fit at all, where the libraries' kernels always do.
 _UNTRIED = {"xla_gpu_enable_triton_gemm": False}
+_ADDRESS = re.compile(r'(?<=@CustomSPMDPartitioning)(\(.*?backend_config = )"\d+"')
 EXTRA = "jax-plan-launcher[plan-cuda]"
 
 
@@ -109,7 +112,7 @@ def compile_for(
         with jax.transfer_guard("allow"):  # of the programs' constants
             emitted = emit(step, plan)
             placement = place_on_devices(plan, target.devices, emitted.slots)
-            ask = functools.partial(_compiled, target, texts)
+            ask = functools.partial(_compiled, target, plan.fingerprint, texts)
             compilation = Compilation(emitted, placement, pool, ask)
         futures, done = compilation.programs, 0
         while done < len(futures):
@@ -128,12 +131,11 @@ def compile_for(
     return compiled_report(plan, emitted, placement, distinct, time.perf_counter() - began)
 
 
-def _compiled(target: Target, texts: dict[str, str] | None, one: Lowered) -> CompiledProgram:
+def _compiled(
+    target: Target, fingerprint: str, texts: dict[str, str] | None, one: Lowered
+) -> CompiledProgram:
     """Return what the compiler says of a program, now or before."""
-    told = repr((one.kind, target.text, dict(target.options), os.environ.get("XLA_FLAGS")))
-    kind = file_name(target.devices[0].device_kind)
-    digest = hashlib.sha256(told.encode()).hexdigest()[:24]
-    path = cache_folder() / "compiled_reports" / f"{kind}-{digest}.json"
+    path = _kept(target, fingerprint, one)
     if texts is None and (known := read_cached(path, _read, "compiled again")) is not None:
         return known
     made, _ = compiled(one.whole, {**one.options, **target.options})
@@ -142,6 +144,19 @@ def _compiled(target: Target, texts: dict[str, str] | None, one: Lowered) -> Com
         texts[one.name] = made.as_text() or ""
     write(path, {"program": dataclasses.asdict(found)})
     return found
+
+
+def _kept(target: Target, fingerprint: str, one: Lowered) -> Path:
+    """Return the file for what the compiler says of a program.
+
+    Its text holds addresses of Python's functions that partition custom calls, as of fused
+    attention. What these functions do follows from the step.
+    """
+    text = _ADDRESS.sub(r"\1", one.whole.as_text())
+    options = {**one.options, **target.options}
+    said = repr((text, fingerprint, options, target.text, os.environ.get("XLA_FLAGS")))
+    kind, digest = target.devices[0].device_kind, hashlib.sha256(said.encode()).hexdigest()[:24]
+    return cache_folder() / "compiled_reports" / f"{file_name(kind)}-{digest}.json"
 
 
 def _read(tree: dict[str, Any]) -> CompiledProgram:
