@@ -1,8 +1,8 @@
 """Compile a plan's programs for devices that need not be here, and report what the compiler says.
 
 XLA compiles for a GPU by its description alone (`hardware.target_config`). All programs are
-compiled in this process, as if one host had all the devices. What was compiled before is read from
-the cache of measurements: JAX's own cache holds programs that only a GPU can read.
+compiled in this process, as if one host had all the devices. What the compiler said before is kept
+with the measurements: of JAX's own cache only a process with a GPU can read these programs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from launcher.base.measurements import cache_folder, file_name, read_cached, wri
 from launcher.base.reading import read
 from launcher.hardware import find_datasheet, target_config
 from launcher.plan import CompiledPlan, CompiledProgram, Plan, PlanError
-from launcher.runtime.compiled_report import compiled_report, read_compiled
+from launcher.runtime.compiled_report import CompiledStep, compiled_report, read_compiled
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.programs.compile import Compilation, Lowered, wait_for_more
 from launcher.runtime.programs.device_meshes import place_on_devices
@@ -34,7 +33,6 @@ from launcher.trace import TracedStep
 # Which of XLA's own kernels for matrix products suits is tried out on a GPU. Without one it may
 # take one that does not fit at all, where the libraries' kernels always do.
 _UNTRIED = {"xla_gpu_enable_triton_gemm": False}
-_ADDRESS = re.compile(r'(?<=@CustomSPMDPartitioning)(\(.*?backend_config = )"\d+"')
 EXTRA = "jax-plan-launcher[plan-cuda]"
 
 
@@ -88,22 +86,55 @@ def target_of(device_kind: str, count: int) -> Target:
         ) from error
 
 
+def target_for(plan: Plan, device_kind: str | None = None) -> Target:
+    """Return devices to compile a plan for, by default of the kind that it was made for.
+
+    Raises:
+        PlanError: as `target_of` does.
+    """
+    count = 1 + max(device for mesh in plan.all_meshes for device in mesh)
+    kind = device_kind or plan.cluster["device_kind"]
+    return target_of(kind, count // plan.reduction.workers)
+
+
 def compile_for(
     step: TracedStep,
     plan: Plan,
     target: Target,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    texts: dict[str, str] | None = None,
 ) -> CompiledPlan:
-    """Compile each distinct program of a plan once; return what the compiler says.
+    """Return what the compiler says of a plan's programs, now or before.
 
     Args:
         step: the traced step that the plan is for.
         plan: the plan; with parameter servers, the first worker's share is compiled.
         target: the devices.
         progress: called with the number of programs that are done, and of all.
-        texts: takes the text of each compiled program by its name. If it is not None, nothing is
-            read from the cache.
+    """
+    began = time.perf_counter()
+    path = _kept(plan, target)
+    known = read_cached(path, lambda tree: read(CompiledPlan, tree["report"]), "compiled again")
+    if known is not None:
+        return dataclasses.replace(known, seconds=time.perf_counter() - began)
+    found = compile_now(step, plan, target, progress).report
+    if not found.errors:  # a tool that the compiler misses may come
+        write(path, {"report": dataclasses.asdict(found)})
+    return found
+
+
+def compile_now(
+    step: TracedStep,
+    plan: Plan,
+    target: Target,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CompiledStep:
+    """Compile each distinct program of a plan once.
+
+    Args:
+        step: as for `compile_for`, like the rest.
+        plan: the plan.
+        target: the devices.
+        progress: called with the number of programs that are done, and of all.
     """
     began = time.perf_counter()
     step = step.planned_as(plan.fingerprint).cut_at(plan.layer_ends)
@@ -112,52 +143,45 @@ def compile_for(
         with jax.transfer_guard("allow"):  # of the programs' constants
             emitted = emit(step, plan)
             placement = place_on_devices(plan, target.devices, emitted.slots)
-            ask = functools.partial(_compiled, target, plan.fingerprint, texts)
-            compilation = Compilation(emitted, placement, pool, ask)
+            one = functools.partial(_compiled, target.options)
+            compilation = Compilation(emitted, placement, pool, one)
         futures, done = compilation.programs, 0
         while done < len(futures):
             done = wait_for_more(futures, done)
             progress(done, len(futures))
     finally:
         pool.shutdown(cancel_futures=True)
-    distinct = {
-        names: future.exception() or future.result()
-        for names, future in compilation.by_names.items()
-    }
-    if texts is not None:
-        for names in distinct:
-            known = [texts[name] for name in names if name in texts]
-            texts.update(dict.fromkeys(names, known[0]) if known else {})
-    return compiled_report(plan, emitted, placement, distinct, time.perf_counter() - began)
+    failed = {n: error for n, f in compilation.by_names.items() if (error := f.exception())}
+    made = {n: f.result() for n, f in compilation.by_names.items() if n not in failed}
+    distinct = {n: program for n, (program, _) in made.items()}
+    taken = time.perf_counter() - began
+    report = compiled_report(plan, emitted, placement, distinct | failed, taken)
+    text = {name: text for names, (_, text) in made.items() for name in names}
+    return CompiledStep(report, text)
 
 
-def _compiled(
-    target: Target, fingerprint: str, texts: dict[str, str] | None, one: Lowered
-) -> CompiledProgram:
-    """Return what the compiler says of a program, now or before."""
-    path = _kept(target, fingerprint, one)
-    if texts is None and (known := read_cached(path, _read, "compiled again")) is not None:
-        return known
-    made, _ = compiled(one.whole, {**one.options, **target.options})
-    found = read_compiled(made, one.mesh)
-    if texts is not None:
-        texts[one.name] = made.as_text() or ""
-    write(path, {"program": dataclasses.asdict(found)})
-    return found
+def _compiled(options: Mapping[str, Any], one: Lowered) -> tuple[CompiledProgram, str]:
+    """Compile a program; return what the compiler says of it, and its text."""
+    made, _ = compiled(one.whole, {**one.options, **options})
+    return read_compiled(made, one.mesh), made.as_text() or ""
 
 
-def _kept(target: Target, fingerprint: str, one: Lowered) -> Path:
-    """Return the file for what the compiler says of a program.
+def _kept(plan: Plan, target: Target) -> Path:
+    """Return the file for what the compiler says of a plan.
 
-    Its text holds addresses of Python's functions that partition custom calls, as of fused
-    attention. What these functions do follows from the step.
+    The programs follow from the step, the plan's decisions and this package.
     """
-    text = _ADDRESS.sub(r"\1", one.whole.as_text())
-    options = {**one.options, **target.options}
-    said = repr((text, fingerprint, options, target.text, os.environ.get("XLA_FLAGS")))
-    kind, digest = target.devices[0].device_kind, hashlib.sha256(said.encode()).hexdigest()[:24]
-    return cache_folder() / "compiled_reports" / f"{file_name(kind)}-{digest}.json"
+    decisions = [(part.assignment, part.layer_ends, part.exchanges) for part in plan.parts]
+    said = plan.fingerprint, decisions, target.options, target.text, os.environ.get("XLA_FLAGS")
+    digest = hashlib.sha256(repr(said).encode() + _sources()).hexdigest()[:24]
+    kind = file_name(target.devices[0].device_kind)
+    return cache_folder() / "compiled_reports" / f"{kind}-{digest}.json"
 
 
-def _read(tree: dict[str, Any]) -> CompiledProgram:
-    return read(CompiledProgram, tree["program"])
+@functools.cache
+def _sources() -> bytes:
+    """Return a digest of this package's modules."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.digest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,6 +15,18 @@ from launcher.runtime.emit.instructions import Emitted, Run
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 
 _LONGEST = 400  # characters of a compiler's sentence
+
+
+class CompiledStep(NamedTuple):
+    """A compiled step, as the compiler reports it.
+
+    Attributes:
+        report: what the compiler says of its programs.
+        text: the text of each compiled program, by its name.
+    """
+
+    report: CompiledPlan
+    text: dict[str, str]
 
 
 def read_compiled(compiled: Any, mesh: jax.sharding.Mesh) -> CompiledProgram:

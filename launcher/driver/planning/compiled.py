@@ -15,7 +15,7 @@ from launcher.config.schema import Config
 from launcher.plan import Plan, describe_plan
 from launcher.report.console import Phase, status
 from launcher.report.text import bytes_text
-from launcher.runtime import compile_for, target_of
+from launcher.runtime import compile_for, target_for, target_of
 from launcher.trace import TracedStep
 
 _log = logging.getLogger(__name__)
@@ -49,9 +49,7 @@ def compiled(plan: Plan, step: TracedStep, console: Console) -> Plan:
     Raises:
         PlanError: there is no such compiler, or it does not know the devices.
     """
-    workers = plan.reduction.workers
-    count = 1 + max(device for mesh in plan.all_meshes for device in mesh)
-    target = target_of(plan.cluster["device_kind"], count // workers)
+    target = target_for(plan)
     name = target.devices[0].device_kind
     with status(console, f"compiling for {name}", Phase.COMPILING) as advance:
         found = compile_for(
