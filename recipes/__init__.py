@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Batches", "Dataset", "InputError", "Model", "Tokenizer"]
 
 
-def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model:
+def build_model(options: Any, precision: str, compute_capability: float | None = None) -> Model:
     """Return the model that `options.name` names.
 
     Args:
         options: the settings of the section `model`.
         precision: the type of activations and matrix products, "fp32" or "bf16"; parameters and
             loss are float32 either way.
-        device_kind: the devices that it is for, as JAX names them.
+        compute_capability: of the GPUs that it is for, such as 9.0; None: of CPUs, or unknown.
 
     Raises:
         InputError: there is no such model, or no such module of the user's, or it asks for what the
             devices do not have.
     """
-    chosen = with_attention(options, precision, device_kind)
+    chosen = with_attention(options, precision, compute_capability)
     model: Model = _function("model", options, "build")(_fields(chosen), precision)
     return model
 

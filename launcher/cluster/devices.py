@@ -28,23 +28,28 @@ EMULATED = "emulated CPU device"
 # UUID, MIG, containers); in a process of its own, so that the driver opens no GPU.
 _PROBE = """
 import ctypes, json
-names, problem = [], ""
+names, capabilities, problem = [], [], ""
 try:
     cuda = ctypes.CDLL("libcuda.so.1")
     code = cuda.cuInit(0)
     if code == 0:
-        count, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        count, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
         cuda.cuDeviceGetCount(ctypes.byref(count))
         for device in range(count.value):
             cuda.cuDeviceGetName(name, 256, device)
             names.append(name.value.decode())
+            version = []
+            for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+                cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+                version.append(number.value)
+            capabilities.append(float("{}.{}".format(*version)))
     elif code != 100:  # CUDA_ERROR_NO_DEVICE: none, or all hidden
         text = ctypes.c_char_p()
         cuda.cuGetErrorString(code, ctypes.byref(text))
         problem = f"CUDA error {code}, {(text.value or b'unknown').decode()}"
 except OSError as error:
     problem = str(error)
-print(json.dumps({"names": names, "problem": problem}))
+print(json.dumps({"names": names, "problem": problem, "capabilities": capabilities}))
 """
 
 
@@ -60,6 +65,7 @@ class DevicePool:
         note: one line about them for the user.
         gpu_ids: one CUDA_VISIBLE_DEVICES entry a GPU, in order; empty for CPU devices, and if each
             host chooses its own GPUs.
+        compute_capability: the least that CUDA says of the GPUs; None where it was not asked.
         count_flag: of XLA, for the number of emulated devices.
     """
 
@@ -70,6 +76,7 @@ class DevicePool:
     device_name: str
     note: str
     gpu_ids: tuple[str, ...] = ()
+    compute_capability: float | None = None
 
     @property
     def device_kind(self) -> str:
@@ -89,15 +96,21 @@ class Gpus:
     Attributes:
         names: the model of each GPU.
         problem: why JAX cannot use them; "" if it can.
+        capabilities: the compute capability of each GPU.
     """
 
     names: tuple[str, ...] = ()
     problem: str = ""
+    capabilities: tuple[float, ...] = ()
 
     @property
     def usable(self) -> tuple[str, ...]:
         """The models of the GPUs that JAX can use."""
         return () if self.problem else self.names
+
+    def least_capability(self, wanted: int) -> float | None:
+        """Return the least compute capability of the first `wanted` GPUs; None: not known."""
+        return None if self.problem else min(self.capabilities[:wanted], default=None)
 
 
 def emulated_pool(cluster: Cluster) -> DevicePool:
@@ -153,6 +166,7 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
         device_name=name,
         note=f"{count(wanted, 'GPU')}: {name}",
         gpu_ids=_first_ids(visible, wanted),
+        compute_capability=gpus.least_capability(wanted),
     )
 
 
@@ -248,7 +262,7 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if names and not any(importlib.util.find_spec(plugin) for plugin in plugins):
         problem = f"JAX has no CUDA plugin ({installing('jax_cuda12_plugin')})"
-    return Gpus(names, problem)
+    return Gpus(names, problem, tuple(answer["capabilities"]))
 
 
 def count(number: int, noun: str) -> str:

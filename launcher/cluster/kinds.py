@@ -17,6 +17,7 @@ from launcher.cluster.devices import (
     EMULATED,
     STAND_INS,
     DevicePool,
+    Gpus,
     count,
     emulated_pool,
     find_gpus,
@@ -35,12 +36,13 @@ from launcher.config.cluster import (
     SlurmCluster,
 )
 from launcher.config.errors import ConfigError
-from launcher.hardware import memory_share, usable_bytes
+from launcher.hardware import memory_share
 
 if TYPE_CHECKING:
     from launcher.cluster.ray.session import RaySession, StartLimit
     from launcher.cluster.slurm.rendezvous import Rendezvous
     from launcher.hardware import ClusterShape
+    from launcher.hardware.datasheets import Datasheet
 
 C = TypeVar("C", bound=Cluster)
 
@@ -168,7 +170,9 @@ def pool_shape(pool: DevicePool) -> ClusterShape:
     """Return the shape of existing devices, at nominal rates."""
     from launcher.hardware import local_shape  # `task=check` needs none
 
-    return local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
+    share = memory_share(os.environ)
+    said = pool.compute_capability
+    return local_shape(pool.num_devices, pool.hosts, pool.device_kind, share, said)
 
 
 @register
@@ -212,9 +216,10 @@ class SlurmKind(ClusterKind[SlurmCluster]):
         if cluster.slurm.emulated:
             return emulated_pool(cluster)
         assert cluster.gpus is not None
-        per_host, name = cluster.gpus // cluster.hosts, ""
+        per_host, name, gpus = cluster.gpus // cluster.hosts, "", Gpus()
         if find_allocation(os.environ) is not None:
-            name = ", ".join(dict.fromkeys(node_gpus(find_gpus(os.environ), per_host)))
+            gpus = find_gpus(os.environ)
+            name = ", ".join(dict.fromkeys(node_gpus(gpus, per_host)))
         note = f"{count(cluster.gpus, 'GPU')} on {count(cluster.hosts, 'Slurm node')}"
         return DevicePool(
             kind="gpu",
@@ -222,6 +227,7 @@ class SlurmKind(ClusterKind[SlurmCluster]):
             devices_per_host=per_host,
             device_name=name or "GPU",
             note=f"{note}: {name}" if name else note,
+            compute_capability=gpus.least_capability(per_host),
         )
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
@@ -254,6 +260,7 @@ class ExistingRayKind(ClusterKind[RayCluster]):
             device_name=name,
             note="cluster=ray is not asked for its devices: assumed to equal those here, "
             f"{per_host * cluster.hosts} times {name}",
+            compute_capability=gpus.least_capability(per_host),
         )
 
     def _nodes_pool(self) -> DevicePool:
@@ -311,30 +318,35 @@ class DescribedKind(ClusterKind[Described]):
 
     def shape(self, pool: DevicePool | None = None) -> ClusterShape:
         """Return the shape of `cluster.device` and `cluster.links`."""
-        from launcher.hardware import ClusterShape
+        from launcher.hardware import ClusterShape, sheet_rates
 
-        cluster, device, links = self.cluster, self.cluster.device, self.cluster.links
-        assert cluster.gpus is not None  # as the settings' check ensures, here and below
-        assert device.peak_tflops is not None
-        assert device.memory_gib is not None
-        assert device.memory_gb_per_second is not None
-        assert links.intra_host_gb_per_second is not None
-        peak = device.peak_tflops * 1e12
-        single = (device.peak_tflops_fp32 or device.peak_tflops / 2) * 1e12
+        cluster, links = self.cluster, self.cluster.links
+        assert cluster.gpus is not None  # as the settings' check ensures
+        sheet = self.sheet()
+        inter_host = links.inter_host_gb_per_second
         return ClusterShape(
             name=cluster.title,
             hosts=cluster.hosts,
             devices_per_host=cluster.gpus // cluster.hosts,
-            device_kind=str(device.name),
-            peak_flops=peak,
-            flops=device.sustained * peak,
-            flops_fp32=device.sustained * single,
-            memory_bandwidth=device.memory_gb_per_second * 1e9,
-            memory_bytes=usable_bytes(device.memory_gib),
-            intra_host=links.intra_host_gb_per_second * 1e9,
-            inter_host=(links.inter_host_gb_per_second or links.intra_host_gb_per_second) * 1e9,
+            device_kind=sheet.name,
+            inter_host=inter_host * 1e9 if inter_host else sheet.link,
             latency=links.latency_us * 1e-6,
+            **sheet_rates(sheet),
         )
+
+    def sheet(self) -> Datasheet:
+        """Return the datasheet of its devices.
+
+        Of a kind that `conf/device/` knows by its name, what the compiler has to know may be left
+        out.
+        """
+        from launcher.hardware.datasheets import COMPILER_KEYS, datasheet_of, find_datasheet
+
+        cluster, device = self.cluster, self.cluster.device
+        known = find_datasheet(str(device.name))
+        of_kind = {key: getattr(known, key, None) for key in COMPILER_KEYS}
+        given = {key: value for key, value in vars(device).items() if value is not None}
+        return datasheet_of(of_kind | given, vars(cluster.links), f"cluster={cluster.title}")
 
     def unchecked(self, environ: Mapping[str, str]) -> Iterator[str]:
         """See `ClusterKind.unchecked`."""

@@ -21,7 +21,7 @@ class Device:
     """One device of a described cluster.
 
     FLOP rates are dense; `sustained` is the share of the peak that large matrix products reach
-    inside a training step. The last four are for XLA's compiler (`launcher.hardware.target_config`).
+    inside a training step. XLA's compiler has to know the last four (`hardware.target_config`).
     """
 
     name: str | None = None

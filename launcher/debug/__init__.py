@@ -106,7 +106,8 @@ def _of_run(folders: Sequence[str], settings: Sequence[str], hlo: bool) -> tuple
     except ValueError as error:  # DamagedError and PlanError are one
         raise no_plan(path, str(error)) from error
     _emulate(plan.num_devices, hlo)
-    step = build_program(config, plan.cluster["device_kind"]).train.planned_as(plan.fingerprint)
+    step = build_program(config, plan.cluster["compute_capability"]).train
+    step = step.planned_as(plan.fingerprint)
     if plan.fingerprint != step.fingerprint:
         raise another_program(path, made_by=plan.jax_version, here=jax.__version__)
     return step, plan

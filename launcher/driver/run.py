@@ -200,7 +200,7 @@ def _trace_and_plan(
         traced = trace(config, console, found, measures=True)
     if session is not None:
         with stop.heeded(line_printer(console), _LEAVES):
-            _start_workers(session, config, home)
+            _start_workers(session, config, home, traced.cluster.compute_capability)
     with stop.interruptible():
         return plan(config, console, traced)
 
@@ -228,7 +228,9 @@ def _start_ray(config: Config, home: RunFolder, found: Inputs, stop: Stop) -> Ra
     return kind_of(config.cluster).start(found.pool, home.logs, limit)
 
 
-def _start_workers(session: RaySession, config: Config, home: RunFolder) -> None:
+def _start_workers(
+    session: RaySession, config: Config, home: RunFolder, capability: float | None
+) -> None:
     """Start the workers; a single worker traces at once, several must join first."""
     from launcher.train.worker import TrainWorker
 
@@ -236,4 +238,4 @@ def _start_workers(session: RaySession, config: Config, home: RunFolder) -> None
         workers = session.begin(TrainWorker)
         if len(workers) == 1:
             named = replace(config, run=replace(config.run, id=home.id))
-            workers[0].submit("build", to_dict(named))
+            workers[0].submit("build", to_dict(named), capability)

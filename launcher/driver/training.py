@@ -16,7 +16,7 @@ from launcher import checkpoint
 from launcher.base import Advance, complain, first_line, lines_to, to_type
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, HungError, WorkerError
-from launcher.cluster.kinds import kind_of
+from launcher.cluster.kinds import kind_of, pool_shape
 from launcher.cluster.ray.session import RaySession, StartLimit
 from launcher.cluster.slurm.allocation import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
@@ -221,7 +221,9 @@ class _Job:
                     self._compare_hosts(workers)
             if is_preflight:
                 return
-            built = workers.submit("build", to_dict(self._config))
+            assert self._ready.pool is not None
+            capability = pool_shape(self._ready.pool).compute_capability
+            built = workers.submit("build", to_dict(self._config), capability)
             if usable := self._tried(workers, built):
                 self._train_on(workers, built, finished)
         if not usable:  # a plan that was tried has ended the workers

@@ -8,7 +8,7 @@ from launcher.hardware.cluster_shape import gpu_memory_variables as gpu_memory_v
 from launcher.hardware.cluster_shape import is_nominal as is_nominal
 from launcher.hardware.cluster_shape import local_shape as local_shape
 from launcher.hardware.cluster_shape import memory_share as memory_share
-from launcher.hardware.cluster_shape import usable_bytes as usable_bytes
+from launcher.hardware.cluster_shape import sheet_rates as sheet_rates
 from launcher.hardware.datasheets import find_datasheet as find_datasheet
 from launcher.hardware.hosts import HostReport as HostReport
 from launcher.hardware.hosts import differing_versions as differing_versions

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from launcher.hardware.datasheets import find_datasheet
+from launcher.hardware.datasheets import Datasheet, find_datasheet, has_bf16
 
 # A worker has its GPUs to itself; the rest is for CUDA's contexts, NCCL's buffers and code.
 GPU_MEMORY_SHARE = 0.92
@@ -45,7 +45,7 @@ class ClusterShape:
         device_kind: the kind of the devices, as JAX names it.
         peak_flops: dense 16-bit FLOP/s of one device by its datasheet, or None where there is none
             to compare a run with (MFU is then unknown).
-        flops: FLOP/s that one device is assumed to sustain in 16-bit matrix products, for
+        flops: FLOP/s that one device is assumed to sustain in matrix products of bf16, for
             predictions.
         flops_fp32: the same in 32-bit matrix products.
         memory_bandwidth: bytes/s that one device is assumed to sustain.
@@ -69,6 +69,8 @@ class ClusterShape:
             workers and servers busy, as those below.
         store_add: bytes/s of parts that a server gets and adds.
         store_get: bytes/s at which a worker gets sums and places them on its devices.
+        compute_capability: NVIDIA's number of what the devices can compute, such as 9.0; None: not
+            known, or no GPUs.
         correction: factor that the rates above were divided by in plans of earlier versions, which
             learned it from earlier runs; 1 in new plans.
     """
@@ -92,7 +94,13 @@ class ClusterShape:
     store_put: float = 1e9
     store_add: float = 1e9
     store_get: float = 1e9
+    compute_capability: float | None = None
     correction: float = 1.0
+
+    @property
+    def computes_bf16(self) -> bool:
+        """Whether products of bf16 are computed as such, as far as is known."""
+        return has_bf16(self.compute_capability)
 
     @property
     def num_devices(self) -> int:
@@ -153,27 +161,27 @@ _CPU_PARALLELISM = 1.25  # on two cores; XLA lets each device use both
 
 
 def local_shape(
-    num_devices: int, num_hosts: int, device_kind: str, memory_share: float = GPU_MEMORY_SHARE
+    num_devices: int,
+    num_hosts: int,
+    device_kind: str,
+    memory_share: float = GPU_MEMORY_SHARE,
+    compute_capability: float | None = None,
 ) -> ClusterShape:
     """Return the shape of this machine.
 
     It has GPUs of `device_kind` (as JAX or nvidia-smi names them) or, for `"cpu"`, emulated devices
     that share the machine's cores and memory. The rates of a GPU without a datasheet in
-    `conf/device/` are nominal (`is_nominal`).
+    `conf/device/` are nominal (`is_nominal`). What a GPU says of its compute capability counts
+    before the datasheet.
     """
     if device_kind == "cpu":
         return _emulated(num_devices, num_hosts)
     rates: dict[str, Any] = {"peak_flops": None, "memory_bytes": None, **_OTHER_GPU}
     sheet = find_datasheet(device_kind)
     if sheet is not None:
-        rates = {
-            "peak_flops": sheet.peak_flops,
-            "flops": sheet.sustained * sheet.peak_flops,
-            "flops_fp32": sheet.sustained * sheet.peak_flops_fp32,
-            "memory_bandwidth": sheet.memory_bandwidth,
-            "memory_bytes": usable_bytes(sheet.memory_gib, memory_share),
-            "intra_host": sheet.link,
-        }
+        rates = sheet_rates(sheet, memory_share)
+    if compute_capability is not None:
+        rates["compute_capability"] = compute_capability
     return ClusterShape(
         name=LOCAL,
         hosts=num_hosts,
@@ -183,6 +191,23 @@ def local_shape(
         latency=10e-6,
         **rates,
     )
+
+
+def sheet_rates(sheet: Datasheet, memory_share: float = GPU_MEMORY_SHARE) -> dict[str, Any]:
+    """Return the fields of a `ClusterShape` that a datasheet says.
+
+    A GPU without bf16 computes it in fp32.
+    """
+    native = has_bf16(sheet.compute_capability)
+    return {
+        "peak_flops": sheet.peak_flops,
+        "flops": sheet.sustained * (sheet.peak_flops if native else sheet.peak_flops_fp32),
+        "flops_fp32": sheet.sustained * sheet.peak_flops_fp32,
+        "memory_bandwidth": sheet.memory_bandwidth,
+        "memory_bytes": usable_bytes(sheet.memory_gib, memory_share),
+        "intra_host": sheet.link,
+        "compute_capability": sheet.compute_capability,
+    }
 
 
 def is_nominal(shape: ClusterShape) -> bool:

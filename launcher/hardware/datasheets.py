@@ -12,6 +12,7 @@ import yaml
 
 from launcher.base import CONF
 
+_BF16_SINCE = 8.0  # Ampere; before, XLA computes products of bf16 in fp32
 COMPILER_KEYS = ("compute_capability", "multiprocessors", "clock_ghz", "l2_mib")
 
 
@@ -21,7 +22,7 @@ class Datasheet:
 
     Attributes:
         name: model, form factor and memory, such as H100-SXM5-80GB.
-        peak_flops: dense FLOP/s in 16 bit.
+        peak_flops: dense FLOP/s in 16 bit, whichever kind is faster.
         peak_flops_fp32: dense FLOP/s in 32 bit, as JAX computes it.
         sustained: the share of the peak that large matrix products reach inside a training step.
         memory_gib: its memory.
@@ -67,6 +68,14 @@ def find_datasheet(device_kind: str) -> Datasheet | None:
         if named[0] in words and model_and_form.issubset(named):
             return sheet
     return None
+
+
+def has_bf16(compute_capability: float | None) -> bool:
+    """Return whether GPUs of a compute capability compute products of bf16 as such.
+
+    Devices of which it is not known do.
+    """
+    return compute_capability is None or compute_capability >= _BF16_SINCE
 
 
 def _words(name: str) -> list[str]:

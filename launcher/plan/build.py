@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from launcher.base import parse_remat
 from launcher.hardware import ClusterShape
@@ -61,6 +62,7 @@ from launcher.plan.stage_plan import (
 )
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import (
+    PRODUCTS,
     BatchError,
     Loss,
     TracedStep,
@@ -166,7 +168,7 @@ class PlanBuilder:
             predicted_tflops_per_device=flops * rate,
             predicted_tflops_per_device_with_remat=with_remat * rate,
             fingerprint=step.fingerprint,
-            notes=plan_notes(cut, self._no_gradient),
+            notes=(*plan_notes(cut, self._no_gradient), *_without_bf16(cut, cluster)),
             loss=cut.loss.meaning,
             layer_ends=step.layer_ends,
             profiled=measured.account() if measured else (),
@@ -453,6 +455,20 @@ def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]
     loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
     in_vain = [no_gradient] if no_gradient else []
     return (*loss, *in_vain, *_without_effect(cut), *_gathered(cut), *sorted(unknown))
+
+
+def _without_bf16(cut: PartitionedStep, cluster: ClusterShape) -> list[str]:
+    """Return that products of bf16 are computed in fp32, in words, where they are."""
+    if cluster.computes_bf16 or not any(
+        use.eqn.primitive.name in PRODUCTS and use.eqn.invars[0].aval.dtype == jnp.bfloat16
+        for layout in cut.layouts
+        for use in layout.loss_dims.uses
+    ):
+        return []
+    return [
+        f"bf16: {cluster.device_kind} (compute capability {cluster.compute_capability}) computes "
+        "its products in fp32, at that rate"
+    ]
 
 
 def _without_effect(cut: PartitionedStep) -> list[str]:

@@ -57,12 +57,12 @@ class Program:
     eval_batches: int
 
 
-def build_program(config: Config, device_kind: str = "cpu") -> Program:
+def build_program(config: Config, compute_capability: float | None = None) -> Program:
     """Build the model, the optimizer and the data, and trace both steps; compute nothing.
 
     Args:
         config: the settings.
-        device_kind: the devices that it is for, as JAX names them.
+        compute_capability: of the GPUs that it is for, such as 9.0; None: of CPUs, or unknown.
 
     Raises:
         launcher.recipes.InputError: the model or the data cannot be built.
@@ -77,7 +77,7 @@ def build_program(config: Config, device_kind: str = "cpu") -> Program:
             f"{config.dataset.name} holds nothing out for that; have its build return validation "
             "batches, or set train.eval_every=0"
         )
-    model = build_model(config.model, config.train.precision, device_kind)
+    model = build_model(config.model, config.train.precision, compute_capability)
     model = with_adapters(model, config.optimizer.lora)
     init, step = build_steps(config, model)
     init = described_cudnn()(init)

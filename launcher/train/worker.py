@@ -91,11 +91,16 @@ class TrainWorker(Peer):
         self._taken: Mapping[str, int] = {}
         self._completed = 0.0
 
-    def build(self, config: dict[str, Any]) -> None:
-        """Build and trace the program; a second call does nothing."""
+    def build(self, config: dict[str, Any], compute_capability: float | None) -> None:
+        """Build and trace the program; a second call does nothing.
+
+        Args:
+            config: the settings.
+            compute_capability: of the GPUs, as the driver has it, so that both trace the same.
+        """
         if self._built is None:
             self._config = from_dict(config)
-            self._built = build_program(self._config, jax.devices()[0].device_kind)
+            self._built = build_program(self._config, compute_capability)
 
     def begin_setup(self, plan: dict[str, Any]) -> int:
         """Begin to compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.

@@ -7,26 +7,24 @@ computes in 16 bits and takes no dropout.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from launcher.recipes.protocols import InputError
 
 _LARGEST_HEAD, _MULTIPLE = 128, 8  # of heads that it takes on every kind
-# NVIDIA's GPUs since Ampere, as JAX, nvidia-smi and conf/device/ name them.
-_KINDS = re.compile(r"\b(A\d{1,3}G?|L\d{1,2}S?|G?H\d{3}|G?B\d{3}|RTX [3-9A]\w*)\b", re.IGNORECASE)
+_SINCE = 8.0  # the compute capability of NVIDIA's Ampere
 
 
-def with_attention(options: Any, precision: str, device_kind: str) -> Any:
+def with_attention(options: Any, precision: str, compute_capability: float | None) -> Any:
     """Return a model's settings with `attention` said: "xla" or "cudnn".
 
-    "auto" is cuDNN's where the devices have it and the model can use it. CPUs compute what cuDNN's
-    means, for tests.
+    "auto" is cuDNN's where the devices have it and the model can use it. Asked for by name, it is
+    also taken where the devices are not known, and CPUs compute what it means, for tests.
 
     Args:
         options: the model's settings.
         precision: "fp32" or "bf16".
-        device_kind: the devices that train, as JAX names them.
+        compute_capability: of the GPUs that train, as NVIDIA numbers it; None: of CPUs, or unknown.
 
     Raises:
         InputError: cuDNN's is asked for where there is none.
@@ -34,12 +32,14 @@ def with_attention(options: Any, precision: str, device_kind: str) -> Any:
     wanted = getattr(options, "attention", None)
     if wanted not in ("auto", "cudnn"):
         return options
-    unfit, has_kernel = _unfit(options, precision), bool(_KINDS.search(device_kind))
+    unfit = _unfit(options, precision)
     if wanted == "auto":
+        has_kernel = compute_capability is not None and compute_capability >= _SINCE
         found = "cudnn" if has_kernel and not unfit else "xla"
         return dataclasses.replace(options, attention=found)
-    if not has_kernel and device_kind != "cpu":
-        unfit = f"needs an NVIDIA GPU since Ampere, which {device_kind} is not"
+    if compute_capability is not None and compute_capability < _SINCE:
+        unfit = f"needs GPUs of compute capability {_SINCE} or more, and these have "
+        unfit += str(compute_capability)
     if unfit:
         raise InputError(f"model.attention=cudnn {unfit}; or set model.attention=auto")
     return options

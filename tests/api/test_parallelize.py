@@ -253,10 +253,10 @@ def test_a_plan_fills_what_this_process_may_have(tmp_path, monkeypatch, stats, p
 
 def test_what_is_not_known_of_devices_is_told(caplog):
     output.warn_once.cache_clear()
-    pool = DevicePool("gpu", 1, 2, "Tesla T4", "")
+    pool = DevicePool("gpu", 1, 2, "NVIDIA A10G", "")
     planned_shape(pool_shape(pool), None, is_here=True)
     [line] = caplog.messages
-    assert re.search("memory of Tesla T4 are not known: .* task=calibrate", line)
+    assert re.search("memory of NVIDIA A10G are not known: .* task=calibrate", line)
 
 
 @pytest.mark.parametrize(

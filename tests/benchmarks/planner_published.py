@@ -57,15 +57,16 @@ POINTS = (
 
 def cluster_of(gpus: int, sustained: float) -> ClusterShape:
     """So many V100 of as few p3.16xlarge as there need be, by the named shape's figures."""
-    shape = kind_of(load(["task=plan", "cluster=p3_16xlarge_x8"]).cluster).shape(None)
-    share = sustained * shape.peak_flops / shape.flops if shape.peak_flops else 1.0
+    cluster = load(["task=plan", "cluster=p3_16xlarge_x8"]).cluster
+    shape, share = kind_of(cluster).shape(None), sustained / cluster.device.sustained
     return dataclasses.replace(
         shape,
         name="p3_16xlarge",
         hosts=max(1, gpus // 8),
         devices_per_host=min(gpus, 8),
-        flops=share * shape.flops,
+        flops=sustained * shape.peak_flops,  # our bf16 stands for their fp16, which a V100 has
         flops_fp32=share * shape.flops_fp32,
+        compute_capability=None,
     )
 
 

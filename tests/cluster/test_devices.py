@@ -1,5 +1,6 @@
 """Devices of a run, by the kind of its cluster, and the line about them."""
 
+import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.cli import command
-from launcher.cluster import kinds
+from launcher.cluster import devices, kinds
 from launcher.cluster.devices import (
     DevicePool,
     Gpus,
@@ -67,6 +68,38 @@ def test_local_takes_all_gpus_or_the_first_few_and_names_every_kind():
     pool = local(TWO, gpus=1)
     assert (pool.kind, pool.devices_per_host, pool.gpu_ids) == ("gpu", 1, ("0",))
     assert local(Gpus(("A100", "T4", "A100"))).device_name == "A100, T4"
+
+
+class Cuda:
+    """Two GPUs, as CUDA's driver answers."""
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 2
+
+    def cuDeviceGetName(self, name, size, device):
+        name.value = (b"NVIDIA A10G", b"Tesla T4")[device]
+
+    def cuDeviceGetAttribute(self, number, attribute, device):
+        number._obj.value = {75: (8, 7), 76: (6, 5)}[attribute][device]
+
+
+def test_cuda_says_what_the_gpus_can_compute(monkeypatch, capsys):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Cuda())
+    exec(devices._PROBE, {})
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "names": ["NVIDIA A10G", "Tesla T4"],
+        "problem": "",
+        "capabilities": [8.6, 7.5],
+    }
+    gpus = Gpus(tuple(found["names"]), "", tuple(found["capabilities"]))
+    assert [local(gpus, gpus=n).compute_capability for n in (1, 2)] == [8.6, 7.5]  # the least
+    assert kinds.pool_shape(local(gpus, gpus=1)).compute_capability == 8.6
+    assert local(TWO).compute_capability is None
+    assert kinds.pool_shape(local(TWO)).compute_capability == 9.0  # its datasheet's
 
 
 @pytest.mark.parametrize("visible", ["3,1", "GPU-8932f937,GPU-aa", "3, 1,-1,0"])

@@ -45,6 +45,7 @@ from launcher.driver.planning.prepare import Prepared, plans_to_try
 from launcher.driver.record.run_log import predicted_cost
 from launcher.driver.tasks import evaluate, generate, task
 from launcher.driver.tasks.export import ExportTask
+from launcher.hardware.target_config import target_config
 from launcher.inference import stored_model
 from launcher.plan import PlanError, local_shape
 from launcher.recipes import InputError, Model, build_dataset, build_model
@@ -328,6 +329,11 @@ def cluster_told(config: Config):
         return kind.shape(pool) if pool is None else pool
     except ConfigError as error:
         return str(error)
+
+
+def compiler_told(config: Config):
+    """What XLA's compiler is told of the devices that are described."""
+    return target_config(kind_of(config.cluster).sheet())
 
 
 def ray_told(config: Config):

@@ -382,8 +382,11 @@ def cluster_probes():
     described |= {"device.memory_gib": 50.0, "device.memory_gb_per_second": 50.0}
     described |= {"links.intra_host_gb_per_second": 50.0, "links.latency_us": 5.0}
     described |= {"links.inter_host_gb_per_second": 5.0}
+    described |= {"device.compute_capability": 7.5}
     for name, value in described.items():
         yield "described", f"cluster.{name}", devices(DESCRIBED, value)
+    for name, value in {"multiprocessors": 40, "clock_ghz": 1.5, "l2_mib": 4.0}.items():
+        yield "described", f"cluster.device.{name}", Probe(told.compiler_told, DESCRIBED, value)
     words = ("partition", "account", "qos", "gpu_type", "gres", "constraint", "reservation")
     asked = dict.fromkeys((*words, "nodelist", "exclude", "dependency", "job_name"), "x")
     asked |= {"time": "4h", "cpus": 3, "mem": "4G", "exclusive": False, "signal": "USR1@9"}

@@ -34,10 +34,15 @@ def device():
     return jax.devices()[0]
 
 
+def capability():
+    said = getattr(device(), "compute_capability", None)  # a CPU has none
+    return said and float(said)
+
+
 def run_of(*words):
     """Plan, compile and run a few steps on one device; return predictions and measurements."""
     config = load([*QUIET, *words], [])
-    program = build_program(config, device().device_kind)
+    program = build_program(config, capability())
     shape = local_shape(1, 1, device().device_kind)
     plan = plan_of(config.parallel, program.train, shape)
     began = time.perf_counter()

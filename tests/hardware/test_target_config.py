@@ -10,25 +10,32 @@ import pytest
 
 from launcher.hardware.datasheets import COMPILER_KEYS, datasheets
 from launcher.hardware.target_config import target_config
+from launcher.plan import local_shape
+from launcher.recipes.models.attention import with_attention
+from launcher.recipes.models.gpt import GPTOptions
 
-KINDS = {  # its compute capability, and bytes of shared memory that a block can have
-    "A100-SXM4-80GB": (8.0, 166912),
-    "A100-SXM4-40GB": (8.0, 166912),
-    "A100-PCIe-80GB": (8.0, 166912),
-    "B200-SXM-180GB": (10.0, 232448),
-    "GB200-HBM3e-186GB": (10.0, 232448),
-    "GH200-HBM3-96GB": (9.0, 232448),
-    "GH200-HBM3e-144GB": (9.0, 232448),
-    "H100-SXM5-80GB": (9.0, 232448),
-    "H20-SXM5-96GB": (9.0, 232448),
-    "H200-SXM-141GB": (9.0, 232448),
-    "H800-SXM5-80GB": (9.0, 232448),
-    "L40S-PCIe-48GB": (8.9, 101376),
-    "RTX-4090-24GB": (8.9, 101376),
-    "T4-PCIe-16GB": (7.5, 65536),
-    "V100-SXM2-16GB": (7.0, 98304),
-    "V100-SXM2-32GB": (7.0, 98304),
+KINDS = {
+    # compute capability, bytes of shared memory that a block can have, bf16, fused attention
+    "A100-SXM4-80GB": (8.0, 166912, True, True),
+    "A100-SXM4-40GB": (8.0, 166912, True, True),
+    "A100-PCIe-80GB": (8.0, 166912, True, True),
+    "B200-SXM-180GB": (10.0, 232448, True, True),
+    "GB200-HBM3e-186GB": (10.0, 232448, True, True),
+    "GH200-HBM3-96GB": (9.0, 232448, True, True),
+    "GH200-HBM3e-144GB": (9.0, 232448, True, True),
+    "H100-SXM5-80GB": (9.0, 232448, True, True),
+    "H20-SXM5-96GB": (9.0, 232448, True, True),
+    "H200-SXM-141GB": (9.0, 232448, True, True),
+    "H800-SXM5-80GB": (9.0, 232448, True, True),
+    "L40S-PCIe-48GB": (8.9, 101376, True, True),
+    "RTX-4090-24GB": (8.9, 101376, True, True),
+    "T4-PCIe-16GB": (7.5, 65536, False, False),
+    "V100-SXM2-16GB": (7.0, 98304, False, False),
+    "V100-SXM2-32GB": (7.0, 98304, False, False),
 }
+GPT = {
+    "vocab_size": 32, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 16,
+}  # fmt: skip
 SHEETS = {sheet.name: sheet for sheet in datasheets()}
 READ = """
 import json, sys
@@ -41,12 +48,26 @@ print(json.dumps(read))
 """
 
 
-def test_each_kind_is_told_by_its_compute_capability():
-    assert {name: sheet.compute_capability for name, sheet in SHEETS.items()} == {
-        name: capability for name, (capability, _) in KINDS.items()
-    }
-    for name, (_, shared) in KINDS.items():
-        assert f"shared_memory_per_block_optin: {shared}\n" in target_config(SHEETS[name])
+def test_each_kind_is_in_the_table():
+    assert SHEETS.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_can_do_what_its_compute_capability_says(name):
+    sheet, (capability, shared, bf16, fused) = SHEETS[name], KINDS[name]
+    assert sheet.compute_capability == capability
+    assert f"shared_memory_per_block_optin: {shared}\n" in target_config(sheet)
+    chosen = with_attention(GPTOptions(**GPT).filled(), "bf16", capability).attention
+    assert chosen == ("cudnn" if fused else "xla")
+    shape = local_shape(8, 1, name)
+    assert (shape.compute_capability, shape.computes_bf16) == (capability, bf16)
+    assert shape.flops == 0.5 * (sheet.peak_flops if bf16 else sheet.peak_flops_fp32)
+
+
+def test_what_a_gpu_says_of_itself_counts_before_its_datasheet():
+    assert local_shape(8, 1, "NVIDIA H200", compute_capability=9.1).compute_capability == 9.1
+    assert local_shape(8, 1, "NVIDIA A10G", compute_capability=8.6).compute_capability == 8.6
+    assert local_shape(8, 1, "NVIDIA A10G").compute_capability is None
 
 
 @pytest.mark.devices
@@ -64,13 +85,15 @@ def test_xla_takes_each_kind():
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == {
-        name: [8, name, capability] for name, (capability, _) in KINDS.items()
+        name: [8, name, capability] for name, (capability, *_) in KINDS.items()
     }
 
 
 @pytest.mark.parametrize("key", COMPILER_KEYS)
 def test_what_a_datasheet_lacks_is_named(key):
-    sheet = dataclasses.replace(SHEETS["H100-SXM5-80GB"], source="conf/device/x.yaml", **{key: None})
+    sheet = dataclasses.replace(
+        SHEETS["H100-SXM5-80GB"], source="conf/device/x.yaml", **{key: None}
+    )
     with pytest.raises(ValueError, match=rf"conf/device/x.yaml: device.{key} is not set"):
         target_config(sheet)
 

@@ -8,7 +8,7 @@ import pytest
 
 import launcher
 from launcher.plan import Plan, PlanError, local_shape, make_forward_plan, timeline
-from launcher.plan.methods import PipeshardParallel, UniformStageOption
+from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.schedule import Kind
 from launcher.trace import trace_step
 
@@ -38,6 +38,28 @@ def planned(devices, traced=TRACED, **options):
     )
     method = PipeshardParallel(**{"num_micro_batches": 4, "stage_option": stages} | options)
     return method.plan(traced, local_shape(devices, 1, "cpu"))
+
+
+@pytest.mark.parametrize("kind", ["Tesla V100-SXM2-16GB", "Tesla T4", "NVIDIA L40S"])
+def test_a_gpu_without_bf16_is_priced_as_it_computes_it(kind):
+    """In fp32, which the plan says."""
+    shape, width = local_shape(1, 1, kind), 4096
+
+    def plan(dtype):
+        params = [jax.ShapeDtypeStruct((width, width), dtype)] * LAYERS
+        traced = trace_step(train, (params, jax.ShapeDtypeStruct((4096, width), dtype)))
+        return DataParallel().plan(traced, shape)
+
+    half, single = plan(jnp.bfloat16), plan(jnp.float32)
+    said = [note for note in half.notes if note.startswith(f"bf16: {kind} (compute capability")]
+    assert not any("bf16" in note for note in single.notes)
+    if kind == "NVIDIA L40S":
+        assert not said
+        assert half.predicted_step_seconds < 0.6 * single.predicted_step_seconds
+    else:
+        assert len(said) == 1
+        # as many products; what is fused moves half the bytes
+        assert half.predicted_step_seconds > 0.8 * single.predicted_step_seconds
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,6 @@ def test_a_size_has_a_plan_on_a_cluster_that_fits_it(family, size):
     words += ["model.scan_layers=true"] if family in ("gpt", "llama") else []
     config = load([*words, "task=plan", "parallel=auto"])
     shape = shape_of(config, None, None)
-    plan = plan_of(config.parallel, build_program(config, shape.device_kind).train, shape)
+    plan = plan_of(config.parallel, build_program(config, shape.compute_capability).train, shape)
     assert plan.missing_bytes <= 0
     assert plan.num_devices == shape.num_devices

@@ -112,7 +112,7 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     look_for_compiler(config, cluster.device_kind, cluster.num_devices)
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
-        program = build_program(config, cluster.device_kind)
+        program = build_program(config, cluster.compute_capability)
     if inputs.init_from is not None and config.run.fork is not None:
         check_parent_state(config, program.state)
     elif inputs.init_from is not None:

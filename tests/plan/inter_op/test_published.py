@@ -36,7 +36,7 @@ def planned(settings):
     """The plan that settings ask for, for a cluster that they describe."""
     config = load(settings)
     cluster = kind_of(config.cluster).shape(None)
-    program = build_program(config, cluster.device_kind)
+    program = build_program(config, cluster.compute_capability)
     return plan_of(config.parallel, program.train, cluster)
 
 
