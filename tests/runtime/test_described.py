@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
+from launcher.base import jax_compat
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.recipes import build_model
@@ -108,7 +109,7 @@ def lowering_fails(patch):
         }
         return dataclasses.replace(found, programs=programs)
 
-    patch.setattr("launcher.runtime.compile_for.emit", emitted)
+    patch.setattr("launcher.runtime.described.emit", emitted)
 
 
 def compiling_fails(patch):
@@ -116,7 +117,7 @@ def compiling_fails(patch):
         return no_tile_fits() if "stage.1" in lowered.as_text()[:80] else works(lowered, options)
 
     works = jax_compat.compiled
-    patch.setattr("launcher.runtime.compile_for.compiled", compiled)
+    patch.setattr("launcher.runtime.described.compiled", compiled)
 
 
 @pytest.mark.parametrize("fails", [lowering_fails, compiling_fails])
