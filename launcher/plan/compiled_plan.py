@@ -1,4 +1,4 @@
-"""What a compiler makes of a plan's programs: memory, collectives, and what does not compile.
+"""Result of compiling a plan's programs: memory, collectives, and what does not compile.
 
 Pure data: `compiled` in a `plan.json`. `launcher.runtime.compiled_report` makes it.
 """

@@ -53,7 +53,7 @@ def compiled_report(
 
     Args:
         plan: the plan.
-        emitted: its instructions; nothing is known of the meshes that they do not touch.
+        emitted: its instructions; nothing is known about the meshes that they do not touch.
         placement: where its slots live.
         distinct: each distinct program, or why it does not compile, by the names of its equals.
         seconds: how long compiling took.

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def params():
+def _cells():
     for name in CELLS:
         tier = pytest.mark.slow if name in DRAWN else pytest.mark.gpu_compile
         yield pytest.param(CELLS[name], id=name, marks=tier)
@@ -47,7 +47,7 @@ def summed(report, stage):
     )
 
 
-@pytest.mark.parametrize("cell", params())
+@pytest.mark.parametrize("cell", list(_cells()))
 def test_memory_and_gradient_sums_are_as_planned(cell):
     plan, report = compiled = sweep.compile_cell(cell)
     assert report.errors == ()

@@ -1,4 +1,4 @@
-"""Plans as the compiler of their devices sees them: `plan.compile` and `parallel.verify`."""
+"""Compiled plans: `plan.compile` tells what the compiler says, `parallel.verify` heeds it."""
 
 from __future__ import annotations
 
