@@ -124,8 +124,8 @@ class ParallelizedFunction:
         """Return what a compiler says of the step's programs: memory, collectives, their text.
 
         Args:
-            device: a kind of GPU, such as "h100", which need not be here: `pip install
-                'jax-plan-launcher[plan-cuda]'` brings the compiler. None: the programs that run
+            device: a kind of GPU, such as "h100", which need not be here: the extra
+                `plan-cuda` brings the compiler. None: the programs that run
                 in this process.
             *args: the arguments of a call: arrays, or `jax.ShapeDtypeStruct`s.
             **kwargs: the same, by name.

@@ -33,7 +33,6 @@ from launcher.trace import TracedStep
 # Which of XLA's own kernels for matrix products suits is tried out on a GPU. Without one it may
 # take one that does not fit at all, where the libraries' kernels always do.
 _UNTRIED = {"xla_gpu_enable_triton_gemm": False}
-EXTRA = "jax-plan-launcher[plan-cuda]"
 
 
 class Target(NamedTuple):
@@ -82,7 +81,7 @@ def target_of(device_kind: str, count: int) -> Target:
     except NotImplementedError as error:
         raise PlanError(
             f"programs for {sheet.name} are compiled by XLA's compiler for NVIDIA GPUs, which is "
-            f"not installed; pip install '{EXTRA}' brings it"
+            "not installed; pip install 'jax[cuda12-local]' nvidia-cuda-nvcc-cu12"
         ) from error
 
 
