@@ -33,7 +33,7 @@ def look_for_compiler(config: Config, device_kind: str, count: int) -> None:
     environment may have said, and only before it first looks for devices.
 
     Raises:
-        PlanError: as `compiled` does.
+        PlanError: as `with_report` does.
     """
     if not (config.plan.compile or verifies(config)):
         return
@@ -43,7 +43,7 @@ def look_for_compiler(config: Config, device_kind: str, count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def compiled(plan: Plan, step: TracedStep, console: Console) -> Plan:
+def with_report(plan: Plan, step: TracedStep, console: Console) -> Plan:
     """Return a plan with what the compiler of its devices says of its programs.
 
     Raises:
@@ -65,19 +65,19 @@ def verified(plans: Sequence[Plan], step: TracedStep, console: Console) -> tuple
     as they were.
 
     Raises:
-        PlanError: as `compiled` does.
+        PlanError: as `with_report` does.
     """
     why = ""
     for number, plan in enumerate(plans):
-        found = compiled(plan, step, console).with_compiled_memory()
-        if not (reason := problem_of(found)):
+        found = with_report(plan, step, console).with_compiled_memory()
+        if not (reason := compiled_problem(found)):
             return [found, *plans[number + 1 :]], ""
         why = why or f"of {len(plans)} plans none fits as it is compiled; the best: {reason}"
         _log.info(f"{describe_plan(plan)} gives way to the next plan: {reason}")
     return list(plans), why
 
 
-def problem_of(plan: Plan) -> str:
+def compiled_problem(plan: Plan) -> str:
     """Return what the compiler finds wrong with a plan, in words; "" if nothing is."""
     assert plan.compiled is not None
     if errors := plan.compiled.errors:

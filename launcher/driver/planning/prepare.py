@@ -18,11 +18,11 @@ from launcher.config.parallel import Auto, Planned
 from launcher.config.schema import Config
 from launcher.driver.planning.check import Inputs, look, measures_first
 from launcher.driver.planning.compiled import (
-    compiled,
+    compiled_problem,
     look_for_compiler,
-    problem_of,
     verified,
     verifies,
+    with_report,
 )
 from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
@@ -137,7 +137,7 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
     if config.plan.compile:
-        chosen = compiled(chosen, program.train, console)
+        chosen = with_report(chosen, program.train, console)
         print_compiled(console, chosen)
     problem = too_large(chosen) or over
     if problem and config.parallel.allow_over_memory:
@@ -153,7 +153,7 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         if not plan_only:
             raise PlanError(problem)
     elif config.plan.compile:
-        problem = problem_of(chosen)
+        problem = compiled_problem(chosen)
     candidates = () if plan_only or len(plans) == 1 else tuple(plans)
     return Prepared(
         traced.inputs.pool,

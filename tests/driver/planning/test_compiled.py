@@ -131,5 +131,5 @@ def test_a_missing_compiler_is_told_before_the_work_of_planning(monkeypatch):
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", absent)
     monkeypatch.setattr(prepare, "build_program", None)  # is not reached
     config = load([*MLP, "cluster=h100_8", "task=plan", "plan.compile=true"])
-    with pytest.raises(PlanError, match="plan-cuda"):
+    with pytest.raises(PlanError, match="cuda12-local"):
         prepare.trace(config, make_console(io.StringIO()), look(config, 0, plan_only=True))
