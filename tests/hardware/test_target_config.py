@@ -72,7 +72,7 @@ def test_what_a_gpu_says_of_itself_counts_before_its_datasheet():
 
 @pytest.mark.devices
 def test_xla_takes_each_kind():
-    why = "XLA's compiler for GPUs is not here: pip install jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
+    why = "XLA's compiler for GPUs is not here: pip install '.[plan-cuda]'"
     pytest.importorskip("jax_plugins.xla_cuda12", reason=why)
     texts = {name: target_config(sheet) for name, sheet in SHEETS.items()}
     ended = subprocess.run(

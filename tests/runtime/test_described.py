@@ -160,5 +160,5 @@ def test_without_the_compiler_one_sentence_says_what_brings_it(monkeypatch):
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", absent)
-    with pytest.raises(PlanError, match=r"; pip install 'jax\[cuda12-local\]' nvidia"):
+    with pytest.raises(PlanError, match="cuda12-local"):
         target_of("h100", 8)
