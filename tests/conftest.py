@@ -44,7 +44,7 @@ PURE = (
     *("arrays", "config", "hardware", "partition", "plan", "recipes", "report"),
     *("schedule", "trace"),
 )
-ON_DEMAND = "slow", "stress", "slurm"  # run where `-m` names them
+ON_DEMAND = "slow", "stress", "slurm", "gpu_compile"  # run where `-m` names them
 STARTING = {
     *("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty"),
     *("os.exec", "pty.spawn"),

@@ -32,7 +32,7 @@ from launcher.base import Clock, warn_once
 from launcher.plan import Plan, PlanError, TooLargeError
 from launcher.plan.methods import DataParallel, Follow, Method, Replay
 from launcher.report.pages.timeline import ProcessSpans, Timeline
-from launcher.runtime import Executable, Transport
+from launcher.runtime import CompiledStep, Executable, Transport, compile_now, target_for
 from launcher.trace import TracedStep, TraceError, no_gradient_note, trace_step, unfixed
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
@@ -119,6 +119,32 @@ class ParallelizedFunction:
     def executable(self, *args: Any, **kwargs: Any) -> Executable | RemoteExecutable:
         """Return the compiled step for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
         return self._compiled(self._variant(self._signature.positional(args, kwargs)))
+
+    def compiled_for(self, device: str | None, *args: Any, **kwargs: Any) -> CompiledStep:
+        """Return what a compiler says of the step's programs: memory, collectives, their text.
+
+        Args:
+            device: a kind of GPU, such as "h100", which need not be here: the extra
+                `plan-cuda` brings the compiler. None: the programs that run
+                in this process.
+            *args: the arguments of a call: arrays, or `jax.ShapeDtypeStruct`s.
+            **kwargs: the same, by name.
+
+        Raises:
+            PlanError: the GPU is not known, its compiler is not installed, or the programs run on
+                workers and no kind is given.
+        """
+        variant = self._variant(self._signature.positional(args, kwargs))
+        if device is not None:
+            target = target_for(variant.plan, device)
+            return compile_now(variant.step, variant.plan, target)
+        executable = self._compiled(variant)
+        if isinstance(executable, RemoteExecutable):
+            raise PlanError(
+                f"{self.__name__} runs on workers, which have its programs; give "
+                'compiled_for a kind of GPU, such as "h100"'
+            )
+        return executable.compiled()
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Compile the step for these arguments and run it once, so that the next call is fast.

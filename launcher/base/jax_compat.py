@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -181,6 +182,28 @@ def with_barriers_kept(platform: str, options: Mapping[str, Any]) -> dict[str, A
         return dict(options)
     passes = [options.get("xla_disable_hlo_passes"), "cse_barrier_expander"]
     return {**options, "xla_disable_hlo_passes": ",".join(filter(None, passes))}
+
+
+def described_devices(target_config: str, count: int) -> list[jax.Device]:
+    """Return GPUs to compile for that need not be here, as if one host had them all.
+
+    The plug-in looks for a CUDA runtime when JAX first loads it, unless its own variable says not
+    to.
+
+    Args:
+        target_config: what XLA has to know of their kind.
+        count: their number.
+
+    Raises:
+        NotImplementedError: JAX's plug-in for CUDA is not installed.
+    """
+    from jax.experimental import topologies
+
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    found = topologies.get_topology_desc(
+        "", "cuda", target_config=target_config, topology=f"1x1x{count}"
+    )
+    return list(found.devices)
 
 
 def compiled(

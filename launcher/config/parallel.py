@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from launcher.base import REMAT_NAMES, parse_remat
@@ -210,10 +210,14 @@ class Auto(StageSettings):
     Attributes:
         try_: number of the best plans that are run for some steps to choose the fastest; None: as
             many as pay, for a long run.
+        verify: "compile": the plan is compiled before it is taken, the compiler's memory counts in
+            place of the predicted, and one that does not fit gives way to the next; None: it is
+            taken by its predictions.
     """
 
     method: str = "auto"
     try_: int | None = automatic(minimum=0)
+    verify: str | None = field(default=None, metadata={"choices": ("compile",)})
     schedule: str = automatic_choice("auto", *training_schedules())
     remat: str = automatic_choice("auto", *REMAT_NAMES, parse=parse_remat)
 

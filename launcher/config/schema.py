@@ -24,6 +24,7 @@ from launcher.config.sections import (
     Evaluate,
     Export,
     Generate,
+    Planning,
     Prepare,
     Report,
     Run,
@@ -99,6 +100,7 @@ class Config:
     export: Export = field(default_factory=Export)
     evaluate: Evaluate = field(default_factory=Evaluate)
     generate: Generate = field(default_factory=Generate)
+    plan: Planning = field(default_factory=Planning)
     prepare: Prepare = field(default_factory=Prepare)
     tokenize: Tokenize = field(default_factory=Tokenize)
     sweep: Sweep = field(default_factory=Sweep)

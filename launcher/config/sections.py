@@ -332,6 +332,14 @@ class Generate(ChosenWeights):
 
 
 @dataclass(frozen=True)
+class Planning:
+    """Whether `task=plan` compiles the plan's programs, for devices that need not be here."""
+
+    compile: bool = False
+    switches = (_of_task("plan", "plan"),)
+
+
+@dataclass(frozen=True)
 class Prepare:
     """Number of processes that prepare the data."""
 

@@ -11,7 +11,9 @@ from launcher.hardware.cluster_shape import memory_share as memory_share
 from launcher.hardware.cluster_shape import sheet_rates as sheet_rates
 from launcher.hardware.datasheets import Datasheet as Datasheet
 from launcher.hardware.datasheets import described_sheet as described_sheet
+from launcher.hardware.datasheets import find_datasheet as find_datasheet
 from launcher.hardware.datasheets import has_bf16 as has_bf16
 from launcher.hardware.hosts import HostReport as HostReport
 from launcher.hardware.hosts import differing_versions as differing_versions
 from launcher.hardware.hosts import shortages as shortages
+from launcher.hardware.target_config import target_config as target_config

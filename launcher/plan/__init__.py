@@ -6,6 +6,11 @@ Imports `partition` and below.
 from launcher.hardware import ClusterShape as ClusterShape
 from launcher.hardware import local_shape as local_shape
 from launcher.partition import PlanError as PlanError
+from launcher.plan.compiled_plan import CompiledCollectives as CompiledCollectives
+from launcher.plan.compiled_plan import CompiledPlan as CompiledPlan
+from launcher.plan.compiled_plan import CompiledProgram as CompiledProgram
+from launcher.plan.compiled_plan import CompiledStage as CompiledStage
+from launcher.plan.compiled_plan import CompileError as CompileError
 from launcher.plan.followers import make_forward_plan as make_forward_plan
 from launcher.plan.pipeline import measured_bubble as measured_bubble
 from launcher.plan.pipeline import microbatch_transfer_seconds as microbatch_transfer_seconds

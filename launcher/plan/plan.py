@@ -15,6 +15,7 @@ from launcher.base import DamagedError
 from launcher.base.reading import read
 from launcher.hardware import ClusterShape, WorkerInfo
 from launcher.partition import DEFAULT_REDUCTION, Assignment, PlanError, Reduction, validate
+from launcher.plan.compiled_plan import CompiledPlan
 from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
 from launcher.trace import BatchError, LayerEnds, TracedStep
 
@@ -122,6 +123,7 @@ class Plan(Staged):
         jax_version: the JAX that traced the program; another one may trace it to other equations.
         tried: the plans of which this is the fastest as measured, in the order of their
             predictions; empty if it was chosen by its prediction.
+        compiled: what a compiler makes of its programs, if it was asked.
     """
 
     method: str
@@ -151,6 +153,7 @@ class Plan(Staged):
     least_step_seconds: float | None = None
     tried: tuple[Trial, ...] = ()
     jax_version: str = ""
+    compiled: CompiledPlan | None = None
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -180,6 +183,24 @@ class Plan(Staged):
         """
         there = self.cluster["memory_bytes"]
         return 0 if there is None else max(stage.memory_bytes for stage in self.all_stages) - there
+
+    def with_compiled_memory(self) -> Plan:
+        """Return the plan with the compiler's memory in place of the predicted, where known."""
+        assert self.compiled is not None
+        left = iter(self.compiled.stages)
+        parts = [
+            dataclasses.replace(
+                part,
+                stages=tuple(
+                    dataclasses.replace(stage, memory_bytes=known)
+                    if (known := next(left).memory_bytes) is not None
+                    else stage
+                    for stage in part.stages
+                ),
+            )
+            for part in self.parts
+        ]
+        return dataclasses.replace(parts[0], further=tuple(parts[1:]))
 
     def validate(self, step: TracedStep) -> None:
         """Check that the plan, perhaps edited by hand, can be carried out.

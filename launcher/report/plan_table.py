@@ -25,6 +25,7 @@ from launcher.report.text import (
 )
 
 if TYPE_CHECKING:
+    from launcher.plan.compiled_plan import CompiledPlan
     from launcher.plan.plan import Plan
     from launcher.plan.stage_plan import StagePlan
 
@@ -63,6 +64,7 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
     tables = {
         "plan/stages": Rows(list(stages[0]), [list(stage.values()) for stage in stages]),
         "plan/shardings": Rows(["what"], [[words] for words in shardings_in_words(plan)]),
+        **({} if plan.compiled is None else _compiled_tables(plan, plan.compiled)),
         "plan/runners_up": Rows(["plan", "predicted_step_seconds", "why"], others),
         "plan/profiled_layers": Rows(
             ["layers", "model", "examples", "forward_seconds", "backward_seconds", "failure"],
@@ -70,6 +72,29 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
         ),
     }
     return {name: table for name, table in tables.items() if table.rows}
+
+
+def _compiled_tables(plan: Plan, found: CompiledPlan) -> dict[str, Rows]:
+    stages = [
+        [index, stage.memory_bytes, *dataclasses.astuple(own)]
+        for index, (stage, own) in enumerate(zip(plan.all_stages, found.stages, strict=True))
+    ]
+    errors = [[e.program, ranges_text(e.stages), e.message] for e in found.errors]
+    return {
+        "plan/compiled_stages": Rows(
+            [
+                "stage",
+                *(f"{x}_bytes" for x in ("predicted", "compiled", "state", "temporary")),
+                "at_the_peak",
+            ],
+            stages,
+        ),
+        "plan/compiled_collectives": Rows(
+            ["program", "kind", "axis", "group_size", "count", "bytes", "exposed_bytes"],
+            [[_equals(names), *rest] for names, *rest in _collectives(found)],
+        ),
+        "plan/compile_errors": Rows(["program", "stages", "message"], errors),
+    }
 
 
 def beside_measured(plan: Plan, summary: Summary, last: Mapping[str, Any]) -> Rows:
@@ -189,6 +214,66 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
             f"{other.why}",
             soft_wrap=True,
         )
+
+
+def print_compiled(console: Console, plan: Plan) -> None:
+    """Print what the compiler says of a plan's programs: memory, collectives, errors."""
+    assert plan.compiled is not None
+    found = plan.compiled
+    count = _plural(len(found.programs) + len(found.errors), "distinct program")
+    taken = seconds_text(found.seconds)
+    console.print(f"\n{count} compiled for {found.device} in {taken}", style="bold", soft_wrap=True)
+    capacity = plan.cluster.get("memory_bytes")
+    rows = [
+        (
+            str(index),
+            bytes_text(stage.memory_bytes),
+            "-" if own.memory_bytes is None else _memory(own.memory_bytes, capacity),
+            f"{stage.memory_bytes / own.memory_bytes:.2f}" if own.memory_bytes else "-",
+            bytes_text(own.state_bytes),
+            bytes_text(own.temporary_bytes),
+            own.program,
+        )
+        for index, (stage, own) in enumerate(zip(plan.all_stages, found.stages, strict=True))
+    ]
+    headers = "stage", "predicted", "compiled", "ratio", "state", "temporaries", "at the peak"
+    console.print(table_of(headers, rows, headers[-1:]))
+    collectives = [
+        (
+            _equals(names),
+            kind,
+            f"{axis} ({size})",
+            str(number),
+            bytes_text(total),
+            percent_text(exposed / total) if total else "-",
+        )
+        for names, kind, axis, size, number, total, exposed in _collectives(found)
+    ]
+    if collectives:
+        words = ("program", "collectives", "along"), ("number", "bytes", "exposed")
+        console.print(table_of(words[0] + words[1], collectives[:_COLLECTIVES], words[0]))
+        if (left := len(collectives) - _COLLECTIVES) > 0:
+            console.print(f"and {left} more, in plan.json")
+    for error in found.errors:
+        stages = _stages(error.stages)
+        console.print(f"{error.program} ({stages}) does not compile: {error.message}")
+
+
+_COLLECTIVES = 24  # rows on the console
+
+
+def _collectives(found: CompiledPlan) -> list[tuple[Any, ...]]:
+    """Return the names of a program, and all about its collectives of a kind, for each kind."""
+    return [
+        (program.names, *dataclasses.astuple(one))
+        for program in found.programs
+        for one in program.collectives
+    ]
+
+
+def _equals(names: Sequence[str]) -> str:
+    """Return the name of a program, and how many others are equal to it."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} equal"
 
 
 def bottleneck(plan: Plan) -> str:

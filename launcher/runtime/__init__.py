@@ -3,6 +3,11 @@
 Imports `plan`, by its door, and below.
 """
 
+from launcher.runtime.compiled_report import CompiledStep as CompiledStep
+from launcher.runtime.described import compile_for as compile_for
+from launcher.runtime.described import compile_now as compile_now
+from launcher.runtime.described import target_for as target_for
+from launcher.runtime.described import target_of as target_of
 from launcher.runtime.dispatch_table import StepServices as StepServices
 from launcher.runtime.emit.instructions import ExchangeSpec as ExchangeSpec
 from launcher.runtime.executable import Executable as Executable

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from launcher.base import SpanRecorder
-from launcher.plan import PlanError
+from launcher.plan import CompiledProgram, PlanError
 from launcher.runtime.emit.instructions import (
     Emitted,
     Free,
@@ -275,12 +275,24 @@ def rows_here(
     return np.unique(np.concatenate(found))
 
 
+class Peak(NamedTuple):
+    """The most that a device of a mesh holds during a step.
+
+    Attributes:
+        bytes: the arrays that are there when a program runs, its results and its temporaries.
+        temporary_bytes: of these, the temporaries.
+        program: the program's name.
+    """
+
+    bytes: int = 0
+    temporary_bytes: int = 0
+    program: str = ""
+
+
 def peak_bytes(
     emitted: Emitted, placement: DeviceMeshes, compiled: Mapping[str, Any]
 ) -> list[int] | None:
     """Return the most bytes that a device of each mesh holds during a step.
-
-    They are the arrays that are there when a program runs, its results and its temporaries.
 
     Args:
         emitted: this process's instructions; 0 is returned for meshes that they do not touch.
@@ -290,16 +302,43 @@ def peak_bytes(
     Returns:
         The bytes by the mesh's number; None if the programs do not tell theirs.
     """
-    said = {name: program.memory_analysis() for name, program in compiled.items()}
-    if None in said.values():
+    own = {name: program_bytes(program) for name, program in compiled.items()}
+    known = {name: one for name, one in own.items() if one is not None}
+    if len(known) < len(own):
         return None
+    return [peak.bytes for peak in peaks(emitted, placement, known)]
+
+
+def program_bytes(compiled: Any) -> CompiledProgram | None:
+    """Return the bytes of a compiled program, without its names and collectives, if it tells."""
+    of = compiled.memory_analysis()
+    if of is None:
+        return None
+    return CompiledProgram(
+        (),
+        of.argument_size_in_bytes,
+        of.output_size_in_bytes,
+        of.alias_size_in_bytes,
+        of.temp_size_in_bytes,
+    )
+
+
+def peaks(
+    emitted: Emitted, placement: DeviceMeshes, programs: Mapping[str, CompiledProgram]
+) -> list[Peak]:
+    """Return the peak of each mesh; an empty one for meshes that the instructions do not touch.
+
+    Args:
+        emitted: this process's instructions.
+        placement: where its slots live.
+        programs: its compiled programs, by name; those that are not there count as nothing.
+    """
     live: dict[int, int] = {}
-    held, peak = [0] * len(placement.meshes), [0] * len(placement.meshes)
+    held, peak = [0] * len(placement.meshes), [Peak()] * len(placement.meshes)
 
     def keep(slot: int) -> None:
         drop(slot)
-        aval, sharding = emitted.slots[slot].aval, placement.sharding(slot)
-        live[slot] = nbytes(jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype))
+        live[slot] = slot_bytes(placement, slot)
         held[emitted.slots[slot].mesh] += live[slot]
 
     def drop(slot: int) -> None:
@@ -313,11 +352,20 @@ def peak_bytes(
                 drop(slot)
             continue
         if isinstance(x, Run):
-            of = said[x.program]
-            fresh = of.output_size_in_bytes - of.alias_size_in_bytes + of.temp_size_in_bytes
-            peak[x.mesh] = max(peak[x.mesh], held[x.mesh] + fresh)
+            if (of := programs.get(x.program)) is not None:
+                fresh = of.result_bytes - of.aliased_bytes + of.temporary_bytes
+                now = Peak(held[x.mesh] + fresh, of.temporary_bytes, x.program)
+                peak[x.mesh] = max(peak[x.mesh], now, key=lambda one: one.bytes)
             for k in x.donated:
                 drop(x.inputs[k])
         for slot in x.outputs:
             keep(slot)
     return peak
+
+
+def slot_bytes(placement: DeviceMeshes, slot: int) -> int:
+    """Return the bytes on one device of what a slot holds."""
+    aval = placement.slots[slot].aval
+    return nbytes(
+        jax.ShapeDtypeStruct(placement.sharding(slot).shard_shape(aval.shape), aval.dtype)
+    )

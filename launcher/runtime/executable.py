@@ -22,6 +22,7 @@ from launcher.arrays.stacked_array import StackedArray, StackedSharding, rows_in
 from launcher.base import Span
 from launcher.base.jax_compat import accept_as_array, is_nan_error, moves_are_guarded
 from launcher.plan import Plan
+from launcher.runtime.compiled_report import CompiledStep, compiled_report, read_compiled
 from launcher.runtime.dispatch_table import (
     Entry,
     StepServices,
@@ -83,7 +84,7 @@ class Executable:
         self._transport, self._servers, self.spans = services
         self._slicing = plan.parts[0].assignment.slicing
         self._rank = self._servers.rank if self._servers else 0
-        self._placement, self._compiled = placement, programs
+        self._emitted, self._placement, self._compiled = emitted, placement, programs
         peaks = peak_bytes(emitted, placement, programs)
         self.peak_bytes = None if peaks is None else max(peaks)
         self._table = build_table(emitted, placement, programs, whole.donated, services)
@@ -209,6 +210,20 @@ class Executable:
     def hlo_text(self) -> dict[str, str]:
         """Return the compiled programs as text, by name."""
         return {name: compiled.as_text() for name, compiled in self._compiled.items()}
+
+    def compiled(self) -> CompiledStep:
+        """Return what the compiler says of this process's programs, as they run."""
+        names: dict[int, tuple[str, ...]] = {}
+        for name, program in self._compiled.items():
+            names[id(program)] = (*names.get(id(program), ()), name)
+        mesh_of = {x.program: x.mesh for x in self._emitted.instructions if isinstance(x, Run)}
+        meshes = self._placement.meshes
+        distinct = {
+            equal: read_compiled(self._compiled[equal[0]], meshes[mesh_of[equal[0]]])
+            for equal in names.values()
+        }
+        parts = self.plan, self._emitted, self._placement, distinct, self.compile_seconds
+        return CompiledStep(compiled_report(*parts), self.hlo_text())
 
     def _first_key(self) -> int:
         """Reserve the keys of a call's transfers and return the first, or number the call."""

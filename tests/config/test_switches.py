@@ -44,6 +44,7 @@ REFUSED = [
     ("export.step=3", "export.step"),
     ("export.path=x.npz", "export.path"),
     ("tokenize.vocab_size=300", "tokenize.vocab_size"),
+    ("plan.compile=true", "plan.compile"),
     ("dataset=tokens dataset.path=a.bin dataset.end_token=3", "dataset.end_token"),
     (
         "dataset=tokens dataset.path=a dataset.validation_path=b dataset.validation_fraction=0.1",

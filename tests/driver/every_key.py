@@ -39,6 +39,7 @@ from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.planning import check
+from launcher.driver.planning.compiled import look_for_compiler, verifies
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared, plans_to_try
@@ -81,7 +82,15 @@ def plan_told(config: Config):
     except (ConfigError, PlanError) as error:
         return str(error)
     tried = plans_to_try(config, find_devices(Emulated(gpus=4)), plan)
-    return plan.to_dict() | {"runners_up": None, "tried": tried}
+    return plan.to_dict() | {"runners_up": None, "tried": tried, "verified": verifies(config)}
+
+
+def compile_told(config: Config):
+    """Whether a compiler is looked for, here one for a GPU that is not known."""
+    try:
+        return look_for_compiler(config, "Voodoo 2", 1)
+    except PlanError as error:
+        return str(error)
 
 
 def _batch(config: Config):

@@ -273,6 +273,7 @@ def probes():
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     swept = functools.partial(Probe, told.swept_told, SHORT)
     yield "", "sweep.jobs", swept(3)
+    yield "", "plan.compile", Probe(told.compile_told, {"task": "plan"}, True)
     yield "", "sweep.objective", swept("mfu")
     yield from cluster_probes()
 
@@ -579,6 +580,7 @@ VALUES = {
     "reduce_dtype": ["bf16"],
     "plan": ["other.json"],
     "servers": [2],
+    "verify": ["compile"],
 }
 
 

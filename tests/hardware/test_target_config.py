@@ -67,7 +67,7 @@ def test_a_kind_can_do_what_its_compute_capability_says(name):
 
 @pytest.mark.devices
 def test_xla_takes_each_kind():
-    why = "XLA's compiler for GPUs, jax-cuda12-pjrt, is not installed"
+    why = "XLA's compiler for GPUs is not here: pip install '.[plan-cuda]'"
     pytest.importorskip("jax_plugins.xla_cuda12", reason=why)
     texts = {name: target_config(sheet) for name, sheet in SHEETS.items()}
     ended = subprocess.run(

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,6 +17,13 @@ from launcher.cluster.kinds import kind_of
 from launcher.config.parallel import Auto, Planned
 from launcher.config.schema import Config
 from launcher.driver.planning.check import Inputs, look, measures_first
+from launcher.driver.planning.compiled import (
+    compiled_problem,
+    look_for_compiler,
+    verified,
+    verifies,
+    with_report,
+)
 from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
 from launcher.hardware import is_nominal
@@ -26,11 +32,12 @@ from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
 from launcher.plan.profile.calibration import cached_calibration, calibrated, measure_first
 from launcher.plan.profile.trials import fastest, kept_trial, same_way
 from launcher.report.console import Phase, status
-from launcher.report.plan_table import print_plan
+from launcher.report.plan_table import print_compiled, print_plan
 from launcher.train.program import Program, build_program, stored_part
 
 _log = logging.getLogger(__name__)
 _PLANS = 3
+_VERIFIED = 4  # so many plans are compiled at most, to find one that fits
 _PAYS = 1800.0  # seconds of training from which on trying, some ten seconds a plan, costs little
 
 
@@ -103,6 +110,7 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     """
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     cluster = shape_of(config, inputs.pool, console if measures else None)
+    look_for_compiler(config, cluster.device_kind, cluster.num_devices)
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.compute_capability)
@@ -122,18 +130,17 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         traced: what was traced.
         plan_only: whether the cluster may be a described one, which is not here.
     """
-    program, cluster, pool = traced.program, traced.cluster, traced.inputs.pool
+    program, cluster = traced.program, traced.cluster
     began = time.perf_counter()
-    over: list[str] = []  # why no plan that a search finds fits
-    accept, how_many = over.append if plan_only else None, partial(plans_to_try, config, pool)
-    with held_back(), status(console, "planning", Phase.PLANNING) as progress:
-        plans = plans_of(config.parallel, program.train, cluster, progress, accept, how_many)
-        known = known_fastest(config, plans)
-    chosen = known or plans[0]
+    plans, over = _plans_and_problem(config, console, traced, plan_only)
+    chosen = plans[0]
     seconds = traced.seconds + time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
-    problem = too_large(chosen) or "".join(over)
+    if config.plan.compile:
+        chosen = with_report(chosen, program.train, console)
+        print_compiled(console, chosen)
+    problem = too_large(chosen) or over
     if problem and config.parallel.allow_over_memory:
         _log.warning(f"{problem}; parallel.allow_over_memory=true")
         problem = ""
@@ -142,13 +149,46 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
             _log.warning("this plan needs more memory than the devices have")
         if not over:
             with status(console, "looking for what would fit", Phase.PLANNING):
-                over = [f"{problem}. {what_fits(config.parallel, program.train, cluster, chosen)}"]
-        (problem,) = over
+                over = f"{problem}. {what_fits(config.parallel, program.train, cluster, chosen)}"
+        problem = over
         if not plan_only:
             raise PlanError(problem)
-    candidates = () if known or plan_only or len(plans) == 1 else tuple(plans)
-    start = traced.inputs.init_from
-    return Prepared(pool, chosen, seconds, start, program.eval_batches, problem, candidates)
+    elif config.plan.compile:
+        problem = compiled_problem(chosen)
+    candidates = () if plan_only or len(plans) == 1 else tuple(plans)
+    return Prepared(
+        traced.inputs.pool,
+        chosen,
+        seconds,
+        traced.inputs.init_from,
+        program.eval_batches,
+        problem,
+        candidates,
+    )
+
+
+def _plans_and_problem(
+    config: Config, console: Console, traced: Traced, plan_only: bool
+) -> tuple[list[Plan], str]:
+    """Return the plans to try, the best first, and why none fits where a search finds none.
+
+    A plan that is taken untried is alone.
+    """
+    step, cluster, pool = traced.program.train, traced.cluster, traced.inputs.pool
+    verifying = verifies(config)
+    over: list[str] = []
+    accept = over.append if plan_only or verifying else None
+
+    def how_many(best: Plan) -> int:
+        return max(plans_to_try(config, pool, best), _VERIFIED if verifying else 1)
+
+    with held_back(), status(console, "planning", Phase.PLANNING) as progress:
+        plans = plans_of(config.parallel, step, cluster, progress, accept, how_many)
+    if not verifying:
+        known = known_fastest(config, plans)
+        return [known] if known else plans, "".join(over)
+    plans, problem = verified(plans, step, console)
+    return plans[: plans_to_try(config, pool, plans[0])], problem
 
 
 def plans_to_try(config: Config, pool: DevicePool | None, best: Plan) -> int:

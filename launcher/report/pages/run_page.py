@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from launcher.schedule import TimedTask
 
 MOST_BOXES = 6000  # of a timeline; more would make the page slow
+COMPILED = (
+    ("plan/compiled_stages", "As compiled, the peak of a device"),
+    ("plan/compiled_collectives", "Collectives in the compiled programs"),
+    ("plan/compile_errors", "What does not compile"),
+)
 _SMALL = 0.002  # of the step: shorter parts of it are left out
 _LEGEND = {  # the class and the name of each kind of box
     "forward": ("forward", "forward"),
@@ -96,6 +101,7 @@ def run_report(found: Reported) -> str:
         "promises": list(_promises(found)),
         "sentence": accounting.sentence,
         "plan_tables": plan_tables(found.plan),
+        "compiled": COMPILED,
         "pictures": pictures if total > 0 else [],
         "total": total,
         "most_boxes": MOST_BOXES,

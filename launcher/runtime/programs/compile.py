@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from launcher.base import SpanRecorder
 from launcher.base.jax_compat import (
@@ -157,12 +157,19 @@ class Compilation:
         emitted: the step's programs and instructions.
         placement: the devices of its meshes.
         pool: compiles them.
+        compile_one: what to do with each distinct program, in the pool.
 
     Attributes:
-        programs: the compilation of each distinct program.
+        programs: the compilation of each distinct program: what `compile_one` returns.
     """
 
-    def __init__(self, emitted: Emitted, placement: DeviceMeshes, pool: Executor) -> None:
+    def __init__(
+        self,
+        emitted: Emitted,
+        placement: DeviceMeshes,
+        pool: Executor,
+        compile_one: Callable[[Lowered], Any] | None = None,
+    ) -> None:
         self._pool = pool
         runs: dict[str, Run] = {}
         for x in emitted.instructions:
@@ -177,7 +184,7 @@ class Compilation:
         }
         self._programs: dict[str, _Program] = {}
         self._firsts: dict[Any, _Program] = {}  # of each kind
-        lowered: dict[Any, _Lowered] = {}  # one for each key
+        lowered: dict[Any, Lowered] = {}  # one for each key
         for name, run in runs.items():
             key = _same(name, run, emitted, placement, offered)
             lower = functools.partial(_lower, name, run, emitted, placement, offered)
@@ -187,9 +194,16 @@ class Compilation:
             self._programs[name] = program
             self._firsts.setdefault(program.lowered.kind, program)
         self.programs = [
-            pool.submit(compiled, one.lowered.program, one.lowered.options)
-            for one in self._firsts.values()
+            pool.submit(compile_one or _compiled, one.lowered) for one in self._firsts.values()
         ]
+
+    @property
+    def by_names(self) -> dict[tuple[str, ...], Future[Any]]:
+        """The compilation of each distinct program, by the names of those that are equal to it."""
+        names: dict[Any, tuple[str, ...]] = {}
+        for name, x in self._programs.items():
+            names[x.lowered.kind] = (*names.get(x.lowered.kind, ()), name)
+        return {names[kind]: own for kind, own in zip(self._firsts, self.programs, strict=True)}
 
     def result(self) -> dict[str, Any]:
         """Wait for all programs and return them by name."""
@@ -204,19 +218,20 @@ class Compilation:
                 return executable
             if loaded := loaded_for(executable, *x.placed, kept):
                 return loaded
-            own = x.lower()
-            return compiled(own.program, own.options)[0]
+            return _compiled(x.lower())[0]
 
         executables = dict(zip(distinct, self._pool.map(placed, distinct.values()), strict=True))
         return {name: executables[x.lowered.kind, x.placed] for name, x in self._programs.items()}
 
 
 @dataclass(frozen=True)
-class _Lowered:
+class Lowered:
     """A lowered program.
 
     Attributes:
-        program: the program, as it is lowered for some devices.
+        name: its name.
+        program: the program, as it is lowered for some devices; or why it cannot be.
+        mesh: these devices.
         options: the compiler's.
         kind: a key that is equal for programs of which only one has to be compiled: those of equal
             stages, which differ in their devices alone, since the text names positions in a mesh. A
@@ -224,9 +239,22 @@ class _Lowered:
             with no other program.
     """
 
-    program: Any
+    name: str
+    program: jax.stages.Lowered | Exception
+    mesh: Mesh
     options: Mapping[str, Any]
     kind: Any
+
+    @property
+    def whole(self) -> jax.stages.Lowered:
+        """The program; raises what has kept it from being lowered."""
+        if isinstance(self.program, Exception):
+            raise self.program
+        return self.program
+
+
+def _compiled(one: Lowered) -> tuple[jax.stages.Compiled, bytes | None]:
+    return compiled(one.whole, one.options)
 
 
 @dataclass(frozen=True)
@@ -239,9 +267,9 @@ class _Program:
         lower: returns the program as it is lowered for its own devices.
     """
 
-    lowered: _Lowered
+    lowered: Lowered
     placed: _Placed
-    lower: Callable[[], _Lowered]
+    lower: Callable[[], Lowered]
 
 
 def _same(name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]) -> Any:
@@ -271,7 +299,7 @@ def _kinds(sharding: NamedSharding) -> tuple[str, ...]:
 
 def _lower(
     name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]
-) -> _Lowered:
+) -> Lowered:
     arguments, results = _placed(run, placement)
     made = emitted.programs[name]
 
@@ -286,13 +314,17 @@ def _lower(
         keep_unused=True,
     )
     avals = [placement.slots[slot].aval for slot in run.inputs]
-    lowered = jitted.lower(
-        *(
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-            for aval, sharding in zip(avals, arguments, strict=True)
+    first, mesh = (*arguments, *results)[0], placement.meshes[run.mesh]
+    try:
+        lowered = jitted.lower(
+            *(
+                jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+                for aval, sharding in zip(avals, arguments, strict=True)
+            )
         )
-    )
-    first, text = (*arguments, *results)[0], lowered.as_text()
+    except Exception as error:  # a kernel that these devices cannot run, say
+        return Lowered(name, error, mesh, {}, name)
+    text = lowered.as_text()
     platform = first.mesh.devices.flat[0].platform
     options = {}
     if made.buckets:
@@ -306,4 +338,4 @@ def _lower(
         unnamed = text.replace(f"@jit_{name}", "@jit", 1)
         digest = hashlib.sha256(unnamed.encode()).digest()
         kind = _kinds(first), types, tuple(sorted(options.items())), digest
-    return _Lowered(lowered, options, kind)
+    return Lowered(name, lowered, mesh, options, kind)

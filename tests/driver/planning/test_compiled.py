@@ -1,0 +1,135 @@
+"""`plan.compile` and `parallel.verify`: plans as the compiler of their devices sees them."""
+
+import dataclasses
+import functools
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from layered import layered_step
+
+from launcher.__main__ import main
+from launcher.config.compose import load
+from launcher.driver.planning import compiled, prepare
+from launcher.driver.planning.check import look
+from launcher.plan import CompiledPlan, CompiledStage, CompileError, PlanError, local_shape
+from launcher.plan.methods import DataParallel, Zero2Parallel, Zero3Parallel
+from launcher.report.console import make_console
+
+ROOM = 1 << 20
+METHODS = DataParallel, Zero2Parallel, Zero3Parallel
+MLP = ("model=mlp", "dataset=synthetic", "train.eval_every=0", "wandb.mode=disabled")
+
+
+@functools.cache
+def plans():
+    step = layered_step([(16, 16)] * 4, 32, updated=range(4))
+    shape = dataclasses.replace(local_shape(4, 1, "cpu"), memory_bytes=ROOM)
+    return step, [method(1).plan(step, shape) for method in METHODS]
+
+
+def report(memory, error=""):
+    errors = (CompileError("stage.0.forward", (0,), error),) if error else ()
+    stage = CompiledStage(None if error else memory, 10, 20, "stage.0.forward")
+    return CompiledPlan("H100-SXM5-80GB", (stage,), (), errors, 0.0)
+
+
+FITS, OVER, BROKEN = report(ROOM), report(ROOM + 1024), report(0, "INTERNAL: no tile")
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Has a compiler say something of each plan in turn; returns the methods of those it saw."""
+
+    def says(*reports):
+        left, seen = list(reports), []
+
+        def compile_for(step, plan, target, progress):
+            seen.append(plan.method)
+            progress(1, 1)
+            return left.pop(0)
+
+        device = SimpleNamespace(device_kind="H100-SXM5-80GB")
+        target = SimpleNamespace(devices=[device])
+        monkeypatch.setattr(compiled, "target_for", lambda plan: target)
+        monkeypatch.setattr(compiled, "compile_for", compile_for)
+        return seen
+
+    return says
+
+
+@pytest.mark.parametrize(
+    ("reports", "taken"),
+    [((FITS,), 0), ((OVER, FITS), 1), ((BROKEN, OVER, FITS), 2)],
+    ids=["first", "second", "third"],
+)
+def test_the_first_plan_that_fits_as_compiled_is_taken(compiler, reports, taken):
+    seen = compiler(*reports)
+    step, known = plans()
+    found, why = compiled.verified(known, step, make_console(io.StringIO()))
+    assert [plan.method for plan in found] == [plan.method for plan in known[taken:]]
+    assert seen == [plan.method for plan in known[: taken + 1]]
+    assert [stage.memory_bytes for stage in found[0].stages] == [ROOM]
+    assert found[0].compiled == FITS
+    assert why == ""
+
+
+def test_where_no_plan_fits_the_best_one_tells_why(compiler, said):
+    compiler(OVER, BROKEN, OVER)
+    step, known = plans()
+    found, why = compiled.verified(known, step, make_console(io.StringIO()))
+    assert found == known
+    assert why == (
+        "of 3 plans none fits as it is compiled; the best: as compiled, it needs 1.00 MiB a "
+        "device, 1.00 KiB more than its 1.00 MiB"
+    )
+    assert "1 of its programs do not compile for H100-SXM5-80GB; stage.0.forward" in said[1]
+
+
+@pytest.mark.parametrize("reports", [(FITS,), (OVER, FITS)], ids=["fits", "gives way"])
+def test_a_search_takes_what_its_compiler_accepts(compiler, monkeypatch, reports):
+    step, known = plans()
+    monkeypatch.setattr(prepare, "plans_of", lambda *_: list(known))
+    compiler(*reports)
+    config = load([*MLP, "parallel=auto", "parallel.verify=compile", "cluster.gpus=4"])
+    traced = SimpleNamespace(
+        program=SimpleNamespace(train=step), cluster=None, inputs=SimpleNamespace(pool=None)
+    )
+    console = make_console(io.StringIO())
+    found, why = prepare._plans_and_problem(config, console, traced, plan_only=False)
+    assert [plan.method for plan in found] == [known[len(reports) - 1].method]
+    assert why == ""
+
+
+@pytest.mark.devices
+def test_task_plan_tells_what_the_compiler_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ("cluster=emulated", "cluster.gpus=4", "parallel=data", "run.id=one")
+    assert main(["task=plan", "plan.compile=true", *MLP, *words]) == 0
+    told = capsys.readouterr().out
+    assert "compiling for cpu ... " in told
+    assert "distinct programs compiled for cpu in " in told
+    found = json.loads((tmp_path / "outputs/one/plan.json").read_text())["compiled"]
+    assert found["device"] == "cpu"
+    (stage,) = found["stages"]
+    assert 0 < stage["state_bytes"] < stage["memory_bytes"]
+    assert found["errors"] == []
+    reduced = [one for program in found["programs"] for one in program["collectives"]]
+    assert {(one["kind"], one["axis"]) for one in reduced} == {("all-reduce", "data")}
+    page = (tmp_path / "outputs/one/report.html").read_text()
+    assert "As compiled, the peak of a device" in page
+    assert "Collectives in the compiled programs" in page
+    replayed = ("parallel=replay", "parallel.plan=outputs/one/plan.json", "task=plan")
+    assert main([*MLP, *words[:2], *replayed]) == 0
+
+
+def test_a_missing_compiler_is_told_before_the_work_of_planning(monkeypatch):
+    def absent(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", absent)
+    monkeypatch.setattr(prepare, "build_program", None)  # is not reached
+    config = load([*MLP, "cluster=h100_8", "task=plan", "plan.compile=true"])
+    with pytest.raises(PlanError, match="cuda12-local"):
+        prepare.trace(config, make_console(io.StringIO()), look(config, 0, plan_only=True))
