@@ -91,7 +91,7 @@ class TrainWorker(Peer):
         self._taken: Mapping[str, int] = {}
         self._completed = 0.0
 
-    def build(self, config: dict[str, Any], compute_capability: float | None) -> None:
+    def build(self, config: dict[str, Any], compute_capability: float | None = None) -> None:
         """Build and trace the program; a second call does nothing.
 
         Args:

@@ -86,7 +86,7 @@ class Training:
         config, finished = self.config, checkpoint.newest(self.folder).step or 0
         plan = self.plan_of(build_program(config).train)
         worker = TrainWorker()
-        worker.build(to_dict(config), None)
+        worker.build(to_dict(config))
         if not self.background:  # starting it takes longer than such a training
             worker._saver.start_process = lambda: None
         worker.setup(plan.to_dict())

@@ -125,7 +125,7 @@ def test_ten_steps_in_float32_by_settings(name, words):
     path = HERE / f"{name}.npz"
     check_start(str(path), path, program.state.model)
     worker = TrainWorker()
-    worker.build(to_dict(config), None)
+    worker.build(to_dict(config))
     worker.setup(plan_of(config.parallel, program.train, shape).to_dict())
     worker.create(str(path))
     results = [worker.step(step) for step in range(1, 11)] + [worker.flush()]
