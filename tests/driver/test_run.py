@@ -42,7 +42,7 @@ def driven(tmp_path, monkeypatch):
             assert logs.is_dir()
             done.append("start")
             try:
-                yield SimpleNamespace(begin=stand_in("begin", workers))
+                yield SimpleNamespace(begin=stand_in("begin", workers), pool=pool)
             finally:
                 done.append("close")
 
