@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter, methodcaller
@@ -129,6 +130,23 @@ def fused_attention() -> Any:
     except ImportError:
         return None
     return fused_attention_stablehlo
+
+
+@contextmanager
+def kernel_lowering() -> Iterator[None]:
+    """Lower Pallas kernels by Triton inside, also where there is no GPU, and warn nobody.
+
+    Since JAX 0.11 that is deprecated (the message says Mosaic, which does not know GPUs before
+    Hopper yet), and from 0.12 on a GPU is asked for, unless one is described.
+    """
+    warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+    here = jax.default_backend() == "gpu"
+    if here or jax.__version_info__ < (0, 12):
+        yield
+        return
+    gpu: Any = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        yield
 
 
 class _Read(threading.local):

@@ -72,8 +72,10 @@ ATTENTION_PRODUCTS = {
     "dot_product_attention_bwd": 5, "dot_product_attention_bwd_wrapper": 5,
 }
 _CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
+# Kernels that say themselves what a planner asks (`ir.kernels`), mostly products.
+OWN_KERNELS = frozenset(("kernel",))
 # Matrix products and convolutions: the FLOPs that MFU counts.
-PRODUCTS = _CONTRACTIONS | frozenset(ATTENTION_PRODUCTS)
+PRODUCTS = _CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
 # They find the place of the largest or smallest element.
 SEARCHES = frozenset(("argmax", "argmin"))
 # They combine the elements along some dimensions into one.
