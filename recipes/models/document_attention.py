@@ -413,7 +413,7 @@ def _launched(
         grid=grid,
         in_specs=ins,
         out_specs=list(blocks),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=2),
         interpret=interpret,
         cost_estimate=pl.CostEstimate(2 * products * pairs * size, pairs, moved),
         name=kernel.__name__.strip("_"),
