@@ -84,8 +84,7 @@ class _Batched:
 
 
 def _batched(operands: Sequence[Any], axes: Sequence[Any], kernel: Kernel) -> Any:
-    which = (None if axis is batching.not_mapped else int(axis) for axis in axes)
-    outs = kernel_p.bind(*operands, kernel=_Batched(kernel, tuple(which)))
+    outs = kernel_p.bind(*operands, kernel=_Batched(kernel, tuple(axes)))
     return outs, [0] * len(outs)
 
 
