@@ -136,12 +136,11 @@ def fused_attention() -> Any:
 def kernel_lowering() -> Iterator[None]:
     """Lower Pallas kernels by Triton inside, also where there is no GPU, and warn nobody.
 
-    Since JAX 0.11 that is deprecated (the message says Mosaic, which does not know GPUs before
-    Hopper yet), and from 0.12 on a GPU is asked for, unless one is described.
+    JAX deprecates that in favour of Mosaic, which has no kernels for GPUs before Hopper yet. From
+    0.11 on it asks for a GPU, here or described; what it makes is the same for each that we know.
     """
     warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-    here = jax.default_backend() == "gpu"
-    if here or jax.__version_info__ < (0, 12):
+    if jax.default_backend() == "gpu":
         yield
         return
     gpu: Any = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")

@@ -7,8 +7,8 @@ of scores are made as they are needed, in the backward pass again from the logar
 softmax's sums. GPUs since Ampere run Pallas kernels that skip the blocks of other documents; all
 else loops over blocks of queries. Not even numbers that are not finite leave their document.
 
-The sizes of kernels' blocks are those at which no pass spills registers on an A100 or an H100, or
-exceeds the shared memory of an L40S.
+The sizes of kernels' blocks are those at which hardly a register is spilt on an A100 or an H100,
+and an L40S has the shared memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from launcher.trace import call_kernel
+from launcher.trace import Kernel, call_kernel
 
-_SCORES = 2**25  # float32, held at a time by the loop over blocks of queries
+_SCORES = 2**24  # float32, held at a time by the loop over blocks of queries
 _LOWEST = -1e30  # a score below all, whose difference from itself is a number
 
 
@@ -78,30 +78,27 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 _EXAMPLES = (((0, 0), (1, 0), (2, 0), (3, 0)), ((0, 0), (1, 0)))
 _HEADS = (((0, 2), (1, 2), (2, 2)), ((0, 2), (1, 1)))
-_MORE_EXAMPLES, _MORE_HEADS = ((4, 0), (5, 0), (6, 0)), ((4, 1), (5, 1), (6, 2))
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class Forward(Kernel):
     """Attention's result and the logarithms of the softmax's sums, float32 [batch, heads, length].
 
-    Its operands are those of `attend_since`.
+    Its operands are those of `attend_since`. `interpret`: see `pallas_call`; for tests.
     """
 
-    is_fused: bool
     interpret: bool = False
     products: ClassVar[int] = 2
-    backward_share: ClassVar[float] = 2.5
-    places: ClassVar[Any] = (_EXAMPLES, _HEADS)
+    backward_share = 2.5
+    places = _EXAMPLES, _HEADS
 
-    @property
-    def says(self) -> str:
-        """What computes it."""
-        by = "a kernel on GPUs, which skips other documents" if self.is_fused else "a loop"
-        return f"attention within documents and windows is computed by {by}; no scores are stored"
+    def note(self) -> str:
+        """Return what computes it."""
+        by = "a kernel that skips other documents" if self.is_fused else "a loop"
+        return f"attention within documents or windows: by {by}, without an array of scores"
 
     def flops(self, operands: Sequence[Any]) -> float:
-        """Return its operations: of kernels for the pairs up to the diagonal, else for all."""
+        """Return its operations: of a kernel for the pairs up to the diagonal, else for all."""
         batch, length, heads, size = operands[0].shape
         pairs = length * (length / 2 if self.is_fused else length)
         return float(2 * self.products * batch * heads * size * pairs)
@@ -112,7 +109,7 @@ class Forward:
 
     def fused(self, *operands: jax.Array) -> list[jax.Array]:
         """Return its results by a kernel."""
-        return _padded(functools.partial(_fused_forward, self), *operands)
+        return _padded(functools.partial(_fused_forward, self.interpret), *operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +121,9 @@ class Backward(Forward):
     """
 
     products: ClassVar[int] = 5
-    places: ClassVar[Any] = (
-        ((*_EXAMPLES[0], *_MORE_EXAMPLES), ((0, 0), (1, 0), (2, 0))),
-        ((*_HEADS[0], *_MORE_HEADS), ((0, 2), (1, 2), (2, 2))),
+    places = (
+        ((*_EXAMPLES[0], (4, 0), (5, 0), (6, 0)), ((0, 0), (1, 0), (2, 0))),
+        ((*_HEADS[0], (4, 1), (5, 1), (6, 2)), ((0, 2), (1, 2), (2, 2))),
     )
 
     def plain(self, *operands: jax.Array) -> list[jax.Array]:
@@ -135,7 +132,7 @@ class Backward(Forward):
 
     def fused(self, *operands: jax.Array) -> list[jax.Array]:
         """Return its results by two kernels."""
-        return _padded(functools.partial(_fused_backward, self), *operands)
+        return _padded(functools.partial(_fused_backward, self.interpret), *operands)
 
 
 def _finite(x: jax.Array) -> jax.Array:
@@ -281,10 +278,8 @@ def _seen(query_at: jax.Array, key_at: jax.Array, first: jax.Array) -> jax.Array
     return (key_at <= query_at) & (key_at >= first)
 
 
-def _forward_kernel(
-    query_ref: Any, key_ref: Any, value_ref: Any, first_ref: Any, out_ref: Any, sums_ref: Any,
-    *, scale: float,
-) -> None:  # fmt: skip
+def _forward_kernel(*refs: Any, scale: float) -> None:
+    query_ref, key_ref, value_ref, first_ref, out_ref, sums_ref = refs
     rows, size = query_ref.shape
     begin, query, first = pl.program_id(0) * rows, query_ref[...], first_ref[...]
     own = begin + jnp.arange(rows)
@@ -309,10 +304,8 @@ def _forward_kernel(
     sums_ref[...] = largest + jnp.log(total)
 
 
-def _query_kernel(
-    query_ref: Any, key_ref: Any, value_ref: Any, first_ref: Any, sums_ref: Any, delta_ref: Any,
-    slope_ref: Any, out_ref: Any, *, scale: float,
-) -> None:  # fmt: skip
+def _query_kernel(*refs: Any, scale: float) -> None:
+    query_ref, key_ref, value_ref, first_ref, sums_ref, delta_ref, slope_ref, out_ref = refs
     rows = query_ref.shape[0]
     begin, query, slope = pl.program_id(0) * rows, query_ref[...], slope_ref[...]
     own, first, sums, delta = (
@@ -333,10 +326,9 @@ def _query_kernel(
     out_ref[...] = out.astype(out_ref.dtype)
 
 
-def _key_kernel(
-    query_ref: Any, key_ref: Any, value_ref: Any, first_ref: Any, sums_ref: Any, delta_ref: Any,
-    slope_ref: Any, end_ref: Any, key_out: Any, value_out: Any, *, scale: float,
-) -> None:  # fmt: skip
+def _key_kernel(*refs: Any, scale: float) -> None:
+    query_ref, key_ref, value_ref, first_ref, sums_ref, delta_ref, slope_ref, *others = refs
+    end_ref, *out_refs = others
     rows = key_ref.shape[0]
     begin, key, value = pl.program_id(0) * rows, key_ref[...], value_ref[...]
     own = (begin + jnp.arange(rows))[:, None]
@@ -360,7 +352,7 @@ def _key_kernel(
 
     zeros = jnp.zeros(key.shape)
     found = jax.lax.fori_loop(0, query_ref.shape[1], of_head, (zeros, zeros))
-    for ref, made in zip((key_out, value_out), found, strict=True):
+    for ref, made in zip(out_refs, found, strict=True):
         ref[...] = made.astype(ref.dtype)
 
 
@@ -388,66 +380,66 @@ def _by_key_rows(rows: int, length: int, group: int, size: int) -> list[Any]:
 
 
 def _launched(
-    kernel: Callable[..., None], products: int, interpret: bool, grid: tuple[int, ...],
-    ins: Sequence[Any], outs: Sequence[Any], *given: jax.Array, scale: float,
-) -> list[jax.Array]:  # fmt: skip
-    """Return a kernel's results.
-
-    Args:
-        kernel: its program, which makes so many `products` for each pair of tokens.
-        products: see `kernel`.
-        interpret: whether it is interpreted, for tests.
-        grid: how many programs there are.
-        ins: the blocks of its operands.
-        outs: the blocks and the types of its results.
-        given: its operands, the queries first.
-        scale: of the scores.
-    """
-    blocks, types = zip(*outs, strict=True)
+    kernel: Callable[..., None], products: int, given: Sequence[jax.Array], **how: Any
+) -> list[jax.Array]:
+    """Return the results of a kernel that makes so many `products` for each pair of tokens."""
     batch, length, heads, size = given[0].shape
     pairs = batch * heads * length * length // 2
-    moved = sum(x.size * x.dtype.itemsize for x in (*given, *types))
-    found: list[jax.Array] = pl.pallas_call(
-        functools.partial(kernel, scale=scale),
-        out_shape=list(types),
-        grid=grid,
-        in_specs=ins,
-        out_specs=list(blocks),
+    moved = sum(x.size * x.dtype.itemsize for x in (*given, *how["out_shape"]))
+    call = pl.pallas_call(
+        kernel,
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=2),
-        interpret=interpret,
         cost_estimate=pl.CostEstimate(2 * products * pairs * size, pairs, moved),
-        name=kernel.__name__.strip("_"),
-    )(*given)
+        **how,
+    )
+    found: list[jax.Array] = call(*given)
     return found
 
 
-def _fused_forward(of: Forward, scale: float, *given: jax.Array) -> list[jax.Array]:
+def _fused_forward(interpret: bool, scale: float, *given: jax.Array) -> list[jax.Array]:
     query, key, *_ = given
     batch, length, heads, size = query.shape
-    grid = length // _ROWS, heads, batch
     queries, keys, firsts, numbers = _by_rows(_ROWS, length, heads // key.shape[2], size)
-    sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    ins, outs = (queries, keys, keys, firsts), ((queries, _type(query)), (numbers, sums))
-    return _launched(_forward_kernel, 2, of.interpret, grid, ins, outs, *given, scale=scale)
+    return _launched(
+        functools.partial(_forward_kernel, scale=scale),
+        2,
+        given,
+        grid=(length // _ROWS, heads, batch),
+        in_specs=[queries, keys, keys, firsts],
+        out_specs=[queries, numbers],
+        out_shape=[_type(query), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)],
+        interpret=interpret,
+    )
 
 
-def _fused_backward(of: Forward, scale: float, *given: jax.Array) -> list[jax.Array]:
+def _fused_backward(interpret: bool, scale: float, *given: jax.Array) -> list[jax.Array]:
     query, key, value, first, *_ = given
     batch, length, heads, size = query.shape
     shapes = length, heads // key.shape[2], size
     queries, keys, firsts, numbers = _by_rows(_ROWS, *shapes)
-    ins, outs = (queries, keys, keys, firsts, numbers, numbers, queries), [(queries, _type(query))]
-    grid = length // _ROWS, heads, batch
-    slopes = _launched(_query_kernel, 3, of.interpret, grid, ins, outs, *given, scale=scale)
+    query_slope = _launched(
+        functools.partial(_query_kernel, scale=scale),
+        3,
+        given,
+        grid=(length // _ROWS, heads, batch),
+        in_specs=[queries, keys, keys, firsts, numbers, numbers, queries],
+        out_specs=[queries],
+        out_shape=[_type(query)],
+        interpret=interpret,
+    )
     last = jnp.arange(_KEY_ROWS - 1, length, _KEY_ROWS)
     ends = jnp.sum(first[:, None] <= last[:, None], axis=-1, dtype=jnp.int32)
     queries, keys, firsts, numbers = _by_key_rows(_KEY_ROWS, *shapes)
     end = pl.BlockSpec((None, len(last)), lambda i, n, b: (b, 0))
-    ins = queries, keys, keys, firsts, numbers, numbers, queries, end
-    outs, grid = [(keys, _type(x)) for x in (key, value)], (len(last), key.shape[2], batch)
-    given = *given, ends
-    return slopes + _launched(
-        _key_kernel, 4, of.interpret, grid, ins, outs, *given, scale=scale
+    return query_slope + _launched(
+        functools.partial(_key_kernel, scale=scale),
+        4,
+        (*given, ends),
+        grid=(len(last), key.shape[2], batch),
+        in_specs=[queries, keys, keys, firsts, numbers, numbers, queries, end],
+        out_specs=[keys, keys],
+        out_shape=[_type(key), _type(value)],
+        interpret=interpret,
     )
 
 

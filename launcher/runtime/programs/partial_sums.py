@@ -59,10 +59,8 @@ def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> J
     for eqn in jaxpr.eqns:
         if id(eqn) in instead:
             continue
-        name = eqn.primitive.name
-        if replicas > 1 and name == "conv_general_dilated":
-            instead[id(eqn)] = [body.alone(eqn)]
-        elif name in OWN_KERNELS and (replicas > 1 or sharding.axis_of):
+        is_kernel = eqn.primitive.name in OWN_KERNELS and (replicas > 1 or sharding.axis_of)
+        if is_kernel or (replicas > 1 and eqn.primitive.name == "conv_general_dilated"):
             instead[id(eqn)] = [body.alone(eqn)]
         elif sharding.dims.inner_scopes(scope, eqn):
             instead[id(eqn)] = [_with_bodies(eqn, scope, sharding, replicas)]

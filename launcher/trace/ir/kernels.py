@@ -1,15 +1,16 @@
 """Hand-written kernels in a program: one equation, `kernel`, that says what it means.
 
 The compiler does not partition kernels, and the planner reads nothing from their code. A `Kernel`
-tells both what they need: what it computes with plain operations, which is also its program where
-there is no kernel, which dimensions run together, and how much work it is.
+tells both what they need: which dimensions run together, how much work it is, and what it computes
+in plain operations, which is its program where no kernel is.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import jax
 from jax.interpreters import batching, mlir
@@ -18,34 +19,35 @@ from launcher.base.jax_compat import kernel_lowering
 from launcher.trace.ir.jaxpr import Aval, Primitive
 
 Place = tuple[int, int]  # (operand or result, its dimension)
-Places = tuple[tuple[Place, ...], tuple[Place, ...]]
 
 
-class Kernel(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Kernel(abc.ABC):
     """A pure function of arrays, hashable, whose text is the same in every process.
 
     Attributes:
-        says: what it is, for the plan's notes.
-        is_fused: whether the GPUs have the kernel; else its program is the plain one.
+        is_fused: whether GPUs have the kernel; else its program is the plain one.
         places: which dimensions of operands and results run together; see `Factor`.
         backward_share: the work of its gradient over its own.
     """
 
-    @property
-    def says(self) -> str: ...
-    @property
-    def is_fused(self) -> bool: ...
-    @property
-    def places(self) -> Sequence[Places]: ...
-    @property
-    def backward_share(self) -> float: ...
+    is_fused: bool
+    places: ClassVar[Sequence[tuple[tuple[Place, ...], tuple[Place, ...]]]]
+    backward_share: ClassVar[float]
 
+    @abc.abstractmethod
+    def note(self) -> str:
+        """Return what a plan says of it."""
+
+    @abc.abstractmethod
     def flops(self, operands: Sequence[Aval]) -> float:
         """Return its floating-point operations."""
 
+    @abc.abstractmethod
     def plain(self, *operands: jax.Array) -> list[jax.Array]:
         """Return its results by operations that any device has."""
 
+    @abc.abstractmethod
     def fused(self, *operands: jax.Array) -> list[jax.Array]:
         """Return its results by the kernel."""
 
@@ -67,9 +69,9 @@ def _result_types(*avals: Any, kernel: Kernel) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Batched:
-    """A kernel under `jax.vmap`, which only meets programs whose plan is made."""
+    """A kernel under `jax.vmap`, which only programs hold whose plan is made."""
 
-    kernel: Kernel
+    kernel: Kernel | _Batched
     axes: tuple[int | None, ...]
 
     @property
@@ -88,17 +90,22 @@ def _batched(operands: Sequence[Any], axes: Sequence[Any], kernel: Kernel) -> An
     return outs, [0] * len(outs)
 
 
+def _eagerly(*operands: jax.Array, kernel: Kernel) -> list[jax.Array]:
+    return jax.jit(call_kernel, static_argnums=0)(kernel, *operands)
+
+
 def _on_cuda(ctx: Any, *operands: Any, kernel: Kernel) -> Any:
     fun = kernel.fused if kernel.is_fused else kernel.plain
+    types = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # of no mesh
     with kernel_lowering():
-        return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
+        return mlir.lower_fun(fun, multiple_results=True)(ctx.replace(avals_in=types), *operands)
 
 
 def _anywhere(*operands: jax.Array, kernel: Kernel) -> list[jax.Array]:
     return kernel.plain(*operands)
 
 
-kernel_p.def_impl(lambda *operands, kernel: jax.jit(call_kernel, static_argnums=0)(kernel, *operands))
+kernel_p.def_impl(_eagerly)
 kernel_p.def_abstract_eval(_result_types)
 mlir.register_lowering(kernel_p, mlir.lower_fun(_anywhere, multiple_results=True))
 mlir.register_lowering(kernel_p, _on_cuda, platform="cuda")

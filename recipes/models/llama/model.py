@@ -29,6 +29,7 @@ from launcher.recipes.models.blocks import (
     word_embeddings,
 )
 from launcher.recipes.models.decoding import Decoder
+from launcher.recipes.models.document_attention import attend_since, first_seen
 from launcher.recipes.models.language_model import (
     Packed,
     attend_cached,
@@ -36,7 +37,6 @@ from launcher.recipes.models.language_model import (
     has_cache,
     next_token_model,
 )
-from launcher.recipes.models.document_attention import attend_since, first_seen
 from launcher.recipes.models.llama import LlamaOptions
 
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
