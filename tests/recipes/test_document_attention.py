@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from launcher.recipes.models.document_attention import (
-    Backward,
-    Forward,
     attend_since,
     first_seen,
+    fused_backward,
+    fused_forward,
 )
 
 LENGTH = 200
 DOCUMENTS = (70, 1, 129)
-WAYS = {"loop": False, "kernel": True}
+WAYS = "loop", "kernel"
 
 
 def places():
@@ -36,28 +37,28 @@ def plain(query, key, value, first):
     return jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
 
 
-def interpreted(query, key, value, first):
-    """The kernels, by Pallas' interpreter, with their gradients."""
+@pytest.fixture
+def attend(way, monkeypatch):
+    """Attention by the loop, or by the kernels in Pallas' interpreter."""
+    if way == "loop":
+        return functools.partial(attend_since, is_fused=False)
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
 
     @jax.custom_vjp
     def attend(*given):
-        return Forward(True, interpret=True).fused(*given)[0]
+        return fused_forward(*given)[0]
 
     def forward(*given):
-        out, sums = Forward(True, interpret=True).fused(*given)
-        return out, (*given, out, sums)
+        out, sums = fused_forward(*given)
+        return out, (*given, sums, out)
 
     def backward(kept, slope):
-        *given, out, sums = kept
+        *given, out = kept
         delta = jnp.swapaxes((slope * out).sum(-1), 1, 2)
-        return *Backward(True, interpret=True).fused(*given, sums, delta, slope), None
+        return *fused_backward(*given, delta, slope), None
 
     attend.defvjp(forward, backward)
-    return attend(query, key, value, first)
-
-
-def attend(way):
-    return interpreted if way == "kernel" else functools.partial(attend_since, is_fused=False)
+    return attend
 
 
 def with_gradients(attend, given, first, weights):
@@ -72,24 +73,24 @@ def with_gradients(attend, given, first, weights):
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_the_plain_one_and_so_are_its_gradients(way, heads, window):
+def test_it_is_the_plain_one_and_so_are_its_gradients(attend, heads, window):
     given = operands(*heads)
     first = jnp.broadcast_to(first_seen(places(), window), (2, LENGTH))
     weights = jnp.cos(jnp.arange(given[0].size)).reshape(given[0].shape)
-    got, want = (with_gradients(f, given, first, weights) for f in (attend(way), plain))
+    got, want = (with_gradients(f, given, first, weights) for f in (attend, plain))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_reaches_another_document(way, poison):
+def test_nothing_reaches_another_document(attend, poison):
     """Of the others neither results nor gradients change; its own results are no numbers."""
     given = operands(rows=1)
     first, sick = first_seen(places()), slice(DOCUMENTS[0], DOCUMENTS[0] + DOCUMENTS[1])
     poisoned = [x.at[:, sick].set(poison) for x in given]
     weights = jnp.cos(jnp.arange(given[0].size)).reshape(given[0].shape)
-    got, want = (with_gradients(attend(way), x, first, weights) for x in (poisoned, given))
+    got, want = (with_gradients(attend, x, first, weights) for x in (poisoned, given))
     for a, b in zip(got, want, strict=True):
         assert not np.isfinite(a[:, sick]).any()
         np.testing.assert_array_equal(np.delete(a, sick, 1), np.delete(b, sick, 1))
