@@ -25,8 +25,8 @@ from launcher.trace import Kernel, call_kernel
 _SCORES = 2**24  # float32, held at a time by the loop over blocks of queries
 _LOWEST = -1e30  # a score below all, whose difference from itself is a number
 
-# Of the kernels' blocks, by what a program holds and what it loops over. At these sizes hardly a
-# register is spilt on an A100 or an H100, and an L40S has the shared memory.
+# Blocks of queries' rows and their columns, then of keys' rows. At these sizes an A100 and an H100
+# spill hardly a register, and an L40S has the shared memory.
 _ROWS, _COLUMNS, _KEY_ROWS, _KEY_COLUMNS, _WARPS, _STAGES = 128, 32, 64, 32, 8, 2
 
 
@@ -145,10 +145,9 @@ def _scores(
     return scores, seen[:, None, None]
 
 
-def plain_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array
-) -> list[jax.Array]:
+def plain_forward(*operands: jax.Array) -> list[jax.Array]:
     """Return what the first of `_kernels` does, by a loop."""
+    query, key, value, first = operands
     tainted = jnp.swapaxes(_taint(value), 1, 2)[:, :, None, None]
     count = _num_blocks(query)
 
@@ -166,10 +165,9 @@ def plain_forward(
     return [out, jnp.moveaxis(sums, 0, 3).reshape(len(query), query.shape[2], -1)]
 
 
-def plain_backward(
-    query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
-) -> list[jax.Array]:
+def plain_backward(*operands: jax.Array) -> list[jax.Array]:
     """Return what the second of `_kernels` does, by a loop."""
+    query, key, value, *more = operands
     count, scale, dtype = _num_blocks(query), query.shape[-1] ** -0.5, query.dtype
 
     def of_block(sums_of: Any, of: Any) -> Any:
@@ -299,18 +297,23 @@ def _padded(
 
 
 def _launched(
-    kernel: Callable[..., None], products: int, given: Sequence[jax.Array], outs: Any, **how: Any
+    kernel: Callable[..., None], products: int, given: Any, grid: Any, ins: Any, outs: Any
 ) -> list[jax.Array]:
-    """Return the results, in the types of `outs`, of a kernel with so many products a pair."""
-    batch, length, heads, size = given[0].shape
+    """Return the results of a kernel that makes so many products for each pair of tokens.
+
+    `ins` are the blocks of its operands; `outs` are pairs of the blocks and the types of results.
+    """
+    (batch, length, heads, size), types = given[0].shape, [x for _, x in outs]
     pairs = batch * heads * length * length // 2
-    moved = sum(x.size * x.dtype.itemsize for x in (*given, *outs))
+    moved = sum(x.size * x.dtype.itemsize for x in (*given, *types))
     call = pl.pallas_call(
         kernel,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types],
+        grid=grid,
+        in_specs=ins,
+        out_specs=[spec for spec, _ in outs],
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         cost_estimate=pl.CostEstimate(2 * products * pairs * size, pairs, moved),
-        **how,
     )
     made: list[jax.Array] = call(*given)
     return made
@@ -346,13 +349,13 @@ def _by_key_rows(query: jax.Array, key: jax.Array) -> tuple[tuple[int, ...], lis
 def fused_forward(*operands: jax.Array) -> list[jax.Array]:
     """Return what the first of `_kernels` does, by a Pallas kernel."""
 
-    def launched(scale: float, query: jax.Array, key: jax.Array, *more: jax.Array) -> Any:
+    def launched(scale: float, *given: jax.Array) -> list[jax.Array]:
+        query, key, *_ = given
         grid, (queries, keys, firsts, numbers) = _by_rows(query, key)
-        kernel, given = functools.partial(_forward_kernel, scale=scale), (query, key, *more)
+        kernel = functools.partial(_forward_kernel, scale=scale)
         sums = jax.ShapeDtypeStruct((len(query), query.shape[2], query.shape[1]), jnp.float32)
-        ins, outs = [queries, keys, keys, firsts], [queries, numbers]
-        how = {"grid": grid, "in_specs": ins, "out_specs": outs}
-        return _launched(kernel, 2, given, (query, sums), **how)
+        outs = (queries, query), (numbers, sums)
+        return _launched(kernel, 2, given, grid, [queries, keys, keys, firsts], outs)
 
     return _padded(launched, *operands)
 
@@ -360,22 +363,19 @@ def fused_forward(*operands: jax.Array) -> list[jax.Array]:
 def fused_backward(*operands: jax.Array) -> list[jax.Array]:
     """Return what the second of `_kernels` does, by two Pallas kernels."""
 
-    def launched(scale: float, query: jax.Array, key: jax.Array, *more: jax.Array) -> Any:
-        value, first, *_ = more
-        given = query, key, *more
+    def launched(scale: float, *given: jax.Array) -> list[jax.Array]:
+        query, key, value, first, *_ = given
         grid, (queries, keys, firsts, numbers) = _by_rows(query, key)
         ins = [queries, keys, keys, firsts, numbers, numbers, queries]
-        how = {"grid": grid, "in_specs": ins, "out_specs": [queries]}
         kernel = functools.partial(_query_kernel, scale=scale)
-        query_slope = _launched(kernel, 3, given, [query], **how)
+        query_slope = _launched(kernel, 3, given, grid, ins, [(queries, query)])
 
         last = jnp.arange(_KEY_ROWS - 1, query.shape[1], _KEY_ROWS)
         ends = jnp.sum(first[:, None] <= last[:, None], axis=-1, dtype=jnp.int32)
         end = pl.BlockSpec((None, len(last)), lambda i, n, b: (b, 0))
         grid, (queries, keys, firsts, numbers) = _by_key_rows(query, key)
         ins = [queries, keys, keys, firsts, numbers, numbers, queries, end]
-        how = {"grid": grid, "in_specs": ins, "out_specs": [keys, keys]}
-        kernel = functools.partial(_key_kernel, scale=scale)
-        return query_slope + _launched(kernel, 4, (*given, ends), [key, value], **how)
+        kernel, outs = functools.partial(_key_kernel, scale=scale), [(keys, key), (keys, value)]
+        return query_slope + _launched(kernel, 4, (*given, ends), grid, ins, outs)
 
     return _padded(launched, *operands)

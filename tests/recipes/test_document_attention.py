@@ -211,7 +211,8 @@ GPUS = {
 }
 
 
-@pytest.mark.stress
+@pytest.mark.slow
+@pytest.mark.devices
 @pytest.mark.parametrize(("is_fused", "most"), [(True, 3), (False, 800)])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_gpus_hold_no_array_of_pairs(gpu, is_fused, most, monkeypatch):
