@@ -453,7 +453,7 @@ def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]
     }
     loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
     kernels = {
-        use.eqn.params["kernel"].note: None
+        use.eqn.params["of"].note: None
         for use in cut.layouts[0].loss_dims.uses
         if use.eqn.primitive.name in OWN_KERNELS
     }

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from launcher.partition import Execution, NamedDims, Sharding, Spec, Use, cut_axes, execution, parts
 from launcher.runtime.programs.collectives import abstract_mesh
 from launcher.trace import (
+    CUSTOM_VJPS,
     FORMS,
     GRADIENT_SUMS,
     OWN_KERNELS,
@@ -70,7 +71,7 @@ def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> J
 
 def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -> Equation:
     inner = iter(sharding.dims.inner_scopes(scope, eqn))
-    if eqn.primitive.name.startswith("custom_vjp_call"):  # derivatives have been taken
+    if eqn.primitive.name in CUSTOM_VJPS:  # derivatives have been taken
         (body,) = bodies(eqn)
         fun = jaxpr_as_fun(_rewritten(body.jaxpr, next(inner), sharding, replicas))
         return called_instead(eqn, fun, eqn.invars)

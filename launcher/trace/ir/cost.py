@@ -31,7 +31,7 @@ def flops(eqn: Equation) -> float:
         pairs = attended_pairs(eqn.params, length, keys)
         return 2.0 * ATTENTION_PRODUCTS[name] * batch * heads * size * pairs
     if name in OWN_KERNELS:
-        return float(eqn.params["kernel"].flops([v.aval for v in eqn.invars]))
+        return float(eqn.params["of"].flops([v.aval for v in eqn.invars]))
     inside = total(eqn, lambda jaxpr: program_flops(jaxpr.eqns))
     if inside is not None:
         return inside
@@ -44,7 +44,7 @@ def backward_share(eqn: Equation) -> float:
     Fused attention's computes the scores again: five for two.
     """
     if eqn.primitive.name in OWN_KERNELS:
-        return float(eqn.params["kernel"].backward_share)
+        return float(eqn.params["of"].backward_share)
     return 2.5 if eqn.primitive.name in ATTENTION_PRODUCTS else 2.0
 
 

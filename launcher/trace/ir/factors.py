@@ -55,7 +55,7 @@ def factors(eqn: Equation) -> Factors | None:
     if name in ATTENTION_PRODUCTS:
         return tuple(Factor(*places) for places in attention_places(eqn))
     if name in OWN_KERNELS:
-        return tuple(Factor(*places) for places in eqn.params["kernel"].places)
+        return tuple(Factor(*places) for places in eqn.params["of"].places)
     rule = _RULES.get(name) or (_reduced if name.startswith("reduce_") else None)
     return None if rule is None else rule(eqn)
 

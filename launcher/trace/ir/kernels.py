@@ -48,31 +48,31 @@ kernel_p.multiple_results = True
 
 def call_kernel(kernel: Kernel, *operands: jax.Array) -> list[jax.Array]:
     """Return a kernel's results. It has no derivative: give it one with `jax.custom_vjp`."""
-    found: list[jax.Array] = kernel_p.bind(*operands, kernel=kernel)
+    found: list[jax.Array] = kernel_p.bind(*operands, of=kernel)
     return found
 
 
-def _plainly(*operands: jax.Array, kernel: Kernel) -> list[jax.Array]:
-    return kernel.plain(*operands)
+def _plainly(*operands: jax.Array, of: Kernel) -> list[jax.Array]:
+    return of.plain(*operands)
 
 
-def _result_types(*avals: Any, kernel: Kernel) -> list[Any]:
-    made = jax.eval_shape(kernel.plain, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+def _result_types(*avals: Any, of: Kernel) -> list[Any]:
+    made = jax.eval_shape(of.plain, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in made]
 
 
-def _batched(operands: Sequence[Any], axes: Sequence[Any], kernel: Kernel) -> Any:
+def _batched(operands: Sequence[Any], axes: Sequence[Any], of: Kernel) -> Any:
     """Compute several at once, in a program whose plan is made."""
     over = functools.partial(jax.vmap, in_axes=tuple(axes))
-    fused = kernel.fused and over(kernel.fused)
-    both = dataclasses.replace(kernel, plain=over(kernel.plain), fused=fused)
-    outs = kernel_p.bind(*operands, kernel=both)
+    fused = of.fused and over(of.fused)
+    both = dataclasses.replace(of, plain=over(of.plain), fused=fused)
+    outs = kernel_p.bind(*operands, of=both)
     return outs, [0] * len(outs)
 
 
-def _on_cuda(ctx: Any, *operands: Any, kernel: Kernel) -> Any:
+def _on_cuda(ctx: Any, *operands: Any, of: Kernel) -> Any:
     types = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # of no mesh
-    rule = mlir.lower_fun(kernel.fused or kernel.plain, multiple_results=True)
+    rule = mlir.lower_fun(of.fused or of.plain, multiple_results=True)
     with kernel_lowering():
         return rule(ctx.replace(avals_in=types), *operands)
 

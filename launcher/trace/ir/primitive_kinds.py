@@ -153,7 +153,6 @@ CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # Calls of what the backward pass recomputes (`jax.checkpoint`).
 RECOMPUTED = frozenset(("checkpoint", "remat", "remat2"))
 # Calls with their own rules for differentiation or rematerialization.
-CALLS_WITH_RULES = RECOMPUTED | frozenset((
-    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin",
-))
+CUSTOM_VJPS = frozenset(("custom_vjp_call", "custom_vjp_call_jaxpr"))
+CALLS_WITH_RULES = RECOMPUTED | CUSTOM_VJPS | frozenset(("custom_jvp_call", "custom_lin"))
 # fmt: on
