@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter, methodcaller
@@ -130,6 +131,22 @@ def fused_attention() -> Any:
     except ImportError:
         return None
     return fused_attention_stablehlo
+
+
+@contextmanager
+def kernel_lowering() -> Iterator[None]:
+    """Lower Pallas kernels by Triton inside, also where there is no GPU, and warn nobody.
+
+    JAX deprecates that in favour of Mosaic, which has no kernels for GPUs before Hopper yet. From
+    0.11 on it asks for a GPU, here or described; what it makes is the same for each that we know.
+    """
+    warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    gpu: Any = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        yield
 
 
 class _Read(threading.local):

@@ -61,6 +61,7 @@ from launcher.plan.stage_plan import (
 )
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import (
+    OWN_KERNELS,
     PRODUCTS,
     BatchError,
     Loss,
@@ -440,9 +441,9 @@ def _name(x: Exchanged, numbers: itertools.count[int]) -> str:
 def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]:
     """Return notes on the plan.
 
-    They say what is computed on the whole batch, which parameters get no gradient, which
-    rematerialisation saves nothing, what workers gather for it, and what every device of a submesh
-    computes since no rule says how to cut it.
+    They say what is computed on the whole batch, which kernels compute, which parameters get no
+    gradient, which rematerialisation saves nothing, what workers gather for it, and what every
+    device of a submesh computes since no rule says how to cut it.
     """
     shared = [layout for layout in cut.layouts if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
     unknown = {
@@ -453,8 +454,13 @@ def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]
         if use.factors is None
     }
     loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
+    kernels = {
+        use.eqn.params["of"].note: None
+        for use in cut.layouts[0].loss_dims.uses
+        if use.eqn.primitive.name in OWN_KERNELS
+    }
     in_vain = [no_gradient] if no_gradient else []
-    return (*loss, *in_vain, *_without_effect(cut), *_gathered(cut), *sorted(unknown))
+    return (*loss, *kernels, *in_vain, *_without_effect(cut), *_gathered(cut), *sorted(unknown))
 
 
 def _without_bf16(cut: PartitionedStep, cluster: ClusterShape) -> list[str]:

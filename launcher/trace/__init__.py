@@ -52,11 +52,14 @@ from launcher.trace.ir.jaxpr import splice as splice
 from launcher.trace.ir.jaxpr import structure_text as structure_text
 from launcher.trace.ir.jaxpr import sub_jaxprs as sub_jaxprs
 from launcher.trace.ir.jaxpr import walk as walk
+from launcher.trace.ir.kernels import Kernel as Kernel
+from launcher.trace.ir.kernels import call_kernel as call_kernel
 from launcher.trace.ir.primitive_kinds import BARRIERS as BARRIERS
 from launcher.trace.ir.primitive_kinds import BROADCASTS as BROADCASTS
 from launcher.trace.ir.primitive_kinds import CALLS_WITH_RULES as CALLS_WITH_RULES
 from launcher.trace.ir.primitive_kinds import CHEAP as CHEAP
 from launcher.trace.ir.primitive_kinds import COSTLY as COSTLY
+from launcher.trace.ir.primitive_kinds import CUSTOM_VJPS as CUSTOM_VJPS
 from launcher.trace.ir.primitive_kinds import FORMS as FORMS
 from launcher.trace.ir.primitive_kinds import FUSED as FUSED
 from launcher.trace.ir.primitive_kinds import GRADIENT_SUMS as GRADIENT_SUMS
@@ -64,6 +67,7 @@ from launcher.trace.ir.primitive_kinds import IN_PLACE as IN_PLACE
 from launcher.trace.ir.primitive_kinds import IN_STEPS as IN_STEPS
 from launcher.trace.ir.primitive_kinds import LENGTHENING as LENGTHENING
 from launcher.trace.ir.primitive_kinds import LOOPS as LOOPS
+from launcher.trace.ir.primitive_kinds import OWN_KERNELS as OWN_KERNELS
 from launcher.trace.ir.primitive_kinds import PARTIAL_SUMS as PARTIAL_SUMS
 from launcher.trace.ir.primitive_kinds import PRODUCTS as PRODUCTS
 from launcher.trace.ir.primitive_kinds import REDUCTIONS as REDUCTIONS

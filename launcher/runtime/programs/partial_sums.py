@@ -3,8 +3,8 @@
 If a gradient has several parts, such as that of the common input of query, key and value, XLA's
 partitioner sums each part over the devices and adds them afterwards, at least on CPUs. Here the
 parts are added first and summed once. And a convolution that every replica does on its own rows is
-a grouped convolution to the partitioner, which gathers it. Both become a `jax.shard_map` of what
-each device needs for its own part.
+a grouped convolution to the partitioner, which gathers it; so it does what kernels read. All become
+a `jax.shard_map` of what each device needs for its own part.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from jax.sharding import PartitionSpec
 from launcher.partition import Execution, NamedDims, Sharding, Spec, Use, cut_axes, execution, parts
 from launcher.runtime.programs.collectives import abstract_mesh
 from launcher.trace import (
+    CUSTOM_VJPS,
     FORMS,
     GRADIENT_SUMS,
+    OWN_KERNELS,
     PARTIAL_SUMS,
     Atom,
     Equation,
     Jaxpr,
     Var,
+    bodies,
     called_instead,
     is_var,
     jaxpr_as_fun,
@@ -57,7 +60,8 @@ def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> J
     for eqn in jaxpr.eqns:
         if id(eqn) in instead:
             continue
-        if replicas > 1 and eqn.primitive.name == "conv_general_dilated":
+        is_kernel = eqn.primitive.name in OWN_KERNELS and (replicas > 1 or sharding.axis_of)
+        if is_kernel or (replicas > 1 and eqn.primitive.name == "conv_general_dilated"):
             instead[id(eqn)] = [body.alone(eqn)]
         elif sharding.dims.inner_scopes(scope, eqn):
             instead[id(eqn)] = [_with_bodies(eqn, scope, sharding, replicas)]
@@ -67,6 +71,10 @@ def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> J
 
 def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -> Equation:
     inner = iter(sharding.dims.inner_scopes(scope, eqn))
+    if eqn.primitive.name in CUSTOM_VJPS:  # derivatives have been taken
+        (body,) = bodies(eqn)
+        fun = jaxpr_as_fun(_rewritten(body.jaxpr, next(inner), sharding, replicas))
+        return called_instead(eqn, fun, eqn.invars)
     return replace_bodies(eqn, lambda body: _rewritten(body, next(inner), sharding, replicas))
 
 
@@ -170,11 +178,11 @@ class _Body:
             made: dict[Atom, Any] = {}
             for eqn in partial:
                 own, left = left[: len(eqn.invars)], left[len(eqn.invars) :]
-                made[eqn.outvars[0]] = _applied(eqn, own)
-            return jax.lax.psum(value(root, made.get, True), axes)
+                (made[eqn.outvars[0]],) = _applied(eqn, own)
+            return [jax.lax.psum(value(root, made.get, True), axes)]
 
         def whole(*values: Any) -> Any:
-            summed = self._mapped(local, specs, self._spec(root))(*values[: len(reads)])
+            (summed,) = self._mapped(local, specs, [self._spec(root)])(*values[: len(reads)])
             known: dict[Atom, Any] = dict(zip(others, values[len(reads) :], strict=True))
             rest = value(root, known.get, False)
             return summed if rest is None else jax.lax.add(summed, rest)
@@ -182,23 +190,23 @@ class _Body:
         return called_instead(members[-1], whole, [*reads, *others])
 
     def alone(self, eqn: Equation) -> Equation:
-        """Return a product that each device computes from its own shards."""
+        """Return a product or kernel that each device computes from its own shards."""
         runs = self._runs(eqn)
 
-        def local(*values: Any) -> Any:
+        def local(*values: Any) -> list[Any]:
             made = _applied(eqn, values)
-            return jax.lax.psum(made, runs.summed) if runs.summed else made
+            return [jax.lax.psum(x, runs.summed) for x in made] if runs.summed else made
 
-        return called_instead(eqn, self._mapped(local, runs.ins, runs.outs[0]), eqn.invars)
+        return called_instead(eqn, self._mapped(local, runs.ins, runs.outs), eqn.invars)
 
     def _mapped(
-        self, fun: Callable[..., Any], ins: Sequence[Spec], out: Spec
+        self, fun: Callable[..., Any], ins: Sequence[Spec], outs: Sequence[Spec]
     ) -> Callable[..., Any]:
         return jax.shard_map(
             fun,
             mesh=abstract_mesh(self._sharding.sizes),
             in_specs=tuple(PartitionSpec(*spec) for spec in ins),
-            out_specs=PartitionSpec(*out),
+            out_specs=[PartitionSpec(*spec) for spec in outs],
             check_vma=False,  # it does not know the axis that a `jax.vmap` adds
         )
 
@@ -213,12 +221,11 @@ def _narrows(eqn: Equation) -> bool:
     return widths[0] > widths[-1]
 
 
-def _applied(eqn: Equation, values: Sequence[Any]) -> Any:
-    """Return an equation's only result for other operands, which may have other lengths."""
+def _applied(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    """Return an equation's results for other operands, which may have other lengths."""
     named = [(v, x) for v, x in zip(eqn.invars, values, strict=True) if is_var(v)]
     reads = dict(named)
-    (made,) = jaxpr_as_fun(Jaxpr(list(reads), [eqn], eqn.outvars))(*reads.values())
-    return made
+    return list(jaxpr_as_fun(Jaxpr(list(reads), [eqn], eqn.outvars))(*reads.values()))
 
 
 def _in_form(eqn: Equation, value: Any, shape: Sequence[int]) -> Any:
@@ -231,4 +238,5 @@ def _in_form(eqn: Equation, value: Any, shape: Sequence[int]) -> Any:
     """
     if eqn.primitive.name == "reshape":
         return jax.lax.reshape(value, shape, eqn.params["dimensions"])
-    return _applied(eqn, [value])
+    (made,) = _applied(eqn, [value])
+    return made

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Set
 
 from launcher.trace.ir.cudnn import attended_pairs, attention_sizes
 from launcher.trace.ir.jaxpr import DropVar, Equation, is_var, nbytes, total
-from launcher.trace.ir.primitive_kinds import ATTENTION_PRODUCTS, PRODUCTS
+from launcher.trace.ir.primitive_kinds import ATTENTION_PRODUCTS, OWN_KERNELS, PRODUCTS
 
 
 def flops(eqn: Equation) -> float:
@@ -30,6 +30,8 @@ def flops(eqn: Equation) -> float:
         (batch, length, heads, size), keys = attention_sizes(eqn)
         pairs = attended_pairs(eqn.params, length, keys)
         return 2.0 * ATTENTION_PRODUCTS[name] * batch * heads * size * pairs
+    if name in OWN_KERNELS:
+        return float(eqn.params["of"].flops([v.aval for v in eqn.invars]))
     inside = total(eqn, lambda jaxpr: program_flops(jaxpr.eqns))
     if inside is not None:
         return inside
@@ -41,6 +43,8 @@ def backward_share(eqn: Equation) -> float:
 
     Fused attention's computes the scores again: five for two.
     """
+    if eqn.primitive.name in OWN_KERNELS:
+        return float(eqn.params["of"].backward_share)
     return 2.5 if eqn.primitive.name in ATTENTION_PRODUCTS else 2.0
 
 

@@ -16,7 +16,12 @@ from typing import TypeAlias
 
 from launcher.trace.ir.cudnn import attention_places
 from launcher.trace.ir.jaxpr import Equation
-from launcher.trace.ir.primitive_kinds import ATTENTION_PRODUCTS, BARRIERS, ELEMENTWISE
+from launcher.trace.ir.primitive_kinds import (
+    ATTENTION_PRODUCTS,
+    BARRIERS,
+    ELEMENTWISE,
+    OWN_KERNELS,
+)
 
 Place = tuple[int, int]  # (operand or result, its dimension)
 
@@ -49,6 +54,8 @@ def factors(eqn: Equation) -> Factors | None:
         return tuple(_pair((i, d), (i, d)) for i, n in enumerate(ranks) for d in range(n))
     if name in ATTENTION_PRODUCTS:
         return tuple(Factor(*places) for places in attention_places(eqn))
+    if name in OWN_KERNELS:
+        return tuple(Factor(*places) for places in eqn.params["of"].places)
     rule = _RULES.get(name) or (_reduced if name.startswith("reduce_") else None)
     return None if rule is None else rule(eqn)
 

@@ -77,8 +77,10 @@ ATTENTION_PRODUCTS = {
     "dot_product_attention_bwd": 5, "dot_product_attention_bwd_wrapper": 5,
 }
 _CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
+# Kernels that say themselves what a planner asks (`ir.kernels`), mostly products.
+OWN_KERNELS = frozenset(("kernel",))
 # Matrix products and convolutions: the FLOPs that MFU counts.
-PRODUCTS = _CONTRACTIONS | frozenset(ATTENTION_PRODUCTS)
+PRODUCTS = _CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
 # They find the place of the largest or smallest element.
 SEARCHES = frozenset(("argmax", "argmin"))
 # They combine the elements along some dimensions into one.
@@ -156,7 +158,6 @@ CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # Calls of what the backward pass recomputes (`jax.checkpoint`).
 RECOMPUTED = frozenset(("checkpoint", "remat", "remat2"))
 # Calls with their own rules for differentiation or rematerialization.
-CALLS_WITH_RULES = RECOMPUTED | frozenset((
-    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin",
-))
+CUSTOM_VJPS = frozenset(("custom_vjp_call", "custom_vjp_call_jaxpr"))
+CALLS_WITH_RULES = RECOMPUTED | CUSTOM_VJPS | frozenset(("custom_jvp_call", "custom_lin"))
 # fmt: on

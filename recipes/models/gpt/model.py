@@ -27,6 +27,7 @@ from launcher.recipes.models.blocks import (
     word_embeddings,
 )
 from launcher.recipes.models.decoding import Decoder
+from launcher.recipes.models.document_attention import attend_since, first_seen
 from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.language_model import (
     Packed,
@@ -57,7 +58,10 @@ class Attention(nn.Module):
 
         if packed and has_cache(self):
             mixed = attend_cached(self, query, key, value, packed[1])
-        elif self.options.attention == "cudnn" and packed is None:  # which takes no dropout
+        elif packed and (deterministic or not self.options.dropout):
+            is_fused = self.options.attention == "cudnn"
+            mixed = attend_since(query, key, value, first_seen(packed[1]), is_fused)
+        elif self.options.attention == "cudnn":  # which takes no dropout
             mixed = jax.nn.dot_product_attention(
                 query, key, value, is_causal=True, implementation="cudnn"
             )

@@ -29,13 +29,13 @@ from launcher.recipes.models.blocks import (
     word_embeddings,
 )
 from launcher.recipes.models.decoding import Decoder
+from launcher.recipes.models.document_attention import attend_since, first_seen
 from launcher.recipes.models.language_model import (
     Packed,
     attend_cached,
     cached_decoder,
     has_cache,
     next_token_model,
-    same_document,
 )
 from launcher.recipes.models.llama import LlamaOptions
 
@@ -102,15 +102,17 @@ class Attention(nn.Module):
         query, key = rotate(query, positions, frequencies), rotate(key, positions, frequencies)
         if packed and has_cache(self):
             mixed = attend_cached(self, query, key, value, positions, window)
+        elif packed or (window and options.attention != "cudnn"):
+            first = first_seen(jnp.broadcast_to(positions, x.shape[:2]), window)
+            mixed = attend_since(query, key, value, first, options.attention == "cudnn")
         else:
             mixed = jax.nn.dot_product_attention(
                 query,
                 key,
                 value,
-                mask=same_document(packed[0]) if packed else None,
                 is_causal=True,
                 local_window_size=(window - 1, 0) if window else None,
-                implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
+                implementation="cudnn" if options.attention == "cudnn" else "xla",
             )
         return heads_joined(mixed, x.shape[-1], self.dtype, self.output_scale, bias=False)
 
