@@ -42,7 +42,8 @@ def next_token_model(module: nn.Module, options: Any, draws: bool = False) -> Mo
     """Return a model whose loss is the mean cross-entropy of the next token.
 
     A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
-    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
+    `positions`, which begin at 0 in each document, attention keeps within documents; with `weights`
+    the mean is weighted.
 
     Args:
         module: maps tokens and `packed`, as `packing_of` returns it, to the last hidden values. It
