@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -80,15 +80,15 @@ def compiled_report(
         ),
         programs=tuple(dataclasses.replace(x, names=names) for names, x in good.items()),
         errors=tuple(
-            CompileError(name, _stages(stage_meshes, mesh_of[name]), _sentence(error))
+            CompileError(
+                name,
+                tuple(stage for stage, mesh in enumerate(stage_meshes) if mesh == mesh_of[name]),
+                _sentence(error),
+            )
             for name, error in failed
         ),
         seconds=seconds,
     )
-
-
-def _stages(meshes: Sequence[int], mesh: int) -> tuple[int, ...]:
-    return tuple(stage for stage, own in enumerate(meshes) if own == mesh)
 
 
 def _sentence(error: Any) -> str:

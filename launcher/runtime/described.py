@@ -95,7 +95,7 @@ def target_for(plan: Plan, device_kind: str | None = None) -> Target:
         PlanError: as `target_of` does.
     """
     count = 1 + max(device for mesh in plan.all_meshes for device in mesh)
-    kind = device_kind or plan.cluster["device_kind"]
+    kind = plan.cluster["device_kind"] if device_kind is None else device_kind
     return target_of(kind, count // plan.reduction.workers)
 
 
