@@ -70,13 +70,11 @@ def compiled_report(
     return CompiledPlan(
         device=placement.meshes[0].devices.flat[0].device_kind,
         stages=tuple(
-            CompiledStage(
-                peak[mesh].bytes if mesh in known else None,
-                state[mesh],
-                peak[mesh].temporary_bytes,
-                peak[mesh].program,
-            )
+            CompiledStage(at.bytes, state[mesh], at.temporary_bytes, at.program)
+            if mesh in known
+            else CompiledStage(None, state[mesh])
             for mesh in stage_meshes
+            for at in [peak[mesh]]
         ),
         programs=tuple(dataclasses.replace(x, names=names) for names, x in good.items()),
         errors=tuple(

@@ -194,7 +194,8 @@ def test_what_does_not_compile_is_told_and_not_kept(monkeypatch, fails):
         report = compile_for(traced, plan, target_for(plan))
     told = {(e.stages, e.message) for e in report.errors}
     assert told == {((1,), "INTERNAL: no tile fits %dot.42")}
-    assert report.stages[1].memory_bytes is None
+    failed = report.stages[1]
+    assert (failed.memory_bytes, failed.temporary_bytes, failed.program) == (None, 0, "")
     assert report.stages[0].memory_bytes
     assert all(not name.startswith("stage.1") for p in report.programs for name in p.names)
     assert compile_for(traced, plan, target_for(plan)).errors == ()
