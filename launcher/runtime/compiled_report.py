@@ -29,17 +29,17 @@ class CompiledStep(NamedTuple):
     text: dict[str, str]
 
 
-def read_compiled(compiled: Any, mesh: jax.sharding.Mesh) -> CompiledProgram:
+def read_compiled(compiled: Any, text: str, mesh: jax.sharding.Mesh) -> CompiledProgram:
     """Read a compiled program: its bytes and its collectives.
 
     Args:
         compiled: the program, as JAX compiled it.
+        text: its text, which takes a while to write.
         mesh: its mesh.
     """
     found = program_bytes(compiled)
     assert found is not None  # as XLA's compilers for CPUs and GPUs do
-    collectives = collectives_in(compiled.as_text(), mesh.devices.shape)
-    return dataclasses.replace(found, collectives=collectives)
+    return dataclasses.replace(found, collectives=collectives_in(text, mesh.devices.shape))
 
 
 def compiled_report(

@@ -172,7 +172,8 @@ def _hosts(plan: Plan) -> tuple[frozenset[int], ...]:
 def _compiled(options: Mapping[str, Any], one: Lowered) -> tuple[CompiledProgram, str]:
     """Compile a program; return what the compiler says of it, and its text."""
     made, _ = compiled(one.whole, {**one.options, **options})
-    return read_compiled(made, one.mesh), made.as_text() or ""
+    text = made.as_text() or ""
+    return read_compiled(made, text, one.mesh), text
 
 
 def _kept(plan: Plan, target: Target) -> Path:
