@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import os
 import threading
@@ -201,11 +202,16 @@ def with_barriers_kept(platform: str, options: Mapping[str, Any]) -> dict[str, A
     return {**options, "xla_disable_hlo_passes": ",".join(filter(None, passes))}
 
 
+_UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+_CUDA_PLUGINS = "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"
+
+
 def described_devices(target_config: str, count: int) -> list[jax.Device]:
     """Return GPUs to compile for that need not be here, as if one host had them all.
 
     The plug-in looks for a CUDA runtime when JAX first loads it, unless its own variable says not
-    to.
+    to. Where JAX was used before, without one, it has given the plug-in up, which is then asked
+    once more. The variable is not left to processes that this one starts.
 
     Args:
         target_config: what XLA has to know of their kind.
@@ -216,11 +222,24 @@ def described_devices(target_config: str, count: int) -> list[jax.Device]:
     """
     from jax.experimental import topologies
 
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    found = topologies.get_topology_desc(
-        "", "cuda", target_config=target_config, topology=f"1x1x{count}"
+    described = functools.partial(
+        topologies.get_topology_desc,
+        *("", "cuda"),
+        target_config=target_config,
+        topology=f"1x1x{count}",
     )
-    return list(found.devices)
+    before = os.environ.get(_UNCHECKED)
+    os.environ[_UNCHECKED] = "1"
+    try:
+        return list(described().devices)
+    except NotImplementedError:
+        for name in _CUDA_PLUGINS:
+            with suppress(Exception):  # it is not installed, or fails in any other way
+                importlib.import_module(name).initialize()
+        return list(described().devices)
+    finally:
+        if before is None:
+            del os.environ[_UNCHECKED]
 
 
 def compiled(

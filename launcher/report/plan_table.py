@@ -220,8 +220,7 @@ def print_compiled(console: Console, plan: Plan) -> None:
     """Print what the compiler says of a plan's programs: memory, collectives, errors."""
     assert plan.compiled is not None
     found = plan.compiled
-    count = _plural(len(found.programs) + len(found.errors), "distinct program")
-    taken = seconds_text(found.seconds)
+    count, taken = _plural(len(found.programs), "distinct program"), seconds_text(found.seconds)
     console.print(f"\n{count} compiled for {found.device} in {taken}", style="bold", soft_wrap=True)
     capacity = plan.cluster.get("memory_bytes")
     rows = [
@@ -255,8 +254,8 @@ def print_compiled(console: Console, plan: Plan) -> None:
         if (left := len(collectives) - _COLLECTIVES) > 0:
             console.print(f"and {left} more, in plan.json")
     for error in found.errors:
-        stages = _stages(error.stages)
-        console.print(f"{error.program} ({stages}) does not compile: {error.message}")
+        what = f"{error.program} ({_stages(error.stages)})"
+        console.print(f"{what} does not compile: {error.message}", soft_wrap=True)
 
 
 _COLLECTIVES = 24  # rows on the console

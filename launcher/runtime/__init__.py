@@ -4,6 +4,7 @@ Imports `plan`, by its door, and below.
 """
 
 from launcher.runtime.compiled_report import CompiledStep as CompiledStep
+from launcher.runtime.described import Target as Target
 from launcher.runtime.described import compile_for as compile_for
 from launcher.runtime.described import compile_now as compile_now
 from launcher.runtime.described import target_for as target_for

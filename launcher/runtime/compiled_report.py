@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,17 +29,17 @@ class CompiledStep(NamedTuple):
     text: dict[str, str]
 
 
-def read_compiled(compiled: Any, mesh: jax.sharding.Mesh) -> CompiledProgram:
+def read_compiled(compiled: Any, text: str, mesh: jax.sharding.Mesh) -> CompiledProgram:
     """Read a compiled program: its bytes and its collectives.
 
     Args:
         compiled: the program, as JAX compiled it.
+        text: its text, which takes a while to write.
         mesh: its mesh.
     """
     found = program_bytes(compiled)
     assert found is not None  # as XLA's compilers for CPUs and GPUs do
-    collectives = collectives_in(compiled.as_text(), mesh.devices.shape)
-    return dataclasses.replace(found, collectives=collectives)
+    return dataclasses.replace(found, collectives=collectives_in(text, mesh.devices.shape))
 
 
 def compiled_report(
@@ -70,25 +70,23 @@ def compiled_report(
     return CompiledPlan(
         device=placement.meshes[0].devices.flat[0].device_kind,
         stages=tuple(
-            CompiledStage(
-                peak[mesh].bytes if mesh in known else None,
-                state[mesh],
-                peak[mesh].temporary_bytes,
-                peak[mesh].program,
-            )
+            CompiledStage(at.bytes, state[mesh], at.temporary_bytes, at.program)
+            if mesh in known
+            else CompiledStage(None, state[mesh])
             for mesh in stage_meshes
+            for at in [peak[mesh]]
         ),
         programs=tuple(dataclasses.replace(x, names=names) for names, x in good.items()),
         errors=tuple(
-            CompileError(name, _stages(stage_meshes, mesh_of[name]), _sentence(error))
+            CompileError(
+                name,
+                tuple(stage for stage, mesh in enumerate(stage_meshes) if mesh == mesh_of[name]),
+                _sentence(error),
+            )
             for name, error in failed
         ),
         seconds=seconds,
     )
-
-
-def _stages(meshes: Sequence[int], mesh: int) -> tuple[int, ...]:
-    return tuple(stage for stage, own in enumerate(meshes) if own == mesh)
 
 
 def _sentence(error: Any) -> str:

@@ -31,6 +31,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?
 _MESH = re.compile(
     r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}"
 )
+_PART = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")  # an axis, the size before its part, the part's
 # What takes no time on a device, or is itself a transfer.
 _IDLE = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id|replica-id"
@@ -103,18 +104,15 @@ def _end(operations: Sequence[_Operation], start: int) -> int:
 
 def _works(one: _Operation) -> bool:
     """Return whether an operation computes more than a number."""
-    return not _IDLE.fullmatch(one.opcode) and any(shape for _, _, shape in _arrays(one.type))
-
-
-def _arrays(kind: str) -> list[tuple[str, str, str]]:
-    return _ARRAY.findall(kind)
+    return not _IDLE.fullmatch(one.opcode) and any(
+        shape for _, _, shape in _ARRAY.findall(one.type)
+    )
 
 
 def _bytes(kind: str) -> int:
     """Return the bytes of the arrays of a type."""
-    return sum(
-        math.prod(_numbers(shape)) * max(8, int(bits or 8)) // 8 for _, bits, shape in _arrays(kind)
-    )
+    arrays = _ARRAY.findall(kind)
+    return sum(math.prod(_numbers(x)) * max(8, int(bits or 8)) // 8 for _, bits, x in arrays)
 
 
 def _numbers(text: str) -> list[int]:
@@ -134,7 +132,8 @@ def _first_group(text: str, count: int) -> list[int]:
         return [int(one) for one in groups]
     if match := _MESH.search(text):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        chosen = {name: split for name, *split in _axes_of(match[4])}
+        parts = _PART.findall(match[4])
+        chosen = {name: (int(before or 1), int(own or 0)) for name, before, own in parts}
         shape, index = list[int](), list[int | slice]()
         for name, size in ((name, int(size)) for name, size in sizes.items()):
             before, own = chosen.get(name, (size, 1))
@@ -144,12 +143,6 @@ def _first_group(text: str, count: int) -> list[int]:
         devices = _counted(match[2] or str(math.prod(shape)), match[3]).reshape(shape)
         return [int(one) for one in devices[tuple(index)].ravel()]
     return list(range(count))
-
-
-def _axes_of(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the axes of a group: the name, the size before its part, and that of the part or 0."""
-    for name, before, own in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", text):
-        yield name, int(before or 1), int(own or 0)
 
 
 def _counted(shape: str, turned: str | None) -> np.ndarray:

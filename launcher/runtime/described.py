@@ -1,8 +1,9 @@
 """Compile a plan's programs for devices that need not be here, and report what the compiler says.
 
 XLA compiles for a GPU by its description alone (`hardware.target_config`). All programs are
-compiled in this process, as if one host had all the devices. What the compiler said before is kept
-with the measurements: of JAX's own cache only a process with a GPU can read these programs.
+compiled in this process, which the compiler takes to have all the devices. What the compiler said
+before is kept with the measurements: of JAX's own cache only a process with a GPU can read these
+programs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +24,8 @@ import jax
 from launcher.base.jax_compat import compiled, described_devices
 from launcher.base.measurements import cache_folder, file_name, read_cached, write
 from launcher.base.reading import read
-from launcher.hardware import find_datasheet, target_config
-from launcher.plan import CompiledPlan, CompiledProgram, Plan, PlanError
+from launcher.hardware import Datasheet, find_datasheet, target_config
+from launcher.plan import CompiledPlan, CompiledProgram, Plan, PlanError, timeline
 from launcher.runtime.compiled_report import CompiledStep, compiled_report, read_compiled
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.programs.compile import Compilation, Lowered, wait_for_more
@@ -49,17 +51,17 @@ class Target(NamedTuple):
     text: str
 
 
-def target_of(device_kind: str, count: int) -> Target:
+def target_of(device: str | Datasheet, count: int) -> Target:
     """Return devices to compile for.
 
     Args:
-        device_kind: a GPU's name, as `find_datasheet` takes it, or "cpu": emulated devices here.
+        device: a GPU, or its name as `find_datasheet` takes it; "cpu": emulated devices here.
         count: their number.
 
     Raises:
         PlanError: they are not known well enough, or their compiler is not installed.
     """
-    if device_kind == "cpu":
+    if device == "cpu":
         here = jax.devices("cpu")
         if len(here) < count:
             raise PlanError(
@@ -68,9 +70,10 @@ def target_of(device_kind: str, count: int) -> Target:
                 "them"
             )
         return Target(here[:count], {}, "cpu")
-    if (sheet := find_datasheet(device_kind)) is None:
+    sheet = find_datasheet(device) if isinstance(device, str) else device
+    if sheet is None:
         raise PlanError(
-            f"no file in conf/device/ describes the GPU {device_kind!r}, which the compiler has to "
+            f"no file in conf/device/ describes the GPU {device!r}, which the compiler has to "
             "know; write one"
         )
     try:
@@ -92,7 +95,7 @@ def target_for(plan: Plan, device_kind: str | None = None) -> Target:
         PlanError: as `target_of` does.
     """
     count = 1 + max(device for mesh in plan.all_meshes for device in mesh)
-    kind = device_kind or plan.cluster["device_kind"]
+    kind = plan.cluster["device_kind"] if device_kind is None else device_kind
     return target_of(kind, count // plan.reduction.workers)
 
 
@@ -142,6 +145,7 @@ def compile_now(
         with jax.transfer_guard("allow"):  # of the programs' constants
             emitted = emit(step, plan)
             placement = place_on_devices(plan, target.devices, emitted.slots)
+            placement = dataclasses.replace(placement, owners=_hosts(plan))
             one = functools.partial(_compiled, target.options)
             compilation = Compilation(emitted, placement, pool, one)
         futures, done = compilation.programs, 0
@@ -159,19 +163,32 @@ def compile_now(
     return CompiledStep(report, text)
 
 
+def _hosts(plan: Plan) -> tuple[frozenset[int], ...]:
+    """Return the hosts of every mesh, each of which has a process; with parameter servers, one."""
+    each = plan.num_devices if plan.reduction.workers > 1 else plan.cluster["devices_per_host"]
+    return tuple(frozenset(device // each for device in mesh) for mesh in plan.all_meshes)
+
+
 def _compiled(options: Mapping[str, Any], one: Lowered) -> tuple[CompiledProgram, str]:
     """Compile a program; return what the compiler says of it, and its text."""
     made, _ = compiled(one.whole, {**one.options, **options})
-    return read_compiled(made, one.mesh), made.as_text() or ""
+    text = made.as_text() or ""
+    return read_compiled(made, text, one.mesh), text
 
 
 def _kept(plan: Plan, target: Target) -> Path:
     """Return the file for what the compiler says of a plan.
 
-    The programs follow from the step, the plan's decisions and this package.
+    The programs follow from the step, the plan's decisions and this package; what is there at once,
+    from the order of the tasks and from the hosts, too. `read_cached` compares the version of JAX.
     """
-    decisions = [(part.assignment, part.layer_ends, part.exchanges) for part in plan.parts]
-    said = plan.fingerprint, decisions, target.options, target.text, os.environ.get("XLA_FLAGS")
+    decisions = [
+        (part.assignment, part.layer_ends, part.exchanges, [x.task for x in timeline(part)])
+        for part in plan.parts
+    ]
+    plugins = [each.dist and each.dist.version for each in entry_points(group="jax_plugins")]
+    compiler = target.options, target.text, plugins, os.environ.get("XLA_FLAGS")
+    said = plan.fingerprint, decisions, _hosts(plan), compiler
     digest = hashlib.sha256(repr(said).encode() + _sources()).hexdigest()[:24]
     kind = file_name(target.devices[0].device_kind)
     return cache_folder() / "compiled_reports" / f"{kind}-{digest}.json"

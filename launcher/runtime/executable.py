@@ -217,13 +217,15 @@ class Executable:
         for name, program in self._compiled.items():
             names[id(program)] = (*names.get(id(program), ()), name)
         mesh_of = {x.program: x.mesh for x in self._emitted.instructions if isinstance(x, Run)}
-        meshes = self._placement.meshes
+        meshes, text = self._placement.meshes, self.hlo_text()
         distinct = {
-            equal: read_compiled(self._compiled[equal[0]], meshes[mesh_of[equal[0]]])
-            for equal in names.values()
+            (first, *rest): read_compiled(
+                self._compiled[first], text[first], meshes[mesh_of[first]]
+            )
+            for first, *rest in names.values()
         }
         parts = self.plan, self._emitted, self._placement, distinct, self.compile_seconds
-        return CompiledStep(compiled_report(*parts), self.hlo_text())
+        return CompiledStep(compiled_report(*parts), text)
 
     def _first_key(self) -> int:
         """Reserve the keys of a call's transfers and return the first, or number the call."""

@@ -1,6 +1,7 @@
 """What a configuration comes to, part by part, without processes or devices: for test_every_key."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
@@ -39,7 +40,7 @@ from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.planning import check
-from launcher.driver.planning.compiled import look_for_compiler, verifies
+from launcher.driver.planning.compiled import compiler_of, verifies
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared, plans_to_try
@@ -70,6 +71,7 @@ from launcher.train.worker import TrainWorker
 # Four layers, whose last two are heavier.
 SHAPES = (64, 64), (64, 64), (64, 256), (256, 64)
 STEP = functools.cache(lambda: layered_step(SHAPES, 32))
+UNKNOWN = dataclasses.replace(local_shape(1, 1, "cpu"), device_kind="Voodoo 2")
 META = SimpleNamespace(parts=(), skipped=0, documents=1, tokens=1, vocab_size=257)
 PLAN = functools.cache(lambda: plan_of(Data(), STEP(), local_shape(4, 1, "cpu")))
 
@@ -88,7 +90,7 @@ def plan_told(config: Config):
 def compile_told(config: Config):
     """Whether a compiler is looked for, here one for a GPU that is not known."""
     try:
-        return look_for_compiler(config, "Voodoo 2", 1)
+        return compiler_of(config, UNKNOWN)
     except PlanError as error:
         return str(error)
 

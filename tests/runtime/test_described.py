@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,8 @@ from launcher.recipes import build_model
 from launcher.recipes.models.mlp import MLPOptions
 from launcher.runtime import compile_for, compile_now, compile_step, target_for, target_of
 from launcher.runtime.emit.emit import emit
+from launcher.runtime.emit.instructions import Send
+from launcher.runtime.programs.compile import Compilation
 from launcher.trace import trace_step
 
 MODEL = build_model(MLPOptions(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")
@@ -33,11 +38,11 @@ def step(params, batch):
 
 
 @functools.cache
-def planned(stages, devices=4):
+def planned(stages, devices=4, hosts=1):
     traced = trace_step(step, (jax.eval_shape(MODEL.init, jax.random.key(0)), BATCH))
     option = UniformStageOption(stages)
     method = PipeshardParallel(2, stage_option=option) if stages > 1 else DataParallel(1)
-    return traced, method.plan(traced, local_shape(devices, 1, "cpu"))
+    return traced, method.plan(traced, local_shape(devices, hosts, "cpu"))
 
 
 @pytest.fixture
@@ -88,12 +93,73 @@ def test_what_was_compiled_before_is_read(compiles):
     assert dataclasses.replace(again, seconds=first.seconds) == first
 
 
-def test_another_plan_is_compiled_anew(compiles):
-    for stages in (1, 2):
-        count = len(compiles)
-        traced, plan = planned(stages)
-        compile_for(traced, plan, target_for(plan))
-        assert len(compiles) > count
+def with_slow_backward(plan):
+    """Return the plan with its first stage's backward pass so slow that others overtake it."""
+    first, *others = plan.stages
+    slow = dataclasses.replace(first, forward_seconds=1e3 * first.forward_seconds)
+    return dataclasses.replace(plan, stages=(slow, *others))
+
+
+OTHERS = {
+    "stages": lambda plan: planned(4)[1],
+    "hosts": lambda plan: planned(2, hosts=2)[1],
+    "order of tasks": with_slow_backward,
+    "version of the compiler": lambda plan: plan,
+    "XLA_FLAGS": lambda plan: plan,
+    "device": lambda plan: plan,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_plan_is_compiled_anew(compiles, monkeypatch, what):
+    traced, plan = planned(2)
+    target = target_for(plan)
+    compile_for(traced, plan, target)
+    count, plan = len(compiles), OTHERS[what](plan)
+    if what == "version of the compiler":
+        monkeypatch.setattr("launcher.base.measurements.version", lambda name: "0.99")
+    elif what == "XLA_FLAGS":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    elif what == "device":
+        target = target._replace(text="another")
+    compile_for(traced, plan, target)
+    assert len(compiles) > count
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(1, [True] * 3), (2, [True, False, True])])
+def test_hosts_pull_from_one_another_as_where_each_has_a_process(monkeypatch, hosts, local):
+    """What another process may pull is not donated, here and there."""
+    seen = []
+
+    def noted(emitted, placement, *rest):
+        seen.append((emitted, placement))
+        return Compilation(emitted, placement, *rest)
+
+    monkeypatch.setattr("launcher.runtime.described.Compilation", noted)
+    traced, plan = planned(4, hosts=hosts)
+    compile_now(traced, plan, target_for(plan))
+    [(emitted, placement)] = seen
+    sends = [x for x in emitted.instructions if isinstance(x, Send)]
+    found = {(min(x.src, x.dst), max(x.src, x.dst)): placement.is_local(x) for x in sends}
+    assert [found[0, 1], found[1, 2], found[2, 3]] == local
+
+
+def test_a_plugin_that_jax_gave_up_is_asked_once_more(monkeypatch):
+    """As in a process without a GPU that has used JAX before."""
+    plugin, said = SimpleNamespace(), []
+    plugin.initialize = lambda: said.append(os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"])
+
+    def described(*_, **__):
+        if not said:
+            raise NotImplementedError("topology not implemented for cuda")
+        return SimpleNamespace(devices=["a GPU"])
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
+    monkeypatch.setitem(sys.modules, "jax_plugins.xla_cuda12", plugin)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    assert jax_compat.described_devices("text", 1) == ["a GPU"]
+    assert said == ["1"]
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 
 
 def no_tile_fits(*_):
@@ -128,7 +194,8 @@ def test_what_does_not_compile_is_told_and_not_kept(monkeypatch, fails):
         report = compile_for(traced, plan, target_for(plan))
     told = {(e.stages, e.message) for e in report.errors}
     assert told == {((1,), "INTERNAL: no tile fits %dot.42")}
-    assert report.stages[1].memory_bytes is None
+    failed = report.stages[1]
+    assert (failed.memory_bytes, failed.temporary_bytes, failed.program) == (None, 0, "")
     assert report.stages[0].memory_bytes
     assert all(not name.startswith("stage.1") for p in report.programs for name in p.names)
     assert compile_for(traced, plan, target_for(plan)).errors == ()

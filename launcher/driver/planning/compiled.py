@@ -10,12 +10,13 @@ from dataclasses import replace
 import jax
 from rich.console import Console
 
+from launcher.cluster.kinds import DescribedKind, kind_of
 from launcher.config.parallel import Auto
 from launcher.config.schema import Config
-from launcher.plan import Plan, describe_plan
+from launcher.plan import ClusterShape, Plan, describe_plan
 from launcher.report.console import Phase, status
 from launcher.report.text import bytes_text
-from launcher.runtime import compile_for, target_for, target_of
+from launcher.runtime import Target, compile_for, target_of
 from launcher.trace import TracedStep
 
 _log = logging.getLogger(__name__)
@@ -26,30 +27,26 @@ def verifies(config: Config) -> bool:
     return isinstance(config.parallel, Auto) and config.parallel.verify == "compile"
 
 
-def look_for_compiler(config: Config, device_kind: str, count: int) -> None:
-    """Check, before the work of planning, that the programs can be compiled if they are to be.
+def compiler_of(config: Config, cluster: ClusterShape) -> Target | None:
+    """Return the devices to compile for, before the work of planning; None: nothing is compiled.
 
     For emulated devices this process then sees as many. JAX takes one word on that, which an
     environment may have said, and only before it first looks for devices.
 
     Raises:
-        PlanError: as `with_report` does.
-    """
-    if not (config.plan.compile or verifies(config)):
-        return
-    if device_kind != "cpu":
-        target_of(device_kind, 1)
-    elif "device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", count)
-
-
-def with_report(plan: Plan, step: TracedStep, console: Console) -> Plan:
-    """Return a plan with what the compiler of its devices says of its programs.
-
-    Raises:
         PlanError: there is no such compiler, or it does not know the devices.
     """
-    target = target_for(plan)
+    if not (config.plan.compile or verifies(config)):
+        return None
+    if cluster.device_kind == "cpu" and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", cluster.num_devices)
+    kind = kind_of(config.cluster)
+    described = kind.sheet() if isinstance(kind, DescribedKind) else cluster.device_kind
+    return target_of(described, cluster.num_devices)
+
+
+def with_report(plan: Plan, step: TracedStep, target: Target, console: Console) -> Plan:
+    """Return a plan with what the compiler of these devices says of its programs."""
     name = target.devices[0].device_kind
     with status(console, f"compiling for {name}", Phase.COMPILING) as advance:
         found = compile_for(
@@ -58,18 +55,17 @@ def with_report(plan: Plan, step: TracedStep, console: Console) -> Plan:
     return replace(plan, compiled=found)
 
 
-def verified(plans: Sequence[Plan], step: TracedStep, console: Console) -> tuple[list[Plan], str]:
+def verified(
+    plans: Sequence[Plan], step: TracedStep, target: Target, console: Console
+) -> tuple[list[Plan], str]:
     """Return the plans from the first one on that fits as it is compiled, and why others do not.
 
     That one has the compiler's memory in place of the predicted. If there is none, all are returned
     as they were.
-
-    Raises:
-        PlanError: as `with_report` does.
     """
     why = ""
     for number, plan in enumerate(plans):
-        found = with_report(plan, step, console).with_compiled_memory()
+        found = with_report(plan, step, target, console).with_compiled_memory()
         if not (reason := compiled_problem(found)):
             return [found, *plans[number + 1 :]], ""
         why = why or f"of {len(plans)} plans none fits as it is compiled; the best: {reason}"

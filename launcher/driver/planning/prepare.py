@@ -19,7 +19,7 @@ from launcher.config.schema import Config
 from launcher.driver.planning.check import Inputs, look, measures_first
 from launcher.driver.planning.compiled import (
     compiled_problem,
-    look_for_compiler,
+    compiler_of,
     verified,
     verifies,
     with_report,
@@ -33,6 +33,7 @@ from launcher.plan.profile.calibration import cached_calibration, calibrated, me
 from launcher.plan.profile.trials import fastest, kept_trial, same_way
 from launcher.report.console import Phase, status
 from launcher.report.plan_table import print_compiled, print_plan
+from launcher.runtime import Target
 from launcher.train.program import Program, build_program, stored_part
 
 _log = logging.getLogger(__name__)
@@ -73,12 +74,14 @@ class Traced:
         cluster: the shape to plan for.
         program: the run's program.
         seconds: the time that tracing took.
+        target: the devices to compile plans for, if they are to be compiled.
     """
 
     inputs: Inputs
     cluster: ClusterShape
     program: Program
     seconds: float
+    target: Target | None
 
 
 def prepare(config: Config, console: Console, finished: int = 0) -> Prepared:
@@ -110,7 +113,7 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     """
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     cluster = shape_of(config, inputs.pool, console if measures else None)
-    look_for_compiler(config, cluster.device_kind, cluster.num_devices)
+    target = compiler_of(config, cluster)
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.compute_capability)
@@ -118,7 +121,7 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
         check_parent_state(config, program.state)
     elif inputs.init_from is not None:
         check_start(config.train.init_from, inputs.init_from, stored_part(program.state.model))
-    return Traced(inputs, cluster, program, time.perf_counter() - began)
+    return Traced(inputs, cluster, program, time.perf_counter() - began, target)
 
 
 def plan(config: Config, console: Console, traced: Traced, plan_only: bool = False) -> Prepared:
@@ -138,7 +141,8 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
     if config.plan.compile:
-        chosen = with_report(chosen, program.train, console)
+        assert traced.target is not None
+        chosen = with_report(chosen, program.train, traced.target, console)
         print_compiled(console, chosen)
     problem = too_large(chosen) or over
     if problem and config.parallel.allow_over_memory:
@@ -175,19 +179,19 @@ def _plans_and_problem(
     A plan that is taken untried is alone.
     """
     step, cluster, pool = traced.program.train, traced.cluster, traced.inputs.pool
-    verifying = verifies(config)
+    target = traced.target if verifies(config) else None
     over: list[str] = []
-    accept = over.append if plan_only or verifying else None
+    accept = over.append if plan_only or target else None
 
     def how_many(best: Plan) -> int:
-        return max(plans_to_try(config, pool, best), _VERIFIED if verifying else 1)
+        return max(plans_to_try(config, pool, best), _VERIFIED if target else 1)
 
     with held_back(), status(console, "planning", Phase.PLANNING) as progress:
         plans = plans_of(config.parallel, step, cluster, progress, accept, how_many)
-    if not verifying:
+    if target is None:
         known = known_fastest(config, plans)
         return [known] if known else plans, "".join(over)
-    plans, problem = verified(plans, step, console)
+    plans, problem = verified(plans, step, target, console)
     return plans[: plans_to_try(config, pool, plans[0])], problem
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import jax
@@ -25,16 +25,13 @@ class DeviceMeshes:
         slots: what each slot holds.
         shardings: the sharding of what each slot holds. Equal ones are the same object, since JAX
             compares those of a program's arguments with each call.
+        owners: for every mesh, the processes that own one of its devices.
     """
 
     meshes: tuple[Mesh, ...]
     slots: tuple[Slot, ...]
     shardings: tuple[NamedSharding, ...]
-
-    @property
-    def owners(self) -> list[set[int]]:
-        """For every mesh, the processes that own one of its devices."""
-        return [{d.process_index for d in mesh.devices.flat} for mesh in self.meshes]
+    owners: tuple[Set[int], ...]
 
     def sharding(self, slot: int) -> NamedSharding:
         """Return the sharding of what a slot holds."""
@@ -50,8 +47,7 @@ class DeviceMeshes:
 
     def is_local(self, send: Send) -> bool:
         """Return whether one process owns all devices of both sides."""
-        devices = [d for mesh in (send.src, send.dst) for d in self.meshes[mesh].devices.flat]
-        return len({d.process_index for d in devices}) == 1
+        return len(self.owners[send.src] | self.owners[send.dst]) == 1
 
 
 def place_on_devices(
@@ -85,4 +81,5 @@ def place_on_devices(
         for slot in slots
     }
     shardings = tuple(distinct[slot.mesh, slot.spec] for slot in slots)
-    return DeviceMeshes(tuple(meshes), tuple(slots), shardings)
+    owners = tuple(frozenset(d.process_index for d in mesh.devices.flat) for mesh in meshes)
+    return DeviceMeshes(tuple(meshes), tuple(slots), shardings, owners)

@@ -16,9 +16,11 @@ from launcher.driver.planning.check import look
 from launcher.plan import CompiledPlan, CompiledStage, CompileError, PlanError, local_shape
 from launcher.plan.methods import DataParallel, Zero2Parallel, Zero3Parallel
 from launcher.report.console import make_console
+from launcher.runtime import Target
 
 ROOM = 1 << 20
 METHODS = DataParallel, Zero2Parallel, Zero3Parallel
+H100 = Target([SimpleNamespace(device_kind="H100-SXM5-80GB")], {}, "an H100")
 MLP = ("model=mlp", "dataset=synthetic", "train.eval_every=0", "wandb.mode=disabled")
 
 
@@ -50,9 +52,6 @@ def compiler(monkeypatch):
             progress(1, 1)
             return left.pop(0)
 
-        device = SimpleNamespace(device_kind="H100-SXM5-80GB")
-        target = SimpleNamespace(devices=[device])
-        monkeypatch.setattr(compiled, "target_for", lambda plan: target)
         monkeypatch.setattr(compiled, "compile_for", compile_for)
         return seen
 
@@ -67,7 +66,7 @@ def compiler(monkeypatch):
 def test_the_first_plan_that_fits_as_compiled_is_taken(compiler, reports, taken):
     seen = compiler(*reports)
     step, known = plans()
-    found, why = compiled.verified(known, step, make_console(io.StringIO()))
+    found, why = compiled.verified(known, step, H100, make_console(io.StringIO()))
     assert [plan.method for plan in found] == [plan.method for plan in known[taken:]]
     assert seen == [plan.method for plan in known[: taken + 1]]
     assert [stage.memory_bytes for stage in found[0].stages] == [ROOM]
@@ -78,7 +77,7 @@ def test_the_first_plan_that_fits_as_compiled_is_taken(compiler, reports, taken)
 def test_where_no_plan_fits_the_best_one_tells_why(compiler, said):
     compiler(OVER, BROKEN, OVER)
     step, known = plans()
-    found, why = compiled.verified(known, step, make_console(io.StringIO()))
+    found, why = compiled.verified(known, step, H100, make_console(io.StringIO()))
     assert found == known
     assert why == (
         "of 3 plans none fits as it is compiled; the best: as compiled, it needs 1.00 MiB a "
@@ -93,9 +92,8 @@ def test_a_search_takes_what_its_compiler_accepts(compiler, monkeypatch, reports
     monkeypatch.setattr(prepare, "plans_of", lambda *_: list(known))
     compiler(*reports)
     config = load([*MLP, "parallel=auto", "parallel.verify=compile", "cluster.gpus=4"])
-    traced = SimpleNamespace(
-        program=SimpleNamespace(train=step), cluster=None, inputs=SimpleNamespace(pool=None)
-    )
+    program, inputs = SimpleNamespace(train=step), SimpleNamespace(pool=None)
+    traced = prepare.Traced(inputs, None, program, 0.0, H100)
     console = make_console(io.StringIO())
     found, why = prepare._plans_and_problem(config, console, traced, plan_only=False)
     assert [plan.method for plan in found] == [known[len(reports) - 1].method]
@@ -122,6 +120,17 @@ def test_task_plan_tells_what_the_compiler_says(tmp_path, monkeypatch, capsys):
     assert "Collectives in the compiled programs" in page
     replayed = ("parallel=replay", "parallel.plan=outputs/one/plan.json", "task=plan")
     assert main([*MLP, *words[:2], *replayed]) == 0
+
+
+@pytest.mark.parametrize("name", ["H100-SXM5-80GB", "Mine"])
+def test_programs_are_compiled_for_the_gpus_that_the_settings_describe(monkeypatch, name):
+    monkeypatch.setattr("launcher.runtime.described.described_devices", lambda text, count: [text])
+    device = ("compute_capability=8.9", "multiprocessors=99", "clock_ghz=1.25", "l2_mib=3")
+    words = [f"cluster.device.{word}" for word in (f"name={name}", *device)]
+    config = load([*MLP, "cluster=h100_8", "task=plan", "plan.compile=true", *words])
+    found = compiled.compiler_of(config, prepare.shape_of(config, None, None))
+    for said in ("core_count: 99", "clock_rate_ghz: 1.25", f"l2_cache_size: {3 << 20}", name):
+        assert said in found.text
 
 
 def test_a_missing_compiler_is_told_before_the_work_of_planning(monkeypatch):
