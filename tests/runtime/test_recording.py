@@ -36,7 +36,7 @@ ENTRY %main (p: f32[8]) -> (f32[4], f32[4]) {
   %dot.2 = f32[4]{0} dot(%dot.1, %p)
   %slice.1 = f32[2]{0} slice(%psum.1), slice={[0:2]}
   %pack.1 = f32[4]{0} fusion(%dot.2), calls=%region_0
-  %psum.2 = f32[4]{0} reduce-scatter(%pack.1), to_apply=%region_0, metadata={op_name="jit(x)/gradient_sum_1/psum_scatter"}
+  %psum.2 = f32[4]{0} reduce-scatter(%pack.1), to_apply=%region_0, metadata={op_name="jit(x)/vmap(gradient_sum_1)/psum_scatter"}
   ROOT %tuple = (f32[4]{0}, f32[4]{0}) tuple(%psum.1, %psum.2)
 }
 """  # noqa: E501  (as XLA writes it)

@@ -205,10 +205,9 @@ def with_sums(
         latest: dict[int, Any] = {}
         begin = 0
         for here in places:
-            now, rest = closed.eqns[begin : here.place], closed.eqns[here.place :]
-            made = {v for eqn in now for v in eqn.outvars}
-            leaves = [v for v in free_vars(rest, closed.outvars) if v in made]
-            known.update(zip(leaves, run(now, leaves), strict=True))
+            now = closed.eqns[begin : here.place]
+            made = [v for eqn in now for v in eqn.outvars]
+            known.update(zip(made, run(now, made), strict=True))
             parts, packed = [], []
             for each in (sums[k] for k in here.buckets):
                 names = [Name("grad", i) for i in each.bucket.operands]
