@@ -80,7 +80,7 @@ _CLUSTERS = {
     "a100": "cluster=a100_8",
     "b200": "cluster=b200_8",
     "v100": "cluster=p3_16xlarge",
-    "l40s": "cluster=h100_8 device=l40s",
+    "l40s": "cluster=h100_8",  # no cluster of theirs has a name
 }
 
 

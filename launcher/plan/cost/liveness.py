@@ -388,9 +388,10 @@ def _in_steps(eqn: Equation, on_gpu: bool) -> list[Var]:
     XLA:GPU finds the largest element of every window first: a number of 32 bits, and as many for
     its place as there are dimensions. It then adds to zeros, which it makes twice.
     """
-    if on_gpu and eqn.primitive.name == "select_and_scatter_add" and is_var(eqn.invars[0]):
-        (source, _), dtype = eqn.invars, eqn.invars[0].aval.dtype
-        return [source] * ((1 + len(source.aval.shape)) * 4 // dtype.itemsize) + eqn.outvars
+    source = eqn.invars[0] if eqn.invars else None
+    if on_gpu and eqn.primitive.name == "select_and_scatter_add" and source and is_var(source):
+        words = (1 + len(source.aval.shape)) * 4 // source.aval.dtype.itemsize
+        return [source] * words + eqn.outvars
     return eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0)
 
 
