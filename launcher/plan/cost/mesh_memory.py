@@ -323,7 +323,7 @@ def mesh_activation_bytes(
 def waiting_bytes(footprints: Mapping[int, Footprint], tasks: Tasks) -> dict[Task, float]:
     """Return for every task the bytes of activations on its mesh that later tasks will read.
 
-    They arrive as soon as they are computed. A backward pass is taken for two forward passes.
+    They arrive as soon as they are computed. A backward pass counts as two forward passes.
     """
     mesh_of = {task.stage: mesh for mesh, of in enumerate(tasks) for task in of}
     level, found = [0.0] * len(tasks), {}
