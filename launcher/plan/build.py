@@ -40,7 +40,7 @@ from launcher.partition import (
     shared_out,
 )
 from launcher.plan.cost.collectives import Collective
-from launcher.plan.cost.mesh_memory import UpdateMemory, mesh_memory, summed_how
+from launcher.plan.cost.mesh_memory import UpdateMemory, mesh_memory, summed_how, waiting_bytes
 from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.plan.cost.stage_seconds import (
     StageSeconds,
@@ -216,7 +216,8 @@ class PlanBuilder:
         programs = [self._programs(cut, graph.index) for graph in cut.stages]
         footprints = {s: memory for s, (memory, _) in enumerate(programs)}
         sums = [of_stage for _, of_stage in programs]
-        of = dict(enumerate(sums)), self._update_memory, self._cluster.is_gpu
+        waiting = waiting_bytes(footprints, cut.tasks)
+        of = dict(enumerate(sums)), self._update_memory, waiting, self._cluster.is_gpu
         peaks = [mesh_memory(cut, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
         timed, counts = self._seconds(cut, again, footprints, sums), _num_parameters(cut)
         through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)

@@ -74,19 +74,33 @@ _METHODS = {
     "three_d": "parallel=three_d parallel.data=2 parallel.model=2 parallel.pipeline=2",
 }
 _SCHEDULES = ("gpipe", "eager_1f1b", "zero_bubble")
-_CLUSTERS = {"h100": "h100_8", "a100": "a100_8", "b200": "b200_8", "v100": "p3_16xlarge"}
+_INTERLEAVED = "parallel.schedule=interleaved_1f1b parallel.num_stages=4 parallel.stages_per_mesh=2"
+_CLUSTERS = {
+    "h100": "cluster=h100_8",
+    "a100": "cluster=a100_8",
+    "b200": "cluster=b200_8",
+    "v100": "cluster=p3_16xlarge",
+    "l40s": "cluster=h100_8",  # no cluster of theirs has a name
+}
 
 
 def cells() -> Iterator[Cell]:
-    """Yield the cells: families x methods x precisions, then remat, schedules and kinds of GPU."""
+    """Yield the cells: families x methods x precisions, then remat, schedules, scans and GPUs.
+
+    Two stages need the larger of the two depths.
+    """
     every = itertools.product(_FAMILIES, _METHODS, ("bf16", "fp32"))
     for k, (family, method, precision) in enumerate(every):
-        yield _cell(family, method, precision, deep=k % 2 == 1)
+        yield _cell(family, method, precision, deep=k % 2 == 1 or method == "manual")
     for family, method in itertools.product(("gpt", "bert", "llama", "vit"), ("data", "manual")):
         for remat in ("selective", "full"):
             yield _cell(family, method, "bf16", True, f"parallel.remat={remat}")
     for family, schedule in itertools.product(("gpt", "bert", "mlp"), _SCHEDULES):
         yield _cell(family, "manual", "bf16", True, f"parallel.schedule={schedule}")
+    for family in ("bert", "mlp"):
+        yield _cell(family, "manual", "bf16", True, _INTERLEAVED)
+    for family, method in itertools.product(("gpt", "bert", "llama"), ("data", "zero3", "manual")):
+        yield _cell(family, method, "bf16", True, "model.scan_layers=true")
     for family in ("gpt", "bert", "vit", "resnet", "mlp"):
         for gpu in _CLUSTERS:
             if gpu != "h100":
@@ -100,7 +114,7 @@ def _cell(
     words = (
         fixed,
         layers.format(depths[deep]),
-        f"cluster={_CLUSTERS[gpu]}",
+        _CLUSTERS[gpu],
         f"train.precision={precision}",
         _METHODS[method],
         more,

@@ -94,7 +94,7 @@ class Liveness:
         early = defined if not on_gpu else defined.union(*turned)
         self._first = [[v for v in copied if v not in early] for copied in turned]
         self._turned = [[v for v in copied if v in early] for copied in turned]
-        self._steps = [eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0) for eqn in self.equations]
+        self._steps = [_in_steps(eqn, on_gpu) for eqn in self.equations]
         self._bodies = [
             [_of_body(body, as_soon, on_gpu) for body in bodies(eqn) if eqn.primitive.name in LOOPS]
             for eqn in self.equations
@@ -380,6 +380,19 @@ def _turned(eqn: Equation) -> list[Var]:
         of = eqn.params["dimension_numbers"]
         return [v for v, d in zip(eqn.invars, (of.lhs_spec[0], 0), strict=True) if d and is_var(v)]
     return []
+
+
+def _in_steps(eqn: Equation, on_gpu: bool) -> list[Var]:
+    """Return values, each as large as one that an equation stores only while it runs.
+
+    XLA:GPU finds the largest element of every window first: a number of 32 bits, and as many for
+    its place as there are dimensions. It then adds to zeros, which it makes twice.
+    """
+    source = eqn.invars[0] if eqn.invars else None
+    if on_gpu and eqn.primitive.name == "select_and_scatter_add" and source and is_var(source):
+        words = (1 + len(source.aval.shape)) * 4 // source.aval.dtype.itemsize
+        return [source] * words + eqn.outvars
+    return eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0)
 
 
 def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:

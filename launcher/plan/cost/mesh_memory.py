@@ -28,7 +28,7 @@ from launcher.partition import (
 )
 from launcher.plan.cost.liveness import Liveness
 from launcher.plan.cost.stage_memory import Footprint, Summed
-from launcher.schedule import Task
+from launcher.schedule import Kind, Task, Tasks, simulate
 from launcher.trace import (
     FUSED,
     REDUCTIONS,
@@ -170,6 +170,7 @@ def mesh_memory(
     footprints: Mapping[int, Footprint],
     sums: Mapping[int, GradientSync],
     update: UpdateMemory,
+    waiting: Mapping[Task, float],
     on_gpu: bool,
 ) -> int:
     """Return the peak memory of one device of a submesh, in bytes.
@@ -186,6 +187,7 @@ def mesh_memory(
         footprints: the footprint of each of its stages, by stage.
         sums: the sums of the gradients of each of its stages, by stage.
         update: what the step's update stores.
+        waiting: see `waiting_bytes`.
         on_gpu: whether parameters that are gathered are counted in the footprints.
     """
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
@@ -204,7 +206,7 @@ def mesh_memory(
     of_sums = {graph.index: _sums(cut, sums[graph.index], layout) for graph in own}
     made = summed if _is_afresh(cut) else grads
     beside = {s: one for s, one in of_sums.items() if one.beside}
-    working = mesh_activation_bytes(footprints, cut.tasks[mesh], beside)
+    working = mesh_activation_bytes(footprints, cut.tasks[mesh], beside, waiting)
     running = batch + gathered + made + working
     after = (one.fresh + one.working for s, one in of_sums.items() if s not in beside)
     summing = max(after, default=0.0)
@@ -296,6 +298,7 @@ def mesh_activation_bytes(
     footprints: Mapping[int, Footprint],
     tasks: Sequence[Task],
     sums: Mapping[int, Sums] = MappingProxyType({}),
+    waiting: Mapping[Task, float] = MappingProxyType({}),
 ) -> float:
     """Return the peak activation memory of tasks in this order on one device, temporaries included.
 
@@ -303,6 +306,7 @@ def mesh_activation_bytes(
         footprints: the footprint of each stage, by stage.
         tasks: the tasks of the device's mesh.
         sums: the sums that the last task of a stage makes, by stage.
+        waiting: see `waiting_bytes`.
     """
     listed = [task for task in tasks if task[2] in footprints[task[0]].left]
     last = {stage: place for place, (stage, _, _) in enumerate(listed)}
@@ -311,9 +315,25 @@ def mesh_activation_bytes(
         more = sums.get(stage) if place == last[stage] else None
         level += more.fresh if more else 0.0
         working = footprints[stage].working[kind] + (more.working if more else 0.0)
-        peak = max(peak, level + working)
+        peak = max(peak, level + working + waiting.get(listed[place], 0.0))
         level += footprints[stage].left[kind]
     return peak
+
+
+def waiting_bytes(footprints: Mapping[int, Footprint], tasks: Tasks) -> dict[Task, float]:
+    """Return for every task the bytes of activations on its mesh that later tasks will read.
+
+    They arrive as soon as they are computed. A backward pass counts as two forward passes.
+    """
+    mesh_of = {task.stage: mesh for mesh, of in enumerate(tasks) for task in of}
+    level, found = [0.0] * len(tasks), {}
+    for task, mesh, *_ in simulate(tasks, lambda task: 1.0 + (task.kind is Kind.BACKWARD)):
+        if task.kind is Kind.FORWARD:
+            level[mesh] -= footprints[task.stage].arriving
+        found[task] = level[mesh]
+        if task.kind is Kind.FORWARD and task.stage + 1 in mesh_of:
+            level[mesh_of[task.stage + 1]] += footprints[task.stage + 1].arriving
+    return found
 
 
 def _exchanged_bytes(cut: PartitionedStep, grads: int) -> int:

@@ -33,10 +33,12 @@ class Footprint:
     Attributes:
         left: change in the memory held between tasks when a task is done.
         working: the most that a task needs on top of what was held before it.
+        arriving: what the forward pass gets from other stages.
     """
 
     left: Mapping[Kind, float]
     working: Mapping[Kind, float]
+    arriving: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,9 @@ def footprint(
         inside, live = one.sizes(sharding, buffers), one.liveness
         needs = live.peak_beside(list(buffers), inside) if buffers else live.peak(inside)
         working[kind] = _SLACK * (_arriving(of, k, size) + needs)
-    return Footprint(left_bytes(of, sharding), working)
+    given = (name for name in of.joint.inputs if name.kind == "activation")
+    arriving = sum(_size(of.joint, name, size) for name in given)
+    return Footprint(left_bytes(of, sharding), working, arriving)
 
 
 def left_bytes(of: StagePrograms, sharding: Sharding) -> dict[Kind, float]:

@@ -102,9 +102,24 @@ def turned_weight(x, w):
     return x @ (w + 1).T
 
 
+def largest(x, w):
+    """The gradient, zeros, and for half of the elements the largest and two indices."""
+    window = {"window_dimensions": (1, 2), "window_strides": (1, 2), "padding": "VALID"}
+    _, pull = jax.vjp(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, **window), x)
+    return pull(w[:ROWS, : WIDTH // 2])
+
+
 @pytest.mark.parametrize(
     ("program", "arrays"),
-    [(scattered, 1), (alike, 1), (narrowed, 1.5), (cast, 2), (read_twice, 0), (turned_weight, 3)],
+    [
+        (scattered, 1),
+        (alike, 1),
+        (narrowed, 1.5),
+        (cast, 2),
+        (read_twice, 0),
+        (turned_weight, 3),
+        (largest, 4),
+    ],
     ids=lambda of: getattr(of, "__name__", ""),
 )
 def test_what_is_stored_on_gpus(program, arrays):

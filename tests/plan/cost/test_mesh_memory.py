@@ -6,7 +6,7 @@ from layered import layered_step
 from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
 from launcher.partition.task_programs import trace_stage
-from launcher.plan.cost.mesh_memory import Sums, mesh_activation_bytes
+from launcher.plan.cost.mesh_memory import Sums, mesh_activation_bytes, waiting_bytes
 from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.schedule import Kind, make_tasks, max_in_flight
 
@@ -77,3 +77,17 @@ def test_sums_are_made_beside_the_last_task_alone(fresh, expected):
     tasks = [(0, 0, F), (0, 1, F), (0, 0, B), (0, 1, B)]
     sums = {0: Sums(fresh, 4, True)}
     assert mesh_activation_bytes({0: Footprint(left, working)}, tasks, sums) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("gpipe", 0), ("1f1b", 1), ("eager_1f1b", 1), ("zero_bubble", 1)]
+)
+def test_what_stages_send_ahead_waits_where_it_is_read(schedule, expected):
+    """While the last of three stages runs its first backward pass."""
+    tasks = make_tasks(schedule, 3, 3, 6)
+    footprints = {s: Footprint({}, {}, arriving=10 if s else 0) for s in range(3)}
+    waiting = waiting_bytes(footprints, tasks)
+    first = next(task for task in tasks[2] if task.kind is not F)
+    assert waiting[first] == 10 * expected
+    assert all(waiting[task] == 0 for task in tasks[0])
+    assert waiting[tasks[2][-1]] == 0
