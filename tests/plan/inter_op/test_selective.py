@@ -60,9 +60,11 @@ def assignment_of(shapes, remat):
     return equal_stages(in_order(shapes), LAYERS, num_micro_batches=2, remat=remats)
 
 
+# The search does not know what waits in a GPU's program; it then searches again with less memory.
+@pytest.mark.parametrize(("kind", "least"), [("cpu", 0.98), ("gpu", 0.6)])
 @pytest.mark.parametrize("shapes", [[(1, 1)] * 2, [(1, 2)]], ids=["stages", "model"])
-def test_an_estimate_is_the_plans_own_prediction(shapes):
-    step, cluster = traced(block), cluster_of(2**40)
+def test_an_estimate_is_the_plans_own_prediction(shapes, kind, least):
+    step, cluster = traced(block), dataclasses.replace(cluster_of(2**40), device_kind=kind)
     problem = make_problem(step, cluster)
     for remat in ("selective", "full:1+selective"):
         assignment = assignment_of(shapes, remat)
@@ -71,7 +73,7 @@ def test_an_estimate_is_the_plans_own_prediction(shapes):
             for name in ("forward_seconds", "backward_seconds", "update_seconds"):
                 assert getattr(known, name) == pytest.approx(getattr(built, name), rel=2e-3), name
             # Of both passes as one program it is taken to need more than it does.
-            assert 0.98 <= known.memory_bytes / built.memory_bytes <= 1.2
+            assert least <= known.memory_bytes / built.memory_bytes <= 1.2
 
 
 def test_what_is_computed_again_selectively_lies_between_the_rest():
