@@ -67,6 +67,8 @@ from launcher.trace.ir.primitive_kinds import IN_PLACE as IN_PLACE
 from launcher.trace.ir.primitive_kinds import IN_STEPS as IN_STEPS
 from launcher.trace.ir.primitive_kinds import LENGTHENING as LENGTHENING
 from launcher.trace.ir.primitive_kinds import LOOPS as LOOPS
+from launcher.trace.ir.primitive_kinds import MAX_POOL_GRADIENTS as MAX_POOL_GRADIENTS
+from launcher.trace.ir.primitive_kinds import OTHER_DIMS as OTHER_DIMS
 from launcher.trace.ir.primitive_kinds import OWN_KERNELS as OWN_KERNELS
 from launcher.trace.ir.primitive_kinds import PARTIAL_SUMS as PARTIAL_SUMS
 from launcher.trace.ir.primitive_kinds import PRODUCTS as PRODUCTS

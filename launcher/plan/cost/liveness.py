@@ -21,10 +21,13 @@ from launcher.trace import (
     BROADCASTS,
     CHEAP,
     COSTLY,
+    FORMS,
     FUSED,
     IN_PLACE,
     IN_STEPS,
     LOOPS,
+    MAX_POOL_GRADIENTS,
+    OTHER_DIMS,
     PARTIAL_SUMS,
     REDUCTIONS,
     Atom,
@@ -337,7 +340,7 @@ def _leaves(equations: Iterable[Equation]) -> dict[Var, frozenset[Var]]:
 
 def is_folded(eqn: Equation) -> bool:
     """Return whether a product of XLA:GPU reads through an equation, as another order of dims."""
-    return eqn.primitive.name in ("transpose", "reshape", "squeeze", "expand_dims")
+    return eqn.primitive.name in OTHER_DIMS
 
 
 def _read_through(equations: Iterable[Equation]) -> dict[Var, Var]:
@@ -388,8 +391,7 @@ def _in_steps(eqn: Equation, on_gpu: bool) -> list[Var]:
     XLA:GPU finds the largest element of every window first: a number of 32 bits, and as many for
     its place as there are dimensions. It then adds to zeros, which it makes twice.
     """
-    source = eqn.invars[0] if eqn.invars else None
-    if on_gpu and eqn.primitive.name == "select_and_scatter_add" and source and is_var(source):
+    if on_gpu and eqn.primitive.name in MAX_POOL_GRADIENTS and is_var(source := eqn.invars[0]):
         words = (1 + len(source.aval.shape)) * 4 // source.aval.dtype.itemsize
         return [source] * words + eqn.outvars
     return eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0)
@@ -421,9 +423,8 @@ def _whole(equations: Sequence[Equation], gathered: Iterable[Var]) -> dict[Var, 
         for v in eqn.invars:
             if is_var(v):
                 first.setdefault(v, place)
-                if eqn.primitive.name != "convert_element_type" or nbytes(v.aval) <= nbytes(
-                    eqn.outvars[0].aval
-                ):
+                made = eqn.outvars[0].aval if eqn.primitive.name in FORMS else v.aval
+                if nbytes(v.aval) <= nbytes(made):
                     wide.add(v)
     return {v: first[v] for v in gathered if v in wide}
 

@@ -39,6 +39,8 @@ COSTLY = frozenset((
 ))
 # Element-wise ones that XLA expands to several, of which so many results are stored.
 IN_STEPS = {"erfc": 3}
+# The gradient of a maximum over windows.
+MAX_POOL_GRADIENTS = frozenset(("select_and_scatter_add",))
 
 # Each result is an operand, unchanged.
 BARRIERS = frozenset(("optimization_barrier",))
@@ -56,6 +58,8 @@ SAME_ELEMENTS = _LAYOUT | BARRIERS | frozenset((
 LENGTHENING = frozenset(("concatenate", "pad"))
 # The same values in another form: parts of a gradient can be added before it or after it.
 FORMS = frozenset(("convert_element_type", "reshape", "squeeze", "transpose"))
+# The same elements with other dimensions.
+OTHER_DIMS = frozenset(("expand_dims", "reshape", "squeeze", "transpose"))
 
 # The compiler fuses these into whatever reads them.
 FUSED = (ELEMENTWISE - _BY_LOOP) | _LAYOUT | BARRIERS | frozenset(("iota", "pad"))
