@@ -81,7 +81,7 @@ def test_it_trains_two_steps(name, home, monkeypatch):
         model = dataclasses.replace(config.model, num_layers=2, **small)
         config = dataclasses.replace(config, model=model)
     data = build_dataset(config.dataset, config.model, 8, 0)
-    model = with_adapters(build_model(config.model, "fp32", "cpu"), config.optimizer.lora)
+    model = with_adapters(build_model(config.model, "fp32"), config.optimizer.lora)
     init, step = build_steps(config, model)
     begun = state = jax.jit(init)(jax.random.key_data(jax.random.key(0)))
     step = jax.jit(step)
