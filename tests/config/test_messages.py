@@ -354,7 +354,7 @@ COMMAND_LINES = [
     ("run.resume=must", f"run.resume=must does not say which run {CLI}. Give run.id=VALUE."),
     (
         "model.size=null",
-        "model.vocab_size is not set. Choose a model.size, or give model.vocab_size=VALUE.",
+        "model.num_layers is not set. Choose a model.size, or give model.num_layers=VALUE.",
     ),
     (
         "model.size=tiny +model.sizes.tiny={num_layer:3}",

@@ -143,7 +143,7 @@ def test_a_stage_of_a_gpt_holds_the_inputs_of_its_blocks_and_one_block():
     assert full.bytes == pytest.approx(inputs + gpt("none", blocks=1).bytes, rel=0.1)
     assert full.bytes < selective.bytes < none.bytes
     for each in found:
-        assert each.predicted_bytes == pytest.approx(each.bytes, rel=0.1)
+        assert each.predicted_bytes == pytest.approx(each.bytes, rel=0.12)
 
 
 @pytest.mark.parametrize(
