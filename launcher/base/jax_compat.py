@@ -238,8 +238,9 @@ def described_devices(target_config: str, count: int) -> list[jax.Device]:
                 importlib.import_module(name).initialize()
         return list(described().devices)
     finally:
-        if before is None:
-            del os.environ[_UNCHECKED]
+        del os.environ[_UNCHECKED]
+        if before is not None:
+            os.environ[_UNCHECKED] = before
 
 
 def compiled(

@@ -266,10 +266,14 @@ def _as_late(equations: Sequence[Equation]) -> list[Equation]:
     found: dict[int, Equation] = {}
 
     def place(eqn: Equation) -> None:
-        for v in eqn.invars:
-            if is_var(v) and v in late and id(late[v]) not in found:
-                place(late[v])
-        found[id(eqn)] = eqn
+        stack = [eqn]
+        while stack:
+            reads = (late[v] for v in stack[-1].invars if is_var(v) and v in late)
+            if missing := next((one for one in reads if id(one) not in found), None):
+                stack.append(missing)
+            else:
+                done = stack.pop()
+                found[id(done)] = done
 
     for eqn in equations:
         if not any(v in late for v in eqn.outvars):

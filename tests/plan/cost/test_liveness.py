@@ -164,3 +164,14 @@ def test_what_is_gathered_is_whole_from_its_first_reader_to_its_last():
     weights = jaxpr.invars[1:]
     assert peak(weights) == nbytes(weights[0].aval)
     assert peak(weights[:1]) == peak(weights)
+
+
+def test_a_long_chain_from_an_input_alone_is_counted():
+    def program(x):
+        for _ in range(2_000):
+            x = 1.5 * x
+        return x @ x.T
+
+    jaxpr = make_jaxpr(program, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+    liveness = Liveness(jaxpr.eqns, jaxpr.outvars, on_gpu=True)
+    assert liveness.peak(lambda v: nbytes(v.aval)) == ARRAY + ROWS * ROWS * 4
