@@ -56,6 +56,7 @@ class CompiledStage:
     """The most that a device of a stage holds during a step, as compiled.
 
     Attributes:
+        predicted_bytes: the peak as the plan predicted it.
         memory_bytes: the peak, with all stages on its mesh; None: a program does not compile, or
             does not say what it needs.
         state_bytes: of the step's arguments but for the batch, such as parameters.
@@ -63,6 +64,7 @@ class CompiledStage:
         program: the program that runs at the peak.
     """
 
+    predicted_bytes: int
     memory_bytes: int | None
     state_bytes: int
     temporary_bytes: int = 0

@@ -64,7 +64,7 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
     tables = {
         "plan/stages": Rows(list(stages[0]), [list(stage.values()) for stage in stages]),
         "plan/shardings": Rows(["what"], [[words] for words in shardings_in_words(plan)]),
-        **({} if plan.compiled is None else _compiled_tables(plan, plan.compiled)),
+        **({} if plan.compiled is None else _compiled_tables(plan.compiled)),
         "plan/runners_up": Rows(["plan", "predicted_step_seconds", "why"], others),
         "plan/profiled_layers": Rows(
             ["layers", "model", "examples", "forward_seconds", "backward_seconds", "failure"],
@@ -74,11 +74,8 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
     return {name: table for name, table in tables.items() if table.rows}
 
 
-def _compiled_tables(plan: Plan, found: CompiledPlan) -> dict[str, Rows]:
-    stages = [
-        [index, stage.memory_bytes, *dataclasses.astuple(own)]
-        for index, (stage, own) in enumerate(zip(plan.all_stages, found.stages, strict=True))
-    ]
+def _compiled_tables(found: CompiledPlan) -> dict[str, Rows]:
+    stages = [[index, *dataclasses.astuple(own)] for index, own in enumerate(found.stages)]
     errors = [[e.program, ranges_text(e.stages), e.message] for e in found.errors]
     return {
         "plan/compiled_stages": Rows(
@@ -226,14 +223,14 @@ def print_compiled(console: Console, plan: Plan) -> None:
     rows = [
         (
             str(index),
-            bytes_text(stage.memory_bytes),
+            bytes_text(own.predicted_bytes),
             "-" if own.memory_bytes is None else _memory(own.memory_bytes, capacity),
-            f"{stage.memory_bytes / own.memory_bytes:.2f}" if own.memory_bytes else "-",
+            f"{own.predicted_bytes / own.memory_bytes:.2f}" if own.memory_bytes else "-",
             bytes_text(own.state_bytes),
             bytes_text(own.temporary_bytes),
             own.program,
         )
-        for index, (stage, own) in enumerate(zip(plan.all_stages, found.stages, strict=True))
+        for index, own in enumerate(found.stages)
     ]
     headers = "stage", "predicted", "compiled", "ratio", "state", "temporaries", "at the peak"
     console.print(table_of(headers, rows, headers[-1:]))

@@ -63,6 +63,7 @@ def compiled_report(
     failed = [(n, x) for names, x in distinct.items() if names not in good for n in names]
     peak = peaks(emitted, placement, {name: x for names, x in good.items() for name in names})
     stage_meshes = [plan.all_meshes.index(stage.devices) for stage in plan.all_stages]
+    predictions = [stage.memory_bytes for stage in plan.all_stages]
     known = set(mesh_of.values()) - {mesh_of[name] for name, _ in failed}
     state = [0] * len(placement.meshes)
     for _, slot in emitted.arguments:
@@ -70,10 +71,10 @@ def compiled_report(
     return CompiledPlan(
         device=placement.meshes[0].devices.flat[0].device_kind,
         stages=tuple(
-            CompiledStage(at.bytes, state[mesh], at.temporary_bytes, at.program)
+            CompiledStage(predicted, at.bytes, state[mesh], at.temporary_bytes, at.program)
             if mesh in known
-            else CompiledStage(None, state[mesh])
-            for mesh in stage_meshes
+            else CompiledStage(predicted, None, state[mesh])
+            for predicted, mesh in zip(predictions, stage_meshes, strict=True)
             for at in [peak[mesh]]
         ),
         programs=tuple(dataclasses.replace(x, names=names) for names, x in good.items()),

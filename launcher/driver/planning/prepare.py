@@ -133,32 +133,20 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         traced: what was traced.
         plan_only: whether the cluster may be a described one, which is not here.
     """
-    program, cluster = traced.program, traced.cluster
+    program = traced.program
     began = time.perf_counter()
     plans, over = _plans_and_problem(config, console, traced, plan_only)
     chosen = plans[0]
     seconds = traced.seconds + time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
-    if config.plan.compile:
-        assert traced.target is not None
-        chosen = with_report(chosen, program.train, traced.target, console)
+    if traced.target is not None and config.plan.compile:
+        if chosen.compiled is None:
+            chosen = with_report(chosen, program.train, traced.target, console)
         print_compiled(console, chosen)
-    problem = too_large(chosen) or over
-    if problem and config.parallel.allow_over_memory:
-        _log.warning(f"{problem}; parallel.allow_over_memory=true")
-        problem = ""
-    elif problem:
-        if plan_only:
-            _log.warning("this plan needs more memory than the devices have")
-        if not over:
-            with status(console, "looking for what would fit", Phase.PLANNING):
-                over = f"{problem}. {what_fits(config.parallel, program.train, cluster, chosen)}"
-        problem = over
-        if not plan_only:
-            raise PlanError(problem)
-    elif config.plan.compile:
-        problem = compiled_problem(chosen)
+    problem = _problem(config, console, traced, chosen, over, plan_only)
+    if problem and not plan_only:
+        raise PlanError(problem)
     candidates = () if plan_only or len(plans) == 1 else tuple(plans)
     return Prepared(
         traced.inputs.pool,
@@ -169,6 +157,48 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         problem,
         candidates,
     )
+
+
+def _problem(
+    config: Config,
+    console: Console,
+    traced: Traced,
+    chosen: Plan,
+    over: str,
+    plan_only: bool,
+) -> str:
+    """Return why a plan cannot be trained, and what would fit; "" if it can be.
+
+    A compiler that was asked about the plan is right where the prediction is wrong.
+
+    Args:
+        config: checked settings.
+        console: where progress is shown.
+        traced: what was traced.
+        chosen: the plan.
+        over: why no plan of a search fits; "" if one does.
+        plan_only: whether nothing is going to be trained.
+    """
+    if config.plan.compile:
+        problem = compiled_problem(chosen)
+        if chosen.compiled and chosen.compiled.errors:
+            return problem
+        if not problem and chosen.missing_bytes > 0:
+            _log.info("this plan was predicted not to fit; as compiled, it does")
+    else:
+        problem = too_large(chosen) or over
+    if not problem:
+        return ""
+    if config.parallel.allow_over_memory:
+        _log.warning(f"{problem}; parallel.allow_over_memory=true")
+        return ""
+    if plan_only:
+        _log.warning("this plan needs more memory than the devices have")
+    if over:
+        return over
+    with status(console, "looking for what would fit", Phase.PLANNING):
+        fits = what_fits(config.parallel, traced.program.train, traced.cluster, chosen)
+    return f"{problem}. {fits}"
 
 
 def _plans_and_problem(

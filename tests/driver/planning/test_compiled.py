@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ def plans():
 
 def report(memory, error=""):
     errors = (CompileError("stage.0.forward", (0,), error),) if error else ()
-    stage = CompiledStage(None if error else memory, 10, 20, "stage.0.forward")
+    stage = CompiledStage(ROOM, None if error else memory, 10, 20, "stage.0.forward")
     return CompiledPlan("H100-SXM5-80GB", (stage,), (), errors, 0.0)
 
 
@@ -98,6 +99,40 @@ def test_a_search_takes_what_its_compiler_accepts(compiler, monkeypatch, reports
     found, why = prepare._plans_and_problem(config, console, traced, plan_only=False)
     assert [plan.method for plan in found] == [known[len(reports) - 1].method]
     assert why == ""
+
+
+ANY = "parallel=data", "cluster.gpus=4", "cluster=emulated"
+
+
+@pytest.mark.parametrize(
+    ("predicted", "said_of_it", "more", "problem"),
+    [
+        (ROOM + 1, FITS, (), ""),
+        (ROOM, OVER, (), "as compiled, it needs 1.00 MiB a device, 1.00 KiB more .* Fits: less"),
+        (ROOM, OVER, ("parallel.allow_over_memory=true",), ""),
+        (ROOM, BROKEN, ("parallel.allow_over_memory=true",), ".* do not compile for .* no tile"),
+    ],
+    ids=["fits after all", "does not fit after all", "allowed", "does not compile"],
+)
+def test_the_compiler_is_right_where_the_prediction_is_wrong(
+    compiler, monkeypatch, predicted, said_of_it, more, problem
+):
+    step, known = plans()
+    monkeypatch.setattr(prepare, "what_fits", lambda *_: "Fits: less")
+    plan = dataclasses.replace(
+        known[0],
+        stages=tuple(dataclasses.replace(s, memory_bytes=predicted) for s in known[0].stages),
+    )
+    monkeypatch.setattr(prepare, "plans_of", lambda *_: [plan])
+    compiler(said_of_it)
+    config = load([*MLP, *ANY, "task=plan", "plan.compile=true", *more])
+    program = SimpleNamespace(train=step, dataset=SimpleNamespace(describe="-"), eval_batches=0)
+    inputs = SimpleNamespace(pool=None, init_from=None)
+    console = make_console(io.StringIO())
+    traced = prepare.Traced(inputs, None, program, 0.0, H100)
+    found = prepare.plan(config, console, traced, plan_only=True)
+    assert re.fullmatch(problem, found.problem)
+    assert found.plan.compiled == said_of_it
 
 
 @pytest.mark.devices
