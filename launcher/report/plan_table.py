@@ -196,7 +196,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         console.print(words, soft_wrap=True)
     console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
-    for line in (_bucket_line(plan), server_line(plan), _certificate(plan)):
+    for line in (_reserve(plan), _bucket_line(plan), server_line(plan), _certificate(plan)):
         if line:
             console.print(line, soft_wrap=True)
     if plan.profiled:
@@ -289,6 +289,15 @@ def bottleneck(plan: Plan) -> str:
         f"bottleneck: {_stages(stages)}, busy {share} of the step; "
         f"gradient sums and update {seconds_text(once)}{slower if occupied > busy + once else ''}"
     )
+
+
+def _reserve(plan: Plan) -> str:
+    """Return what the table's memory is a share of, in one line; "" where that is not known."""
+    capacity = plan.cluster["memory_bytes"]
+    if capacity is None:
+        return ""
+    room = bytes_text(capacity)
+    return f"memory: plans may fill {room} a device; the rest is left to CUDA, NCCL and cuDNN"
 
 
 def _certificate(plan: Plan) -> str:

@@ -1,5 +1,6 @@
 """A run in its folder, up to and after the workers: what is read, kept and told of it."""
 
+import dataclasses
 import json
 import shlex
 import shutil
@@ -89,6 +90,24 @@ class Run:
 def two_nodes():
     allocation = Allocation("7", restarts=0, max_requeues=3, nodes=("a", "b"), index=0)
     return Rendezvous(allocation, "127.0.0.1", None, timeout=1000.0)
+
+
+def test_workers_trace_for_the_gpus_that_the_driver_planned_for(tmp_path, plan, monkeypatch):
+    attempt, told = training._Job._attempt, []
+
+    def submit(name, config, *rest):
+        told.append((name, *rest))
+        raise KeyboardInterrupt
+
+    run = Run(tmp_path, plan, monkeypatch)
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    monkeypatch.setattr(training._Job, "_start_workers", lambda *_: SimpleNamespace(submit=submit))
+    monkeypatch.setattr(training._Job, "_compare_hosts", lambda *_: None)
+    gpus = dataclasses.replace(run.ready.pool, kind="gpu", compute_capability=8.6)
+    run.ready = dataclasses.replace(run.ready, pool=gpus)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert told == [("build", 8.6)]
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load
+from launcher.inference import model_workers
 from launcher.inference.placed_model import (
     ModelLayout,
     ModelPlaces,
@@ -114,3 +115,8 @@ def test_processes_of_a_training_speak_as_one_device_does(words, share):
     wanted = [row.tolist() for row in generate(params, prompts, 8)]
     assert [tokens for tokens, _ in told] == [wanted] * 2
     assert all(of_device <= share for _, of_device in told)
+
+
+def test_an_evaluation_has_the_attention_of_its_gpu():
+    gpu, cpu = SimpleNamespace(compute_capability="8.6"), jax.devices("cpu")[0]
+    assert [model_workers._capability(device) for device in (gpu, cpu)] == [8.6, None]

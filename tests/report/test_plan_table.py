@@ -92,6 +92,8 @@ bottleneck: stage 0, busy 65.7% of the step; gradient sums and update 1.00 ms
 def test_memory_stands_beside_the_devices_own():
     assert "12.0 GiB  75%\n" in text_of(make_plan(memory_bytes=16 << 30))
     assert "12.0 GiB 150%\n" in text_of(make_plan(memory_bytes=8 << 30))
+    line = "\nmemory: plans may fill 8.00 GiB a device; the rest is left to CUDA, NCCL and cuDNN\n"
+    assert line in text_of(make_plan(memory_bytes=8 << 30))
 
 
 def test_a_mesh_of_several_stages_is_as_busy_as_all_of_them():

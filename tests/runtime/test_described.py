@@ -105,6 +105,7 @@ OTHERS = {
     "hosts": lambda plan: planned(2, hosts=2)[1],
     "order of tasks": with_slow_backward,
     "version of the compiler": lambda plan: plan,
+    "version of the plug-in": lambda plan: plan,
     "XLA_FLAGS": lambda plan: plan,
     "device": lambda plan: plan,
 }
@@ -118,6 +119,9 @@ def test_another_plan_is_compiled_anew(compiles, monkeypatch, what):
     count, plan = len(compiles), OTHERS[what](plan)
     if what == "version of the compiler":
         monkeypatch.setattr("launcher.base.measurements.version", lambda name: "0.99")
+    elif what == "version of the plug-in":
+        plugins = [SimpleNamespace(dist=SimpleNamespace(version="0.99"))]
+        monkeypatch.setattr("launcher.runtime.described.entry_points", lambda group: plugins)
     elif what == "XLA_FLAGS":
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     elif what == "device":

@@ -17,7 +17,7 @@ from launcher.driver.planning.check import look
 from launcher.plan import CompiledPlan, CompiledStage, CompileError, PlanError, local_shape
 from launcher.plan.methods import DataParallel, Zero2Parallel, Zero3Parallel
 from launcher.report.console import make_console
-from launcher.runtime import Target
+from launcher.runtime import Target, compile_for, target_of
 
 ROOM = 1 << 20
 METHODS = DataParallel, Zero2Parallel, Zero3Parallel
@@ -73,6 +73,22 @@ def test_the_first_plan_that_fits_as_compiled_is_taken(compiler, reports, taken)
     assert [stage.memory_bytes for stage in found[0].stages] == [ROOM]
     assert found[0].compiled == FITS
     assert why == ""
+
+
+@pytest.mark.devices
+def test_a_compiler_has_a_plan_give_way(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    step, known = plans()
+    target = target_of("cpu", 4)
+    peaks = [compile_for(step, plan, target).stages[0].memory_bytes for plan in known]
+    assert peaks[2] < peaks[0]
+    less = [
+        dataclasses.replace(plan, cluster={**plan.cluster, "memory_bytes": peaks[0] - 1})
+        for plan in (known[0], known[2])
+    ]
+    found, why = compiled.verified(less, step, target, make_console(io.StringIO()))
+    assert ([plan.method for plan in found], why) == (["zero3"], "")
+    assert found[0].stages[0].memory_bytes == peaks[2]
 
 
 def test_where_no_plan_fits_the_best_one_tells_why(compiler, said):
