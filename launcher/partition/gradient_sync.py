@@ -122,7 +122,9 @@ def in_buckets(
 ) -> tuple[Bucket, ...]:
     """Return the buckets of these gradients, first complete first.
 
-    A bucket has one dtype and one collective. It is complete when its last gradient is made.
+    A bucket has one dtype and one collective. It is complete when its last gradient is made. One
+    too large for a bucket is alone, and those around it share one: wide layers would else sum
+    each bias by itself, at the latency of a large sum.
 
     Args:
         operands: the operands that the gradients belong to, in the order in which they are made.
@@ -136,6 +138,9 @@ def in_buckets(
     limit = by.bucket_limit(sum(size for *_, size in sized))
     for place, (i, dtype, size) in enumerate(sized):
         kind = "all-reduce" if scatter_dim(layout, i) is None else "reduce-scatter", dtype
+        if size > limit:
+            done.append((place, Bucket(*kind, (i,), size)))
+            continue
         last, bucket = filling.get(kind, (-1, Bucket(*kind, (), 0)))
         if bucket.nbytes and bucket.nbytes + size > limit:
             done.append((last, bucket))
