@@ -210,7 +210,7 @@ def _chain(program: TaskProgram, made: Mapping[Var, int]) -> list[list[Var]]:
 def are_packed(buckets: Sequence[Bucket]) -> bool:
     """Return whether a program packs the gradients of each bucket into one array.
 
-    XLA combines those of a single all-reduce without a copy.
+    XLA:CPU combines those of a single all-reduce without a copy.
     """
     return len(buckets) > 1
 
