@@ -16,9 +16,12 @@ from launcher.partition.gradient_sync import GradientSync as GradientSync
 from launcher.partition.gradient_sync import SumPlace as SumPlace
 from launcher.partition.gradient_sync import are_packed as are_packed
 from launcher.partition.gradient_sync import gradient_order as gradient_order
+from launcher.partition.gradient_sync import is_flat as is_flat
 from launcher.partition.gradient_sync import is_summed_in_every as is_summed_in_every
 from launcher.partition.gradient_sync import is_summed_in_place as is_summed_in_place
+from launcher.partition.gradient_sync import packed_form as packed_form
 from launcher.partition.gradient_sync import scatter_dim as scatter_dim
+from launcher.partition.gradient_sync import stays_packed as stays_packed
 from launcher.partition.gradient_sync import sum_places as sum_places
 from launcher.partition.joint_graph import JointGraph as JointGraph
 from launcher.partition.joint_graph import Known as Known

@@ -5,7 +5,8 @@
 - When: in every microbatch or once a step, inside a backward pass or after it (`GradientSync`).
   XLA's schedulers would make all gradients of weights last, to hide sums behind them, so a pass
   states where each bucket must be complete and the sums before it done (`sum_places`).
-- Where: in place of each replica's gradient, or in a buffer of its own (`is_summed_in_place`).
+- Where: in place of each replica's gradient, or in a buffer of its own (`is_summed_in_place`), or
+  packed until the update reads it (`stays_packed`).
 
 Pure. The cost model prices these decisions and the runtime carries them out.
 """
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from launcher.partition.assignment import Reduction, Slicing, accumulator_dtype
 from launcher.partition.layout import DATA, ROWS, Layout
-from launcher.partition.named_dims import axes, parts
+from launcher.partition.named_dims import Spec, axes, parts
 from launcher.partition.task_programs import TaskProgram
 from launcher.trace import (
     GRADIENT_SUMS,
@@ -121,7 +122,9 @@ def in_buckets(
 ) -> tuple[Bucket, ...]:
     """Return the buckets of these gradients, first complete first.
 
-    A bucket has one dtype and one collective. It is complete when its last gradient is made.
+    A bucket has one dtype and one collective. It is complete when its last gradient is made. One
+    too large for a bucket is alone, and those around it share one: wide layers would else sum
+    each bias by itself, at the latency of a large sum.
 
     Args:
         operands: the operands that the gradients belong to, in the order in which they are made.
@@ -135,6 +138,9 @@ def in_buckets(
     limit = by.bucket_limit(sum(size for *_, size in sized))
     for place, (i, dtype, size) in enumerate(sized):
         kind = "all-reduce" if scatter_dim(layout, i) is None else "reduce-scatter", dtype
+        if size > limit:
+            done.append((place, Bucket(*kind, (i,), size)))
+            continue
         last, bucket = filling.get(kind, (-1, Bucket(*kind, (), 0)))
         if bucket.nbytes and bucket.nbytes + size > limit:
             done.append((last, bucket))
@@ -204,9 +210,47 @@ def _chain(program: TaskProgram, made: Mapping[Var, int]) -> list[list[Var]]:
 def are_packed(buckets: Sequence[Bucket]) -> bool:
     """Return whether a program packs the gradients of each bucket into one array.
 
-    XLA combines those of a single all-reduce without a copy.
+    XLA:CPU combines those of a single all-reduce without a copy.
     """
     return len(buckets) > 1
+
+
+def is_flat(bucket: Bucket, buckets: Sequence[Bucket]) -> bool:
+    """Return whether one flat array crosses, not each of a bucket's gradients in its own shape.
+
+    Args:
+        bucket: the bucket.
+        buckets: all of its program.
+    """
+    several = are_packed(buckets) and len(bucket.operands) > 1
+    return several or bucket.collective == "reduce-scatter"
+
+
+def stays_packed(
+    bucket: Bucket, buckets: Sequence[Bucket], slicing: Slicing, leaving: Set[int]
+) -> bool:
+    """Return whether a bucket's sum leaves the backward pass packed, and the update unpacks it.
+
+    There it is a part of what reads it, where the pass would copy it. Of several microbatches it
+    takes the accumulators' place: packed, it would be there beside them.
+
+    Args:
+        bucket: the bucket.
+        buckets: all of its program.
+        slicing: how the batch is cut.
+        leaving: see `PartitionedStep.leaving`.
+    """
+    alone = slicing.micro_batches == 1 and leaving.isdisjoint(bucket.operands)
+    return alone and is_flat(bucket, buckets)
+
+
+def packed_form(bucket: Bucket, layout: Layout) -> tuple[int, Spec]:
+    """Return the elements of a replica's packed sum, and its spec: each device packs its shards."""
+    others = tuple(axis for axis in layout.sizes if axis != DATA)
+    own = bucket.nbytes // jnp.dtype(bucket.dtype).itemsize
+    if bucket.collective == "reduce-scatter":
+        own //= layout.sizes[DATA]
+    return own * parts((others,), layout.sizes), (others,)
 
 
 def _crossing(loss: Loss, layout: Layout, i: int, by: Reduction) -> tuple[str, int]:

@@ -48,6 +48,7 @@ class Name(NamedTuple):
     "activation": a variable of the loss. "cotangent": the gradient of an activation that a stage
     sends back, as `(activation, stage)`. "seed": the gradient of the loss itself.
     "residual": a variable of the joint program that one pass leaves to a later one.
+    "per_replica": a gradient of all replicas, by its operand. "packed": the sum of a bucket.
     """
 
     kind: str

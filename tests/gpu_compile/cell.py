@@ -1,6 +1,8 @@
 """Compile the programs of settings for H100s that are not here, and print what they need as JSON.
 
-usage: python tests/gpu_compile/cell.py WORDS OF THE COMMAND LINE
+usage: python tests/gpu_compile/cell.py [WORDS OF THE COMMAND LINE]
+
+Without words it prints a table of the kernels of each family's programs.
 """
 
 import json
@@ -10,6 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jax.experimental import topologies
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cells import cells
+from kernels import MOVING, kernels
 
 from launcher.config.compose import load
 from launcher.driver.planning.check import look
@@ -38,11 +44,29 @@ def compiled(words):
 def main(words):
     found = {}
     for name, program in compiled(words).items():
-        kinds = re.findall(r" (all-reduce|reduce-scatter|async)-start\(", program.as_text())
+        text = program.as_text()
+        sums = re.findall(r" (all-reduce|reduce-scatter|async)-start\(", text)
         temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
-        found[name] = {"temporaries": temporaries, "sums": len(kinds)}
+        found[name] = {
+            "temporaries": temporaries,
+            "sums": len(sums),
+            "kernels": kernels(text),
+        }
     print(json.dumps(found))
 
 
+def table():
+    """Print the kernels of each family's programs under data parallelism in bf16."""
+    cells_of = {}
+    for one in cells():
+        if one.gpu == "h100" and {"parallel=data", "train.precision=bf16"} <= {*one.words}:
+            cells_of.setdefault(one.words[0], one.words)
+    print("family program", *MOVING, "all")
+    for family, words in cells_of.items():
+        for name, program in compiled([*words, "dataset=synthetic", "train.eval_every=0"]).items():
+            found = kernels(program.as_text())
+            print(family, name, *(found.get(kind, 0) for kind in (*MOVING, "all")))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:]) if sys.argv[1:] else table()

@@ -218,6 +218,20 @@ def test_the_sums_take_the_place_of_the_accumulators():
     assert last < before + 2.5 * LAYER
 
 
+@pytest.mark.parametrize("kind", [DataParallel, Zero2Parallel])
+def test_the_update_unpacks_the_sums_of_the_only_microbatch(kind):
+    """In the pass each gradient would be copied once more."""
+    method = kind(bucket_bytes=TWO)
+    plan = method.plan(TRACED, local_shape(4, 1, "cpu"))
+    emitted = emit(TRACED.cut_at(plan.layer_ends), plan)
+    runs = {x.program: x for x in emitted.instructions if isinstance(x, Run)}
+    grads = runs["stage.0.forward_backward"].outputs[-2:]
+    assert set(grads) <= set(runs["update.0"].inputs)
+    share = 4 if kind is Zero2Parallel else 1
+    assert [emitted.slots[s].aval.shape for s in grads] == [(4, 2 * LAYER // 4 // share)] * 2
+    close(trained(compile_step(TRACED, plan, jax.devices()[:4])), serial())
+
+
 EACH = {"bucket_bytes": LAYER}
 
 
@@ -277,16 +291,21 @@ def waits(equations):
     return found
 
 
-def test_gradients_that_the_step_returns_are_the_sums():
+@pytest.mark.parametrize("method", [DataParallel(2, **EACH), DataParallel(bucket_bytes=TWO)])
+def test_gradients_that_the_step_returns_are_the_sums(method):
     def gradients(params, batch):
-        return launcher.grad(lambda p: jnp.mean((jnp.tanh(batch["x"] @ p["a"]) @ p["b"]) ** 2))(
-            params
-        )
+        def loss(params):
+            x = batch["x"]
+            for weights in params.values():
+                x = jnp.tanh(x @ weights)
+            return jnp.mean(x**2)
 
-    params = {name: jnp.full((WIDTH, WIDTH), 0.01) for name in "ab"}
+        return launcher.grad(loss)(params)
+
+    params = {name: jnp.eye(WIDTH) for name in "abcd"}
     traced = trace_step(gradients, (params, BATCH), donate_argnums=())
-    plan = DataParallel(2, bucket_bytes=0).plan(traced, local_shape(4, 1, "cpu"))
-    assert len(plan.stages[0].buckets) == 2
+    plan = method.plan(traced, local_shape(4, 1, "cpu"))
+    assert len(plan.stages[0].buckets) > 1
     found = compile_step(traced, plan, jax.devices()[:4])(params, BATCH)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),

@@ -102,19 +102,22 @@ def bucket_count(size: Amount, count: Amount, bucket_bytes: int) -> Amount:
     return np.minimum(count, np.ceil(size / bucket_bytes)) if bucket_bytes else count
 
 
-def exposed_seconds(sums: Amount, buckets: Amount, backward: Amount) -> Amount:
+def exposed_seconds(
+    sums: Amount, buckets: Amount, backward: Amount, last: Amount | None = None
+) -> Amount:
     """Return the seconds of the sums of gradients that continue after the backward pass.
 
-    Equal buckets are complete one after another through the whole pass, and wait for one another:
-    the last one alone, or all of them from the first one's completion on.
+    Buckets are complete one after another through the whole pass, and one is summed at a time: the
+    last one is summed after it, or all of them from the first one's completion on.
 
     Args:
         sums: seconds of all sums.
         buckets: number of buckets.
         backward: seconds of the pass beside which they can run; 0: they can run beside none.
+        last: seconds of the last sum; None: all are equal.
     """
     share = 1 / np.maximum(buckets, 1)
-    return np.maximum(sums * share, sums - backward * (1 - share))
+    return np.maximum(sums * share if last is None else last, sums - backward * (1 - share))
 
 
 def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:

@@ -19,12 +19,13 @@ from launcher.partition import (
     PartitionedStep,
     StageGraph,
     accumulator_dtype,
-    are_packed,
     gradients,
+    is_flat,
     is_summed_in_every,
     is_summed_in_place,
     may_have_pieces,
     parts,
+    stays_packed,
 )
 from launcher.plan.cost.liveness import Liveness
 from launcher.plan.cost.stage_memory import Footprint, Summed
@@ -257,18 +258,19 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> Sums:
 
     A bucket is packed, and what the collective makes of it unpacked before the pass continues,
     except one alone that is all-reduced. The gradients of the only microbatch are there before they
-    are summed.
+    are summed, and their sums are not unpacked.
     """
     afresh, once, replicas = _is_afresh(cut), sync.once, layout.sizes[DATA]
     beside = sync.backward_sums_once
-    packs = are_packed(sync.in_pass(last=True) if beside else once)
+    together = sync.in_pass(last=True) if beside else once
 
     def working(bucket: Bucket) -> float:
         scatters = bucket.collective == "reduce-scatter"
-        packed = packs and len(bucket.operands) > 1  # one alone is summed in its place
+        flat = is_flat(bucket, together)  # else it is summed in its place
         if afresh:
-            return bucket.nbytes * (2 if packed or scatters else 1)
-        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if packed else 0)
+            unpacks = not stays_packed(bucket, together, cut.slicing, cut.leaving)
+            return bucket.nbytes * (2 if scatters or (flat and unpacks) else 1)
+        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if flat else 0)
 
     fresh = 0
     if not afresh:  # those of the only microbatch are counted as the gradients

@@ -228,7 +228,8 @@ def stage_update_seconds(
         return UpdateSeconds(exchange_seconds, 0.0, exchange_seconds, ())
     beside = formulas.beside_seconds(backward_seconds, cluster)
     summing = _crossing_seconds(sums, layout, cluster, links)
-    exposed = float(formulas.exposed_seconds(summing, len(sums), beside))
+    last = _crossing_seconds(sums[-1:], layout, cluster, links)
+    exposed = float(formulas.exposed_seconds(summing, len(sums), beside, last))
     # The update is sharded, and the parameters are whole (ZeRO-2).
     updated = (i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i))
     gathers = _gathers(updated, loss, layout)

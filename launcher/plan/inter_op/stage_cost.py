@@ -296,7 +296,7 @@ class StageCosts:
         limit = self.point.reduction.bucket_bytes
         alone, largest = whole <= limit, np.minimum(whole, limit)  # one bucket, or several
         if is_one:
-            return summed + np.where(alone & (cut == 0), 1, 2) * largest, summed, summed
+            return summed + np.where(cut > 0, 2, 1) * largest, summed, summed
         packed = cut * (1 + 1 / data)
         running = whole + np.where(alone, 0.0, cut / data + 2 * largest)
         return running, whole + np.where(alone, summed + packed, 0.0), summed

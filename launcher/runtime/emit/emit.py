@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from launcher.partition import (
     Bucket,
     Exchanged,
+    Layout,
     Name,
     PartitionedStep,
     Pieces,
@@ -41,7 +42,7 @@ from launcher.runtime.emit.instructions import (
     with_lifetimes,
 )
 from launcher.runtime.emit.slots import Slots
-from launcher.runtime.programs.collectives import of_replicas, sum_buckets
+from launcher.runtime.programs.collectives import bucket_sums, of_replicas, sum_buckets
 from launcher.runtime.programs.stage_programs import SharedPrograms, StageProgram
 from launcher.runtime.transport.transfer import plain_aval
 from launcher.schedule import Kind, Task
@@ -89,6 +90,23 @@ def _emit_part(step: TracedStep, plan: Plan, rank: int, here: AbstractSet[int]) 
     return _Emitter(pieces, order, here, rank, Slots(pieces.cut)).emit(plan.exchanges)
 
 
+@dataclass(frozen=True, eq=False)
+class _Summed:
+    """Gradients in the form that the pass leaves in which they are summed.
+
+    Attributes:
+        slot: what holds them: each replica's copy of one, or a bucket packed.
+        gradients: the gradients.
+        read: returns them, given what the slot holds.
+        how: a key that is equal where they are read alike.
+    """
+
+    slot: int
+    gradients: tuple[Var, ...]
+    read: Callable[[Any], Sequence[Any]]
+    how: object
+
+
 @dataclass(eq=False)
 class _Emitter:
     """One worker's instructions so far, and what emits them.
@@ -105,8 +123,7 @@ class _Emitter:
         turns: the number of turns so far.
         listed: the instructions.
         programs: see `Emitted`.
-        copies: the gradients whose sum has taken the place of each replica's: their operands, and
-            the slots with the copies.
+        summed: where the sums of gradients are that their stages leave as no value of the update.
     """
 
     pieces: Pieces
@@ -117,7 +134,7 @@ class _Emitter:
     turns: int = 0
     listed: list[Work] = field(default_factory=list)
     programs: dict[str, EmittedProgram] = field(default_factory=dict)
-    copies: dict[Var, tuple[int, int]] = field(default_factory=dict)
+    summed: dict[Var, _Summed] = field(default_factory=dict)
 
     @property
     def cut(self) -> PartitionedStep:
@@ -277,30 +294,31 @@ class _Emitter:
         self.sends([(v, segment.mesh, to) for v, to in segment.sends])
 
     def own_segment(self, name: str, segment: Segment, turn: int) -> None:
-        of_outer, mesh, layout = self.slots.of_outer, segment.mesh, self.cut.layouts[segment.mesh]
+        of_outer, mesh = self.slots.of_outer, segment.mesh
         closed = Jaxpr(segment.inputs, segment.equations, segment.outputs)
         fun = jaxpr_as_fun(closed)
-        copies = {k: self.copies[v] for k, v in enumerate(segment.inputs) if v in self.copies}
+        sums = list(dict.fromkeys(self.summed[v] for v in segment.inputs if v in self.summed))
+        given = [v for v in segment.inputs if v not in self.summed]
         stacked = {k for k, v in enumerate(segment.outputs) if self.slots.is_stacked(v)}
         own, rank = self.cut.slicing.own, self.rank  # not the emitter itself: it holds the programs
 
         def whole(*values: Any) -> tuple[Any, ...]:
-            read = list(values)
-            for k, (i, _) in copies.items():
-                read[k] = of_replicas(layout, i, read[k])
-            return tuple(own(x, rank) if k in stacked else x for k, x in enumerate(fun(*read)))
+            known = dict(zip(given, values, strict=False))
+            for each, x in zip(sums, values[len(given) :], strict=True):
+                known.update(zip(each.gradients, each.read(x), strict=True))
+            outs = fun(*(known[v] for v in segment.inputs))
+            return tuple(own(x, rank) if k in stacked else x for k, x in enumerate(outs))
 
         alike = None
         if ".piece." in name:
+            numbers = {v: k for k, v in enumerate(segment.inputs)}
             how = {
-                "copies": [(k, layout.operand(i)) for k, (i, _) in copies.items()],
+                "sums": [([numbers.get(v) for v in x.gradients], x.how) for x in sums],
                 "held": [id(x) for x in captured(segment.equations)],
             }
             alike = structure_text(closed, how)
         self.programs[name] = EmittedProgram(whole, alike)
-        inputs = [of_outer(v, mesh) for v in segment.inputs]
-        for k, (_, slot) in copies.items():
-            inputs[k] = slot
+        inputs = [*(of_outer(v, mesh) for v in given), *(each.slot for each in sums)]
         self.run(turn, mesh, name, inputs, [of_outer(v, mesh) for v in segment.outputs])
 
     # -- the pipeline: the tasks of all microbatches ---------------------------------------------
@@ -352,10 +370,33 @@ class _Emitter:
         for graph, turn in self.each_stage():
             programs = self.stage_programs[graph.index].values()
             self.reduce(graph, [b for made in programs for b in made.sync.after_pass], turn)
-            for name in (n for made in programs if made.last for n in made.last.outputs):
-                if name.kind == "per_replica":
-                    (var,) = self.cut.update.grad_parts[name.of, graph.index]
-                    self.copies[var] = name.of, self.slots.of_stage(name, graph, 0)
+            for made in programs:
+                self.keep_sums(graph, made.last or made)
+
+    def keep_sums(self, graph: StageGraph, made: StageProgram) -> None:
+        """Note where a stage's last backward pass leaves sums that are not yet gradients."""
+        layout, left = self.cut.layouts[graph.mesh], set(made.outputs)
+        packed = {name.of for name in left if name.kind == "packed"}
+        for each in bucket_sums(layout, made.buckets, packed):
+            operands = each.bucket.operands
+            if each.stays_packed:
+                self.keep(graph, Name("packed", each.bucket), operands, each.gradients)
+            for i in operands:
+                if (name := Name("per_replica", i)) in left:
+                    self.keep(graph, name, (i,), functools.partial(_of_replicas, layout, i))
+
+    def keep(
+        self, graph: StageGraph, name: Name, operands: Sequence[int], read: Callable[..., Any]
+    ) -> None:
+        """Note that a stage leaves the sums of these operands' gradients as `name`."""
+        layout, grads = self.cut.layouts[graph.mesh], self.cut.update.grad_parts
+        parts = tuple(grads[i, graph.index][0] for i in operands)
+        avals = [v.aval for v in parts]
+        cut = [(layout.operand(i), layout.gradient(i)) for i in operands]
+        kind = (name.of.collective, name.of.dtype) if name.kind == "packed" else name.kind
+        slot = self.slots.of_stage(name, graph, 0)
+        one = _Summed(slot, parts, lambda x: read(x, avals), (kind, avals, cut))
+        self.summed.update(dict.fromkeys(parts, one))
 
     def each_stage(self) -> Iterator[tuple[StageGraph, int]]:
         """Give each stage a turn, and return those that run here with theirs."""
@@ -456,6 +497,10 @@ class _Emitter:
         inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
         outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         self.run(turn, graph.mesh, name, inputs, outputs)
+
+
+def _of_replicas(layout: Layout, operand: int, each: Any, _: object) -> list[Any]:
+    return [of_replicas(layout, operand, each)]
 
 
 def _spec(cut: PartitionedStep, x: Exchanged, by: ServerExchange) -> ExchangeSpec:

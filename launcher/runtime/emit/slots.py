@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from launcher.partition import DATA, Axis, Name, PartitionedStep, Spec, StageGraph
+from launcher.partition import DATA, Axis, Name, PartitionedStep, Spec, StageGraph, packed_form
 from launcher.runtime.emit.instructions import Slot
 from launcher.trace import Var
 
@@ -81,6 +81,10 @@ class Slots:
             (part,) = self.cut.update.grad_parts[name.of, graph.index]
             spec = self.cut.layouts[graph.mesh].operand(name.of)
             return self._per_replica((name, graph.index), graph.mesh, part.aval, spec)
+        if name.kind == "packed":
+            count, spec = packed_form(name.of, self.cut.layouts[graph.mesh])
+            aval = jax.ShapeDtypeStruct((count,), name.of.dtype)
+            return self._per_replica((name, graph.index), graph.mesh, aval, spec)
         if name.kind == "residual":
             spec = self.residuals[name.of]
             return self._per_replica(

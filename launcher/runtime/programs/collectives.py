@@ -6,7 +6,7 @@ The programs are traced for an abstract mesh, without devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,15 @@ from launcher.partition import (
     Name,
     Spec,
     TaskProgram,
-    are_packed,
     axes,
+    is_flat,
+    packed_form,
     scatter_dim,
     sum_places,
     without,
 )
 from launcher.partition import parts as count_parts
-from launcher.trace import Atom, Equation, Jaxpr, free_vars, jaxpr_as_fun
+from launcher.trace import Atom, Aval, Equation, Jaxpr, free_vars, jaxpr_as_fun
 
 GRADIENT_SUM = "gradient_sum"  # the scope of a bucket's operations, by which they are found again
 
@@ -58,13 +59,15 @@ class BucketSum:
         layout: the layout of the submesh.
         bucket: the bucket.
         number: the bucket's number in its program.
-        packs: whether the gradients are packed into one array.
+        is_flat: see `partition.is_flat`.
+        stays_packed: see `partition.stays_packed`.
     """
 
     layout: Layout
     bucket: Bucket
     number: int
-    packs: bool
+    is_flat: bool
+    stays_packed: bool
 
     def packed(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return the arrays to sum, given a replica's gradients."""
@@ -73,40 +76,69 @@ class BucketSum:
             own = [part.astype(self.bucket.dtype) for part in parts]
             if self._scatters:
                 return (jnp.concatenate(self._rows(own), axis=1).reshape(-1),)
-            return (jnp.concatenate([x.reshape(-1) for x in own]),) if self._is_flat else (*own,)
+            return (jnp.concatenate([x.reshape(-1) for x in own]),) if self.is_flat else (*own,)
 
         return self._locally(local, self._before, self._crossing, parts)
 
-    def total(self, packed: Sequence[Any], parts: Sequence[Any]) -> Sequence[Any]:
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """The names of what `total` returns."""
+        if self.stays_packed:
+            return (Name("packed", self.bucket),)
+        return tuple(Name("grad", i) for i in self.bucket.operands)
+
+    def total(self, packed: Sequence[Any], avals: Sequence[Aval]) -> Sequence[Any]:
         """Return the sums, or of those that are scattered this replica's share.
 
         Args:
             packed: what `packed` returns.
-            parts: the gradients, of which only the types are read.
+            avals: the gradients' types.
         """
-        cut = [zip(x.shape, spec, strict=True) for x, spec in zip(parts, self._before, strict=True)]
-        sizes = self.layout.sizes
-        shapes = [tuple(n // count_parts((axis,), sizes) for n, axis in each) for each in cut]
 
         def local(*packed: Any) -> tuple[Any, ...]:
             if self._scatters:
-                found = self._shards(jax.lax.psum_scatter(packed[0], DATA, tiled=True), shapes)
+                packed = (jax.lax.psum_scatter(packed[0], DATA, tiled=True),)
             else:
-                found = jax.lax.psum(packed, DATA)
-                found = _unpacked(found[0], shapes) if self._is_flat else found
-            return tuple(x.astype(part.dtype) for x, part in zip(found, parts, strict=True))
+                packed = jax.lax.psum(packed, DATA)
+            return packed if self.stays_packed else self._unpacked(packed, avals)
 
         after = [_of_replica(self.layout, i) for i in self.bucket.operands]
+        after = self._crossing if self.stays_packed else after
         return self._locally(local, self._crossing, after, packed)
+
+    def gradients(self, total: Any, avals: Sequence[Aval]) -> list[Any]:
+        """Return the gradients, with the specs of `Layout.gradient`, not as one replica has them.
+
+        Args:
+            total: what `total` returns packed, of all replicas: `[replicas, elements]`.
+            avals: the gradients' types.
+        """
+        operands = self.bucket.operands
+        after = [_summed_spec(self.layout, i) for i in operands]
+        found = _locally(
+            self.layout,
+            lambda total: self._unpacked((total[0],), avals),
+            [(DATA, *spec) for spec in self._crossing],
+            after,
+            [total],
+        )
+        specs = map(self.layout.gradient, operands)
+        return [constrained(self.layout, x, spec) for x, spec in zip(found, specs, strict=True)]
+
+    def _unpacked(self, packed: Sequence[Any], avals: Sequence[Aval]) -> tuple[Any, ...]:
+        """Return a device's shards of the sums; `avals`: the gradients' types."""
+        sizes = self.layout.sizes
+        cut = [zip(x.shape, spec, strict=True) for x, spec in zip(avals, self._before, strict=True)]
+        shapes = [tuple(n // count_parts((axis,), sizes) for n, axis in each) for each in cut]
+        if self._scatters:
+            packed = self._shards(packed[0], shapes)
+        elif self.is_flat:
+            packed = _pieces(packed[0], shapes)
+        return tuple(x.astype(of.dtype) for x, of in zip(packed, avals, strict=True))
 
     @property
     def _scatters(self) -> bool:
         return self.bucket.collective == "reduce-scatter"
-
-    @property
-    def _is_flat(self) -> bool:
-        """Whether one flat array crosses, rather than each gradient in its own shape."""
-        return self._scatters or (self.packs and len(self.bucket.operands) > 1)
 
     @property
     def _before(self) -> list[Spec]:
@@ -114,9 +146,8 @@ class BucketSum:
 
     @property
     def _crossing(self) -> list[Spec]:
-        """The specs of the arrays that cross: every device packs its own shards."""
-        others = tuple(axis for axis in self.layout.sizes if axis != DATA)
-        return [(others,)] if self._is_flat else self._before
+        """The specs of the arrays that cross."""
+        return [packed_form(self.bucket, self.layout)[1]] if self.is_flat else self._before
 
     def _locally(
         self, fun: Callable[..., Any], ins: Sequence[Spec], outs: Sequence[Spec], of: Sequence[Any]
@@ -141,7 +172,7 @@ class BucketSum:
         first = [
             (n[d] // sizes[DATA], *n[:d], *n[d + 1 :]) for n, d in zip(shapes, at, strict=True)
         ]
-        for i, d, piece in zip(self.bucket.operands, at, _unpacked(total, first), strict=True):
+        for i, d, piece in zip(self.bucket.operands, at, _pieces(total, first), strict=True):
             shard = jnp.moveaxis(piece, 0, d)
             if ROWS in axes(self.layout.gradient(i)[d]):
                 size = shard.shape[d] // sizes[ROWS]
@@ -151,10 +182,14 @@ class BucketSum:
         return found
 
 
-def bucket_sums(layout: Layout, buckets: Sequence[Bucket]) -> list[BucketSum]:
-    """Return the sums of a program's buckets."""
-    packs = are_packed(buckets)
-    return [BucketSum(layout, bucket, n, packs) for n, bucket in enumerate(buckets)]
+def bucket_sums(
+    layout: Layout, buckets: Sequence[Bucket], packed: Set[Bucket] = frozenset()
+) -> list[BucketSum]:
+    """Return the sums of a program's buckets, of which some stay `packed`."""
+    return [
+        BucketSum(layout, bucket, n, is_flat(bucket, buckets), bucket in packed)
+        for n, bucket in enumerate(buckets)
+    ]
 
 
 def sum_buckets(
@@ -174,7 +209,7 @@ def sum_buckets(
     for each in bucket_sums(layout, buckets):
 
         def summed(own: Sequence[Any], each: BucketSum = each) -> Sequence[Any]:
-            return each.total(each.packed(own), own)
+            return each.total(each.packed(own), list(map(jax.typeof, own)))
 
         operands = each.bucket.operands
         totals = jax.vmap(summed, spmd_axis_name=DATA)([parts[i] for i in operands])
@@ -184,16 +219,16 @@ def sum_buckets(
 
 def with_sums(
     program: TaskProgram, sums: Sequence[BucketSum]
-) -> Callable[..., tuple[Sequence[Any], dict[int, Any]]]:
+) -> Callable[..., tuple[Sequence[Any], list[Any]]]:
     """Return a replica's program with its buckets summed where `sum_places` says.
 
-    It is `fun(summand, *inputs) -> (the program's results, the sums by operand)`; a bucket gets
+    It is `fun(summand, *inputs) -> (the program's results, each bucket's `total`)`; a bucket gets
     `summand(name, value)` of each of its gradients.
     """
     closed, places = program.closed, sum_places(program, [each.bucket for each in sums])
     grads = dict(zip(program.outputs, closed.outvars, strict=True))
 
-    def fun(summand: Callable[[Name, Any], Any], *given: Any) -> tuple[Any, dict[int, Any]]:
+    def fun(summand: Callable[[Name, Any], Any], *given: Any) -> tuple[Any, list[Any]]:
         known = dict(zip(closed.invars, (*program.constants, *given), strict=True))
 
         def run(equations: Sequence[Equation], outs: Sequence[Atom]) -> Sequence[Any]:
@@ -221,10 +256,10 @@ def with_sums(
             totals |= latest
             latest = {}
             for k, own, arrays in zip(here.buckets, parts, packed, strict=True):
-                found = sums[k].total(arrays, own)
-                latest.update(zip(sums[k].bucket.operands, found, strict=True))
+                latest[k] = sums[k].total(arrays, list(map(jax.typeof, own)))
             begin = here.place
-        return run(closed.eqns[begin:], closed.outvars), totals | latest
+        totals |= latest
+        return run(closed.eqns[begin:], closed.outvars), [totals[k] for k in range(len(sums))]
 
     return fun
 
@@ -237,10 +272,15 @@ def of_replicas(layout: Layout, operand: int, each: Any) -> Any:
         operand: what it is the gradient of.
         each: `[replicas, …]`, each replica's copy, or its share of what is scattered.
     """
-    before, after = _of_replica(layout, operand), layout.gradient(operand)
-    whole = before if scatter_dim(layout, operand) is None else after
+    before, whole = _of_replica(layout, operand), _summed_spec(layout, operand)
     (total,) = _locally(layout, lambda x: (x[0],), [(DATA, *before)], [whole], [each])
-    return constrained(layout, total, after)
+    return constrained(layout, total, layout.gradient(operand))
+
+
+def _summed_spec(layout: Layout, operand: int) -> Spec:
+    """Return the spec of a gradient's sum once its replicas' shares are one array."""
+    is_whole = scatter_dim(layout, operand) is None
+    return layout.operand(operand) if is_whole else layout.gradient(operand)
 
 
 def _of_replica(layout: Layout, operand: int) -> Spec:
@@ -267,7 +307,7 @@ def _locally(
     return made
 
 
-def _unpacked(total: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+def _pieces(total: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return the arrays of these shapes in a flat one."""
     pieces = jnp.split(total, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
     return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]

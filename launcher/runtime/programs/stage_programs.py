@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ from launcher.partition import (
     gradient_order,
     is_summed_in_every,
     is_summed_in_place,
+    stays_packed,
     without_transposes,
 )
 from launcher.runtime.programs.collectives import bucket_sums, constrained, of_replicas, with_sums
@@ -149,12 +151,13 @@ class _Maker:
         now, made = sync.in_pass(last), one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         held = [self.accumulator(n) for n in kept]
-        sums = bucket_sums(self.layout, now)
-        summed = {i for b in now for i in b.operands}
-        moves = {i for i in summed if not is_summed_in_place(self.layout, i, self.leaving)}
-        left = [n if n.kind == "grad" and n.of in moves else self.accumulator(n) for n in made]
+        packed = {b for b in now if stays_packed(b, now, self.slicing, self.leaving)}
+        sums = bucket_sums(self.layout, now, packed)
+        summed = {Name("grad", i): b for b in now for i in b.operands}
+        left_as = {n: self.left_as(n, summed.get(n), packed) for n in made}
+        left = dict.fromkeys(left_as.values())
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
-        reads = [n for n in inputs if n.kind != "grad" or n.of not in summed]
+        reads = [n for n in inputs if n not in summed]
         outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
 
         replicated, closed = self.slicing.own_replicas > 1, one_slice.closed
@@ -183,15 +186,28 @@ class _Maker:
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
             given = dict(zip(inputs, map(self.gathered, inputs, flat), strict=True))
             outs, totals = fun(number, *(given[n] for n in reads))
-            values = dict(zip(made, outs, strict=True))
-            for i, x in totals.items():
-                n, in_place = Name("grad", i), Name("per_replica", i) in left
-                x = x if in_place else of_replicas(self.layout, i, x)
-                values[n] = given[n] + x if n in given else x
-            by_name = dict(zip(left, map(values.get, made), strict=True))
-            return tuple(by_name[n] for n in outputs)
+            values = dict(zip(left_as.values(), outs, strict=True))
+            names = [n for each in sums for n in each.names]
+            for n, x in zip(names, itertools.chain(*totals), strict=True):
+                at = left_as.get(n, n)
+                x = of_replicas(self.layout, n.of, x) if at.kind == "grad" else x
+                values[at] = given[n] + x if n in given else x
+            return tuple(values[n] for n in outputs)
 
         return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, sync, now)
+
+    def left_as(self, name: Name, bucket: Bucket | None, packed: Set[Bucket]) -> Name:
+        """Return the name of what a program leaves of a result or gradient.
+
+        Args:
+            name: the result or gradient of a microbatch.
+            bucket: that which the program sums it in, if it does.
+            packed: the buckets whose sums stay packed.
+        """
+        if bucket in packed:
+            return Name("packed", bucket)
+        moves = bucket and not is_summed_in_place(self.layout, name.of, self.leaving)
+        return name if moves else self.accumulator(name)
 
     def accumulator(self, name: Name) -> Name:
         """Return the name of an output where the microbatches before are added up.
@@ -292,12 +308,7 @@ def _as_of(
     program: StageProgram, rename: Callable[[Name], Name], named: Callable[[str], str]
 ) -> StageProgram:
     def buckets(given: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-        return tuple(
-            dataclasses.replace(
-                b, operands=tuple(rename(Name("operand", i)).of for i in b.operands)
-            )
-            for b in given
-        )
+        return tuple(rename(Name("packed", bucket)).of for bucket in given)
 
     return dataclasses.replace(
         program,
@@ -328,6 +339,9 @@ def _renamed(a: StageGraph, b: StageGraph) -> Callable[[Name], Name]:
     }
 
     def rename(name: Name) -> Name:
+        if name.kind == "packed":
+            own = tuple(operands[i] for i in name.of.operands)
+            return Name("packed", dataclasses.replace(name.of, operands=own))
         return Name(name.kind, values[name.kind][name.of]) if name.kind in values else name
 
     return rename

@@ -56,6 +56,8 @@ def test_a_bucket_is_summed_once_it_is_complete_and_the_link_is_free(buckets, ba
     for number in range(1, buckets + 1):
         free = max(free, backward * number / buckets) + 10.0 / buckets
     assert exposed_seconds(10.0, buckets, backward) == pytest.approx(free - backward)
+    last = exposed_seconds(10.0, buckets, backward, 9.0)  # as an embedding's is, which comes last
+    assert last == pytest.approx(max(9.0, exposed_seconds(10.0, buckets, backward)))
 
 
 @pytest.mark.parametrize(
