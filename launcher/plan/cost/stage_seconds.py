@@ -159,9 +159,10 @@ def _ring_seconds(found: Sequence[Collective], layout: Layout, links: Links) -> 
     )
 
 
-def _gathers(operands: Iterable[int], loss: Loss, layout: Layout) -> list[Collective]:
-    """Return the all-gathers of operands that are sharded along data."""
-    sizes = (nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes) for i in operands)
+def gathers(types: Mapping[int, str], loss: Loss, layout: Layout) -> list[Collective]:
+    """Return the all-gathers of operands that are sharded along data, in these types."""
+    counts = {i: loss.invars[i].aval.size / parts(layout.operand(i), layout.sizes) for i in types}
+    sizes = (counts[i] * jnp.dtype(dtype).itemsize for i, dtype in types.items())
     return [Collective("all-gather", (DATA, ROWS), size) for size in sizes]
 
 
@@ -230,16 +231,16 @@ def stage_update_seconds(
     summing = _crossing_seconds(sums, layout, cluster, links)
     exposed = float(formulas.exposed_seconds(summing, len(sums), beside))
     # The update is sharded, and the parameters are whole (ZeRO-2).
-    updated = (i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i))
-    gathers = _gathers(updated, loss, layout)
-    crossing = exposed + _crossing_seconds(gathers, layout, cluster, links)
+    updated = [i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i)]
+    made = gathers({i: loss.invars[i].aval.dtype.name for i in updated}, loss, layout)
+    crossing = exposed + _crossing_seconds(made, layout, cluster, links)
     state = sum(
         nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
         for v, home in outer.homes.items()
         if home == graph.mesh
     )
     once = formulas.update_seconds(crossing, share * state, cluster.memory_bandwidth)
-    summary = _summary("update", [*sums, *gathers])
+    summary = _summary("update", [*sums, *made])
     once = float(once) + exchange_seconds
-    rings = _ring_seconds([*sums, *gathers], layout, links)
+    rings = _ring_seconds([*sums, *made], layout, links)
     return UpdateSeconds(once, summing - exposed, exchange_seconds, summary, rings)

@@ -54,6 +54,10 @@ SAME_ELEMENTS = _LAYOUT | BARRIERS | frozenset((
     "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "scatter",
     "select_n", "split", "stack", "tile", "unstack",
 ))
+# Results hold elements of the first operand alone; the others, if any, say which.
+MOVES = _LAYOUT | frozenset(("copy", "dynamic_slice", "gather", "split", "tile", "unstack"))
+# The same values in another type.
+CONVERSIONS = frozenset(("convert_element_type",))
 # An operand fills a part of the result, which is longer.
 LENGTHENING = frozenset(("concatenate", "pad"))
 # The same values in another form: parts of a gradient can be added before it or after it.
