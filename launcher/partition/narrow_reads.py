@@ -8,6 +8,7 @@ others that do, in loops and calls, too. Pure.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,24 +42,28 @@ def narrow_reads(jaxpr: Jaxpr) -> dict[Var, str]:
     return {v: dtype for v, dtype in found.items() if dtype}
 
 
-def gathered_types(program: TaskProgram, layout: Layout) -> dict[int, str]:
-    """Return the operands that a task program gathers along data, with the types in which."""
+def operand_types(program: TaskProgram) -> dict[int, str]:
+    """Return the operands that a task program reads, with the types that it can take them in."""
     narrow = narrow_reads(program.closed)
-    return {i: narrow.get(v, v.aval.dtype.name) for i, v in gathered(program, layout).items()}
+    return {i: narrow.get(v, v.aval.dtype.name) for i, v in _operands(program).items()}
+
+
+def gathered(program: TaskProgram, layout: Layout) -> dict[int, Var]:
+    """Return the operands that a task program gathers along data, with its variables of them."""
+    return {i: v for i, v in _operands(program).items() if layout.is_gathered(i)}
 
 
 def gathering_less(program: TaskProgram, layout: Layout) -> TaskProgram:
-    """Return the same task program, which takes what it gathers in the `gathered_types`."""
+    """Return the same task program, which takes what it gathers in the `operand_types`."""
     narrow, own = narrow_reads(program.closed), gathered(program, layout).values()
     closed = taking(program.closed, {v: narrow[v] for v in own if v in narrow})
     return dataclasses.replace(program, closed=closed)
 
 
-def gathered(program: TaskProgram, layout: Layout) -> dict[int, Var]:
-    """Return the operands that a task program gathers along data, with its variables of them."""
+def _operands(program: TaskProgram) -> dict[int, Var]:
     given = program.closed.invars[len(program.constants) :]
-    operands = zip(program.inputs, given, strict=True)
-    return {n.of: v for n, v in operands if n.kind == "operand" and layout.is_gathered(n.of)}
+    named = zip(program.inputs, given, strict=True)
+    return {name.of: v for name, v in named if name.kind == "operand"}
 
 
 def _reads(eqn: Equation, found: Mapping[Var, str | None]) -> Iterator[tuple[Var, str | None]]:
@@ -94,12 +99,16 @@ def taking(jaxpr: Jaxpr, types: Mapping[Var, str]) -> Jaxpr:
     for eqn in jaxpr.eqns:
         pairs = [(v, to) for v, to in _moved(eqn) if is_var(v) and v in env]
         env.update((to, _of_type(to, env[v].aval.dtype)) for v, to in pairs)
-        inner = iter([_types(body, env) for body in _bodies(eqn)])
         if any(v in env for v in eqn.invars if is_var(v)):
-            eqn = replace_bodies(eqn, lambda body, inner=inner: taking(body, next(inner)))
+            of_bodies = iter([_types(body, env) for body in _bodies(eqn)])
+            eqn = replace_bodies(eqn, functools.partial(_taking_next, of_bodies))
             eqn = eqn.replace(invars=named(eqn.invars), outvars=named(eqn.outvars))
         equations.append(eqn)
     return dataclasses.replace(jaxpr, invars=named(jaxpr.invars), eqns=equations)
+
+
+def _taking_next(of_bodies: Iterator[dict[Var, str]], body: Jaxpr) -> Jaxpr:
+    return taking(body, next(of_bodies))
 
 
 def _types(body: Body, env: Mapping[Var, Var]) -> dict[Var, str]:

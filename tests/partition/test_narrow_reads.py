@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launcher.partition import narrow_reads
-from launcher.partition.narrow_reads import taking
+from launcher.partition.narrow_reads import narrow_reads, taking
 from launcher.trace import inline_calls, jaxpr_as_fun, make_jaxpr
 
 BF16 = jnp.bfloat16

@@ -166,13 +166,3 @@ def test_every_collective_is_accounted_for(name, method):
         for program, text in executable.hlo_text().items()
     }
     assert {program: kinds for program, kinds in found.items() if kinds} == EXPECTED[name][method]
-
-
-# -- gathers ---------------------------------------------------------------------------------------
-
-
-def gathered_bytes(text):
-    """Bytes of what a program gathers; XLA:CPU gathers bf16 as it is."""
-    return sum(size for kind, size in collectives(text) if kind == "all-gather")
-
-

@@ -91,6 +91,14 @@ def gather_seconds(
     return all_reduce_seconds(size, devices, bandwidth, latency, count) / 2
 
 
+GATHERED_TOGETHER = 30 << 20  # bytes: XLA:GPU's default for arrays that one all-gather brings
+
+
+def gather_count(size: Amount, count: Amount, cluster: ClusterShape) -> Amount:
+    """Return about how many all-gathers bring `count` arrays of `size` bytes together."""
+    return bucket_count(size, count, GATHERED_TOGETHER if cluster.is_gpu else 0)
+
+
 def bucket_count(size: Amount, count: Amount, bucket_bytes: int) -> Amount:
     """Return about how many buckets gradients fill (`partition.gradient_sync`).
 
@@ -115,6 +123,26 @@ def exposed_seconds(sums: Amount, buckets: Amount, backward: Amount) -> Amount:
     """
     share = 1 / np.maximum(buckets, 1)
     return np.maximum(sums * share, sums - backward * (1 - share))
+
+
+def beside_work(work: Amount, crossing: Amount, alone: Amount) -> Amount:
+    """Return the seconds of a pass whose parameters are gathered, and gradients scattered, in it.
+
+    XLA:GPU gathers what a product reads under the work before it, and scatters a gradient under
+    the work behind it, one after another.
+
+    Args:
+        work: seconds of all else.
+        crossing: seconds of what is gathered and scattered.
+        alone: the part of it that has no work beside it: what is gathered before the first product,
+            and scattered after the last.
+    """
+    return alone + np.maximum(work, crossing - alone)
+
+
+def alone_seconds(whole: Amount, part: Amount, cluster: ClusterShape) -> Amount:
+    """Return the part of collectives that runs beside nothing: all of it on a shared machine."""
+    return whole if cluster.effective_parallelism is not None else part
 
 
 def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
@@ -174,7 +202,9 @@ class PassParts:
         sums: of the collectives of the forward pass.
         sums_back: of the collectives of the backward pass, with those of what it recomputes.
         gather: of gathering the parameters that are sharded along data (ZeRO-3).
-        scatter: of reducing and scattering their gradients.
+        alone: the part of it that runs beside nothing.
+        crossing: of gathering them again, and of reducing and scattering their gradients.
+        alone_back: the part of it that runs beside nothing.
     """
 
     work: Amount
@@ -183,7 +213,9 @@ class PassParts:
     sums: Amount
     sums_back: Amount
     gather: Amount
-    scatter: Amount
+    alone: Amount
+    crossing: Amount
+    alone_back: Amount
 
 
 @dataclass(frozen=True)
@@ -206,8 +238,7 @@ def pass_seconds(
 ) -> PassSeconds:
     """Return the seconds of a stage's passes over a microbatch.
 
-    Both passes gather the parameters, and each program has a dispatch overhead; one program that
-    does both has it once, and what it gathered for the forward pass is still there.
+    Each program has a dispatch overhead; one that does both passes has it once.
 
     Args:
         of: their parts.
@@ -217,9 +248,9 @@ def pass_seconds(
         splits: whether the schedule has a program of its own for the gradients of the weights,
             which take half of the work. The first stage has none: all of it may wait.
     """
-    forward = of.work + of.sums + (of.gather + overhead)
-    started = np.where(as_one, of.scatter, of.gather + of.scatter + overhead)
-    backward = of.work_back + of.again + of.sums_back + started
+    forward = beside_work(of.work + of.sums, of.gather, of.alone) + overhead
+    work = of.work_back + of.again + of.sums_back
+    backward = beside_work(work, of.crossing, of.alone_back) + np.where(as_one, 0.0, overhead)
     start = np.where(is_first, 0.0, overhead if splits else 0.0)
     weight = np.where(is_first, backward, of.work_back / 2 + start)
     return PassSeconds(forward, backward + start, weight)

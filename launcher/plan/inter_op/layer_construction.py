@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from launcher.hardware import ClusterShape
@@ -30,6 +31,7 @@ from launcher.partition import (
     group_layers,
     inside_of,
     layer_flops,
+    operand_types,
     outer_dims,
     parts,
     recomputed,
@@ -61,6 +63,7 @@ _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
 # A layer's costs on one model axis, by the field of `LayerTable`, and the specs of its parameters.
 _Solved = tuple[dict[str, float], tuple[Spec, ...]]
+_Reads = Sequence[tuple[int, int]]  # bytes of an element of each parameter, as each pass reads it
 
 
 def cost_table(
@@ -89,7 +92,9 @@ def cost_table(
     selective = cluster.memory_bytes is not None and has_attention(loss.equations)
     rows_of = batch_axes(step, loss)
     solved: dict[object, list[_Solved]] = {}
+    reads: dict[object, _Reads] = {}
     of_layer: list[list[_Solved]] = []
+    reads_of_layer: list[_Reads] = []
     for graph in graphs:
         given = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
         known = tuple(
@@ -100,13 +105,14 @@ def cost_table(
         key = graph.structure, tuple(rows_of[i] for i in graph.operands), known
         if key not in solved:
             layer = _Layer(graph, loss, selective, cluster.is_gpu)
-            solved[key] = []
+            solved[key], reads[key] = [], layer.reads()
             for m, along in model_axes:
                 if dims is not None and along is not None:
                     cut = sequence_sharding(graph, loss, dims, along, m)
                 else:
                     cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
                 solved[key].append((layer.costs(cut, cluster), layer.specs(cut)))
+        reads_of_layer.append(reads[key])
         batch = float(sum(nbytes(loss.invars[i].aval) for i in _of_batch(step, graph)))
         of_layer.append([({**of, "batch_bytes": batch}, specs) for of, specs in solved[key]])
     axes_of_layers = [[of[k][0] for of in of_layer] for k in range(len(model_axes))]
@@ -117,7 +123,13 @@ def cost_table(
             for name in axes_of_layers[0][0]
         },
         parameters=_parameters(
-            step, loss, graphs, of_layer, [m for m, _ in model_axes], outer or outer_dims(step)
+            step,
+            loss,
+            graphs,
+            of_layer,
+            reads_of_layer,
+            [m for m, _ in model_axes],
+            outer or outer_dims(step),
         ),
         sequence=tuple(of is not None for _, of in model_axes),
         selective=selective,
@@ -159,6 +171,19 @@ class _Layer:
     def specs(self, sharding: Sharding) -> tuple[Spec, ...]:
         """Return the specs of its parameters, given the sharding of its forward pass."""
         return tuple(map(sharding.spec, self._parameters))
+
+    def reads(self) -> _Reads:
+        """Return the bytes of an element of each parameter as each pass reads it; 0: it does not.
+
+        They are the narrowest that it can be gathered in.
+        """
+        programs = self._apart.programs.programs
+        types = [
+            operand_types(programs[kind]) if kind in programs else dict[int, str]()
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        ]
+        sizes = [{i: jnp.dtype(t).itemsize for i, t in own.items()} for own in types]
+        return [(sizes[0].get(i, 0), sizes[1].get(i, 0)) for i in self._graph.wrt]
 
     def costs(self, sharding: Sharding, cluster: ClusterShape) -> dict[str, float]:
         """Return what it costs without its leaves of the batch, by the field of `LayerTable`.
@@ -308,6 +333,7 @@ def _parameters(
     loss: Loss,
     graphs: Sequence[StageGraph],
     solved: Sequence[Sequence[_Solved]],
+    reads: Sequence[_Reads],
     model_sizes: Sequence[int],
     outer: NamedDims,
 ) -> tuple[Parameters, ...]:
@@ -330,6 +356,8 @@ def _parameters(
             for spec, m in zip(specs, model_sizes, strict=True)
         ]
         gradient = aval.size * accumulator_dtype(aval.dtype).itemsize if i in used else 0
+        sizes = [reads[k][graphs[k].wrt.index(i)] for k in readers[i]]
+        ahead, again = map(max, zip(*sizes, strict=True))
         whole = {
             "parameters": 1.0,
             "parameter_bytes": nbytes(aval),
@@ -337,6 +365,9 @@ def _parameters(
             "optimizer_bytes": optimizer[i],
             "gradients": 1.0 if i in used else 0.0,
             "gradient_bytes": gradient,
+            "gathered_bytes": aval.size * ahead,
+            "gathered_again": 1.0 if again else 0.0,
+            "gathered_again_bytes": aval.size * again,
         }
         sharded = zip(specs, model_sizes, strict=True)
         share = np.array([1.0 / parts(spec, {MODEL: m}) for spec, m in sharded])

@@ -17,9 +17,11 @@ from launcher.plan.cost.formulas import (
     PassSeconds,
     activation_bytes,
     all_reduce_seconds,
+    alone_seconds,
     beside_seconds,
     bucket_count,
     exposed_seconds,
+    gather_count,
     pass_seconds,
     sharded_bytes,
     update_seconds,
@@ -396,22 +398,26 @@ class StageCosts:
             found.append(self._all_reduce(MODEL, size, count))
         return tuple(found)
 
-    def _sums(
-        self, gathers: bool, recompute: Recompute | None, latency: bool
-    ) -> tuple[np.ndarray, np.ndarray, Amount, Amount]:
-        """Return the seconds of a microbatch's collectives but its row sums.
-
-        They are the all-reduces along model of the forward and of the backward pass, the all-gather
-        of parameters that are sharded along data, and the reduce-scatter of their gradients.
-        """
+    def _sums(self, recompute: Recompute | None, latency: bool) -> Arrays:
+        """Return the seconds of the all-reduces along model of each of a microbatch's passes."""
         forward, backward, repeated, selectively = self._along_model(latency)
         backward = backward + np.where(self.runs_as_one(recompute), 0.0, repeated)
-        backward = backward + self._repeated(forward, selectively, recompute)
-        if not gathers:
-            return forward, backward, 0.0, 0.0
-        size, count = self._sharded(3, "parameter_bytes"), self._sharded(3, "parameters")
-        gather = self._gather(DATA, size, latency * count)
-        return forward, backward, gather, self._scatter_seconds(3, latency)
+        return forward, backward + self._repeated(forward, selectively, recompute)
+
+    @_kept
+    def _gathers(self, recompute: Recompute | None, latency: bool) -> Arrays:
+        """Return the seconds to gather what is sharded along data for each pass (ZeRO-3)."""
+        ahead = [self._sharded(3, name) for name in ("gathered_bytes", "parameters")]
+        less = [self._sharded(3, name) for name in ("gathered_again_bytes", "gathered_again")]
+        again = [  # layers that run again read all that they have read
+            self._recomputed(of, recompute) + self._others(part, recompute, selectively=False)
+            for of, part in zip(ahead, less, strict=True)
+        ]
+        first, then = (
+            self._gather(DATA, size, latency * gather_count(size, count, self.cluster))
+            for size, count in (ahead, again)
+        )
+        return first, np.where(self.runs_as_one(recompute), 0.0, then)
 
     def _row_sums(self, latency: bool) -> Any:
         """Return the seconds to sum gradients along the devices that share a microbatch's rows."""
@@ -426,12 +432,21 @@ class StageCosts:
     @_kept
     def _passes(self, gathers: bool, recompute: Recompute | None) -> PassSeconds:
         work, back, selectively = self._work()
-        sums, sums_back, gather, scatter = self._sums(gathers, recompute, latency=True)
+        sums, sums_back = self._sums(recompute, latency=True)
         sums_back = sums_back + self._row_sums(True)
         more = self._repeated(work, selectively, recompute)
-        parts = PassParts(work, back, more, sums, sums_back, gather, scatter)
+        crossing = self._beside(recompute) if gathers else (0.0,) * 4
+        parts = PassParts(work, back, more, sums, sums_back, *crossing)
         splits, overhead = self._schedule.splits_backward, self.cluster.dispatch_overhead
         return pass_seconds(parts, overhead, self.runs_as_one(recompute), self._is_first, splits)
+
+    def _beside(self, recompute: Recompute | None) -> tuple[Amount, ...]:
+        """Return the seconds of `PassParts` that parameters sharded along data take (ZeRO-3)."""
+        (ahead, again), layers = self._gathers(recompute, True), np.arange(self.table.num_layers)
+        first, scatter = ahead[..., layers, layers + 1, None], self._scatter_seconds(3, True)
+        last = scatter / np.maximum(self._scattered(3), 1)
+        alone = alone_seconds(ahead, first, self.cluster)
+        return ahead, alone, again + scatter, alone_seconds(again + scatter, last, self.cluster)
 
     @_shared
     def _crossing_seconds(self) -> Arrays:
@@ -489,9 +504,14 @@ class StageCosts:
 
     def _scatter_seconds(self, zero: int, latency: bool) -> Amount:
         """Return the seconds to reduce and scatter the gradients that are sharded along data."""
-        size, count = self._sharded(zero, "gradient_bytes"), self._sharded(zero, "gradients")
-        buckets = latency * self._buckets(size, count)
+        size, buckets = self._sharded(zero, "gradient_bytes"), latency * self._scattered(zero)
         return np.asarray(self._gather(DATA, self._crossing(size), buckets))
+
+    def _scattered(self, zero: int) -> Amount:
+        """Return the number of the buckets that are scattered."""
+        return self._buckets(
+            *(self._sharded(zero, name) for name in ("gradient_bytes", "gradients"))
+        )
 
     def _buckets(self, size: Amount, count: Amount) -> Amount:
         """Return the number of buckets of gradients, by their bytes as they are accumulated."""
@@ -504,9 +524,11 @@ class StageCosts:
     @_kept
     def pass_rings(self, zero: int, recompute: Recompute) -> Mapping[str, Amount]:
         """Return how long a microbatch's collectives occupy the rings along each axis."""
-        forward, backward, gather, scatter = self._sums(zero == 3, recompute, latency=False)
-        gathers = np.where(self.runs_as_one(recompute), 1, 2) * gather
-        return {MODEL: forward + backward, DATA: self._row_sums(False) + gathers + scatter}
+        along_data = self._row_sums(False)
+        if zero == 3:
+            along_data = along_data + sum(self._gathers(recompute, False))
+            along_data = along_data + self._scatter_seconds(3, latency=False)
+        return {MODEL: sum(self._sums(recompute, latency=False)), DATA: along_data}
 
     def once_rings(self, zero: int) -> Mapping[str, Amount]:
         """Return how long the collectives once a step occupy the rings along each axis."""

@@ -12,6 +12,7 @@ from launcher.plan.cost.formulas import (
     PassParts,
     activation_bytes,
     all_reduce_seconds,
+    beside_work,
     exposed_seconds,
     gather_seconds,
     pass_seconds,
@@ -96,21 +97,30 @@ def test_a_transfer_takes_as_many_links_as_both_ends_have(parts, hosts, is_local
         assert seconds == pytest.approx(0.5 + size / bandwidth)
 
 
-PARTS = PassParts(work=1.0, work_back=2.0, again=1.0, sums=0.1, sums_back=0.2, gather=10, scatter=5)
+PARTS = PassParts(
+    work=1.0, work_back=2.0, again=1.0, sums=0.1, sums_back=0.2, gather=10, alone=4,
+    crossing=2.5, alone_back=1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("as_one", "is_first", "splits", "expected"),
     [
-        (False, False, False, (11.6, 18.7, 1.0)),
-        (True, False, False, (11.6, 8.2, 1.0)),  # neither gathers nor starts again
-        (False, False, True, (11.6, 19.2, 1.5)),  # a program more
-        (False, True, True, (11.6, 18.7, 18.7)),  # no other stage waits for any of it
+        (False, False, False, (10.5, 4.7, 1.0)),  # as long as it gathers; as it works, and then on
+        (True, False, False, (10.5, 4.2, 1.0)),  # does not start again
+        (False, False, True, (10.5, 5.2, 1.5)),  # a program more
+        (False, True, True, (10.5, 4.7, 4.7)),  # no other stage waits for any of it
     ],
 )
-def test_passes_gather_and_start(as_one, is_first, splits, expected):
+def test_passes_gather_beside_their_work_and_start(as_one, is_first, splits, expected):
     found = pass_seconds(PARTS, 0.5, as_one, is_first, splits)
     assert (found.forward, found.backward, found.weight) == pytest.approx(expected)
+
+
+def test_collectives_run_beside_work_but_for_those_that_nothing_is_beside():
+    assert beside_work(3.0, 2.0, 0.5) == 3.5
+    assert beside_work(3.0, 5.0, 0.5) == 5.0
+    assert beside_work(3.0, 5.0, 5.0) == 8.0  # as on a shared machine
 
 
 @pytest.mark.parametrize("splits", [True, False])
