@@ -89,6 +89,8 @@ _CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
 OWN_KERNELS = frozenset(("kernel",))
 # Matrix products and convolutions: the FLOPs that MFU counts.
 PRODUCTS = _CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
+# XLA's partitioner gathers the rows of all replicas for these.
+UNPARTITIONED = frozenset(("conv_general_dilated", "top_k"))
 # They find the place of the largest or smallest element.
 SEARCHES = frozenset(("argmax", "argmin"))
 # They combine the elements along some dimensions into one.
