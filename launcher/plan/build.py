@@ -220,19 +220,16 @@ class PlanBuilder:
             places = tuple(tuple(place[i] for i in order) for order in orders)
             on_gpu = self._cluster.is_gpu
             summed = summed_how(cut, stage, cut.gradient_sync(stage, orders), on_gpu)
-            gathered = [
-                {
-                    place[i]: dtype
-                    for i, dtype in operand_types(one).items()
-                    if layout.is_gathered(i)
-                }
-                for one in of.programs.values()
-            ]
-            self._known[key] = footprint(of, inside, on_gpu, summed), places, gathered
-        memory, places, known = self._known[key]
+            every = [operand_types(one).items() for one in of.programs.values()]
+            read = [{place[i]: dtype for i, dtype in types} for types in every]
+            self._known[key] = footprint(of, inside, on_gpu, summed), places, read
+        memory, places, reads = self._known[key]
         orders = [tuple(operands[k] for k in order) for order in places]
-        types = [{operands[k]: dtype for k, dtype in own.items()} for own in known]
-        return _Programs(memory, cut.gradient_sync(stage, orders), types)
+        gathered = [
+            {operands[k]: dtype for k, dtype in own.items() if layout.is_gathered(operands[k])}
+            for own in reads
+        ]
+        return _Programs(memory, cut.gradient_sync(stage, orders), gathered)
 
     def _stages(
         self,

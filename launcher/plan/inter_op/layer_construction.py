@@ -61,9 +61,10 @@ from launcher.trace import Equation, Loss, TracedStep, Var, is_var, nbytes, sub_
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
 
-# A layer's costs on one model axis, by the field of `LayerTable`, and the specs of its parameters.
-_Solved = tuple[dict[str, float], tuple[Spec, ...]]
-_Reads = Sequence[tuple[int, int]]  # bytes of an element of each parameter, as each pass reads it
+_Reads = tuple[tuple[int, int], ...]
+# A layer's costs on one model axis, by the field of `LayerTable`, the specs of its parameters, and
+# the bytes of an element of each, as the forward and the backward pass read it.
+_Solved = tuple[dict[str, float], tuple[Spec, ...], _Reads]
 
 
 def cost_table(
@@ -92,9 +93,7 @@ def cost_table(
     selective = cluster.memory_bytes is not None and has_attention(loss.equations)
     rows_of = batch_axes(step, loss)
     solved: dict[object, list[_Solved]] = {}
-    reads: dict[object, _Reads] = {}
     of_layer: list[list[_Solved]] = []
-    reads_of_layer: list[_Reads] = []
     for graph in graphs:
         given = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
         known = tuple(
@@ -105,16 +104,15 @@ def cost_table(
         key = graph.structure, tuple(rows_of[i] for i in graph.operands), known
         if key not in solved:
             layer = _Layer(graph, loss, selective, cluster.is_gpu)
-            solved[key], reads[key] = [], layer.reads()
+            solved[key] = []
             for m, along in model_axes:
                 if dims is not None and along is not None:
                     cut = sequence_sharding(graph, loss, dims, along, m)
                 else:
                     cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
-                solved[key].append((layer.costs(cut, cluster), layer.specs(cut)))
-        reads_of_layer.append(reads[key])
+                solved[key].append((layer.costs(cut, cluster), layer.specs(cut), layer.reads))
         batch = float(sum(nbytes(loss.invars[i].aval) for i in _of_batch(step, graph)))
-        of_layer.append([({**of, "batch_bytes": batch}, specs) for of, specs in solved[key]])
+        of_layer.append([({**x[0], "batch_bytes": batch}, *x[1:]) for x in solved[key]])
     axes_of_layers = [[of[k][0] for of in of_layer] for k in range(len(model_axes))]
     return LayerTable(
         model_sizes=tuple(m for m, _ in model_axes),
@@ -123,13 +121,7 @@ def cost_table(
             for name in axes_of_layers[0][0]
         },
         parameters=_parameters(
-            step,
-            loss,
-            graphs,
-            of_layer,
-            reads_of_layer,
-            [m for m, _ in model_axes],
-            outer or outer_dims(step),
+            step, loss, graphs, of_layer, [m for m, _ in model_axes], outer or outer_dims(step)
         ),
         sequence=tuple(of is not None for _, of in model_axes),
         selective=selective,
@@ -172,18 +164,14 @@ class _Layer:
         """Return the specs of its parameters, given the sharding of its forward pass."""
         return tuple(map(sharding.spec, self._parameters))
 
+    @functools.cached_property
     def reads(self) -> _Reads:
-        """Return the bytes of an element of each parameter as each pass reads it; 0: it does not.
-
-        They are the narrowest that it can be gathered in.
-        """
-        programs = self._apart.programs.programs
-        types = [
-            operand_types(programs[kind]) if kind in programs else dict[int, str]()
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-        ]
-        sizes = [{i: jnp.dtype(t).itemsize for i, t in own.items()} for own in types]
-        return [(sizes[0].get(i, 0), sizes[1].get(i, 0)) for i in self._graph.wrt]
+        """The bytes of an element of each parameter as each pass can take it; 0: it does not."""
+        of = self._apart.programs.programs
+        ahead, again = (
+            operand_types(of[kind]) if kind in of else {} for kind in (Kind.FORWARD, Kind.BACKWARD)
+        )
+        return tuple((_itemsize(ahead.get(i)), _itemsize(again.get(i))) for i in self._graph.wrt)
 
     def costs(self, sharding: Sharding, cluster: ClusterShape) -> dict[str, float]:
         """Return what it costs without its leaves of the batch, by the field of `LayerTable`.
@@ -294,6 +282,10 @@ class _Layer:
         }
 
 
+def _itemsize(dtype: str | None) -> int:
+    return jnp.dtype(dtype).itemsize if dtype else 0
+
+
 class _Traced:
     """Task programs of a layer, what they store, and the named dimensions of their joint graph."""
 
@@ -333,7 +325,6 @@ def _parameters(
     loss: Loss,
     graphs: Sequence[StageGraph],
     solved: Sequence[Sequence[_Solved]],
-    reads: Sequence[_Reads],
     model_sizes: Sequence[int],
     outer: NamedDims,
 ) -> tuple[Parameters, ...]:
@@ -350,14 +341,14 @@ def _parameters(
     def one(i: int) -> Parameters:
         layer, aval = readers[i][0], loss.invars[i].aval
         at = graphs[layer].wrt.index(i)
-        specs = [of[at] for _, of in solved[layer]]
+        specs = [of[at] for _, of, _ in solved[layer]]
         lengths = [
             tuple(n // (m if axes(cut) else 1) for n, cut in zip(aval.shape, spec, strict=True))
             for spec, m in zip(specs, model_sizes, strict=True)
         ]
         gradient = aval.size * accumulator_dtype(aval.dtype).itemsize if i in used else 0
-        sizes = [reads[k][graphs[k].wrt.index(i)] for k in readers[i]]
-        ahead, again = map(max, zip(*sizes, strict=True))
+        reads = [solved[k][0][2][graphs[k].wrt.index(i)] for k in readers[i]]
+        ahead, again = map(max, zip(*reads, strict=True))
         whole = {
             "parameters": 1.0,
             "parameter_bytes": nbytes(aval),

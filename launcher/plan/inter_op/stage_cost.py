@@ -404,7 +404,6 @@ class StageCosts:
         backward = backward + np.where(self.runs_as_one(recompute), 0.0, repeated)
         return forward, backward + self._repeated(forward, selectively, recompute)
 
-    @_kept
     def _gathers(self, recompute: Recompute | None, latency: bool) -> Arrays:
         """Return the seconds to gather what is sharded along data for each pass (ZeRO-3)."""
         ahead = [self._sharded(3, name) for name in ("gathered_bytes", "parameters")]
@@ -435,18 +434,22 @@ class StageCosts:
         sums, sums_back = self._sums(recompute, latency=True)
         sums_back = sums_back + self._row_sums(True)
         more = self._repeated(work, selectively, recompute)
-        crossing = self._beside(recompute) if gathers else (0.0,) * 4
-        parts = PassParts(work, back, more, sums, sums_back, *crossing)
+        beside = self._beside(recompute) if gathers else (0.0,) * 4
+        parts = PassParts(work, back, more, sums, sums_back, *beside)
         splits, overhead = self._schedule.splits_backward, self.cluster.dispatch_overhead
         return pass_seconds(parts, overhead, self.runs_as_one(recompute), self._is_first, splits)
 
     def _beside(self, recompute: Recompute | None) -> tuple[Amount, ...]:
         """Return the seconds of `PassParts` that parameters sharded along data take (ZeRO-3)."""
-        (ahead, again), layers = self._gathers(recompute, True), np.arange(self.table.num_layers)
-        first, scatter = ahead[..., layers, layers + 1, None], self._scatter_seconds(3, True)
-        last = scatter / np.maximum(self._scattered(3), 1)
-        alone = alone_seconds(ahead, first, self.cluster)
-        return ahead, alone, again + scatter, alone_seconds(again + scatter, last, self.cluster)
+        (ahead, again), (scatter, buckets) = self._gathers(recompute, True), self._scatters(3, True)
+        layers, back = np.arange(self.table.num_layers), again + scatter
+        alone = alone_seconds(ahead, ahead[..., layers, layers + 1, None], self.cluster)
+        return (
+            ahead,
+            alone,
+            back,
+            alone_seconds(back, scatter / np.maximum(buckets, 1), self.cluster),
+        )
 
     @_shared
     def _crossing_seconds(self) -> Arrays:
@@ -496,22 +499,17 @@ class StageCosts:
         sums = self._all_reduce(DATA, crossing, latency * buckets, replicas)
         gathers: Amount = 0.0
         if zero == 2:  # scattered, and gathered after the update
-            sums = sums + self._scatter_seconds(zero, latency)
-            buckets = buckets + self._buckets(size_cut, count_cut)
+            scatter, scattered = self._scatters(zero, latency)
+            sums, buckets = sums + scatter, buckets + scattered
             names = latency * self._sharded(zero, "parameters")
             gathers = self._gather(DATA, self._sharded(zero, "parameter_bytes"), names)
         return sums, buckets, gathers, sharded_bytes(owned + kept, sharded, self._size(DATA))
 
-    def _scatter_seconds(self, zero: int, latency: bool) -> Amount:
-        """Return the seconds to reduce and scatter the gradients that are sharded along data."""
-        size, buckets = self._sharded(zero, "gradient_bytes"), latency * self._scattered(zero)
-        return np.asarray(self._gather(DATA, self._crossing(size), buckets))
-
-    def _scattered(self, zero: int) -> Amount:
-        """Return the number of the buckets that are scattered."""
-        return self._buckets(
-            *(self._sharded(zero, name) for name in ("gradient_bytes", "gradients"))
-        )
+    def _scatters(self, zero: int, latency: bool) -> Arrays:
+        """Return the seconds to reduce and scatter gradients along data, and their buckets."""
+        size = self._sharded(zero, "gradient_bytes")
+        buckets = self._buckets(size, self._sharded(zero, "gradients"))
+        return self._gather(DATA, self._crossing(size), latency * buckets), np.asarray(buckets)
 
     def _buckets(self, size: Amount, count: Amount) -> Amount:
         """Return the number of buckets of gradients, by their bytes as they are accumulated."""
@@ -527,7 +525,7 @@ class StageCosts:
         along_data = self._row_sums(False)
         if zero == 3:
             along_data = along_data + sum(self._gathers(recompute, False))
-            along_data = along_data + self._scatter_seconds(3, latency=False)
+            along_data = along_data + self._scatters(3, False)[0]
         return {MODEL: sum(self._sums(recompute, latency=False)), DATA: along_data}
 
     def once_rings(self, zero: int) -> Mapping[str, Amount]:
