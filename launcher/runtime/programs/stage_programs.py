@@ -215,9 +215,10 @@ class _Maker:
 
     def gathered(self, name: Name, value: Any, dtype: Any) -> Any:
         """Gather a parameter that is kept sharded along `data`, in the type that it is read in."""
-        kept = self.layout.outer(self.operands[name.of].value)
-        own = constrained(self.layout, value.astype(dtype), kept)
-        return constrained(self.layout, own, self.layout.operand(name.of))
+        if value.dtype != dtype:
+            kept = self.layout.outer(self.operands[name.of].value)
+            value = constrained(self.layout, value.astype(dtype), kept)
+        return constrained(self.layout, value, self.layout.operand(name.of))
 
     def widened(self, value: Any) -> Any:
         """Convert a part of a result or gradient to the dtype in which it is accumulated."""
