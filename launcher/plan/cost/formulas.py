@@ -140,11 +140,6 @@ def beside_work(work: Amount, crossing: Amount, alone: Amount) -> Amount:
     return alone + np.maximum(work, crossing - alone)
 
 
-def alone_seconds(whole: Amount, part: Amount, cluster: ClusterShape) -> Amount:
-    """Return the part of collectives that runs beside nothing: all of it on a shared machine."""
-    return whole if cluster.effective_parallelism is not None else part
-
-
 def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
     """Return the seconds of a backward pass beside which sums of gradients can run.
 
@@ -202,9 +197,9 @@ class PassParts:
         sums: of the collectives of the forward pass.
         sums_back: of the collectives of the backward pass, with those of what it recomputes.
         gather: of gathering the parameters that are sharded along data (ZeRO-3).
-        alone: the part of it that runs beside nothing.
+        first: the part of it that no work is before.
         crossing: of gathering them again, and of reducing and scattering their gradients.
-        alone_back: the part of it that runs beside nothing.
+        last: the part of it that no work is behind.
     """
 
     work: Amount
@@ -213,9 +208,9 @@ class PassParts:
     sums: Amount
     sums_back: Amount
     gather: Amount
-    alone: Amount
+    first: Amount
     crossing: Amount
-    alone_back: Amount
+    last: Amount
 
 
 @dataclass(frozen=True)
@@ -234,23 +229,26 @@ class PassSeconds:
 
 
 def pass_seconds(
-    of: PassParts, overhead: float, as_one: Condition, is_first: Condition, splits: bool
+    of: PassParts, cluster: ClusterShape, as_one: Condition, is_first: Condition, splits: bool
 ) -> PassSeconds:
     """Return the seconds of a stage's passes over a microbatch.
 
-    Each program has a dispatch overhead; one that does both passes has it once.
+    Each program has a dispatch overhead; one that does both passes has it once. Where the devices
+    share a machine, no collective runs beside work.
 
     Args:
         of: their parts.
-        overhead: dispatch overhead of a program.
+        cluster: the devices.
         as_one: whether both passes are one program.
         is_first: whether no other stage waits for the gradient of the stage's input.
         splits: whether the schedule has a program of its own for the gradients of the weights,
             which take half of the work. The first stage has none: all of it may wait.
     """
-    forward = beside_work(of.work + of.sums, of.gather, of.alone) + overhead
+    overhead, shared = cluster.dispatch_overhead, cluster.effective_parallelism is not None
+    alone, alone_back = (of.gather, of.crossing) if shared else (of.first, of.last)
+    forward = beside_work(of.work + of.sums, of.gather, alone) + overhead
     work = of.work_back + of.again + of.sums_back
-    backward = beside_work(work, of.crossing, of.alone_back) + np.where(as_one, 0.0, overhead)
+    backward = beside_work(work, of.crossing, alone_back) + np.where(as_one, 0.0, overhead)
     start = np.where(is_first, 0.0, overhead if splits else 0.0)
     weight = np.where(is_first, backward, of.work_back / 2 + start)
     return PassSeconds(forward, backward + start, weight)

@@ -34,7 +34,6 @@ from launcher.plan.cost.collectives import (
 from launcher.plan.cost.formulas import (
     Links,
     PassParts,
-    alone_seconds,
     gather_count,
     gather_seconds,
     pass_seconds,
@@ -114,7 +113,6 @@ def stage_seconds(
     ahead, *later = [gathers(types, loss, layout) for types in gathered]
     first = gathers(_read_first(graph, loss, gathered[0]), loss, layout)
     anew = [*itertools.chain(*later)] if trained else []
-    crossing = gathering(anew) + seconds(sums_in_every)
     work = sum(work_seconds(found, cluster) for _, found in program)
     own = sum(backward_work_seconds(found, cluster) for found in active)
     more = sum(work_seconds(found, cluster) for _, found in repeated)
@@ -133,11 +131,11 @@ def stage_seconds(
             sums=seconds(summed),
             sums_back=seconds(summed_back),
             gather=gathering(ahead),
-            alone=alone_seconds(gathering(ahead), gathering(first), cluster),
-            crossing=crossing,
-            alone_back=alone_seconds(crossing, seconds(sums_in_every[-1:]), cluster),
+            first=gathering(first),
+            crossing=gathering(anew) + seconds(sums_in_every),
+            last=seconds(sums_in_every[-1:]),
         ),
-        cluster.dispatch_overhead,
+        cluster,
         as_one,
         is_first=not graph.active_in,
         splits=split and bool(graph.wrt),

@@ -17,7 +17,6 @@ from launcher.plan.cost.formulas import (
     PassSeconds,
     activation_bytes,
     all_reduce_seconds,
-    alone_seconds,
     beside_seconds,
     bucket_count,
     exposed_seconds,
@@ -140,13 +139,9 @@ class StageCosts:
     def _all_reduce(
         self, axis: str, size: Amount, count: Amount, devices: Amount | None = None
     ) -> Any:
-        """Return the seconds of all-reduces along an axis.
+        """Return the seconds of all-reduces along an axis: `formulas.all_reduce_seconds`.
 
-        Args:
-            axis: the axis.
-            size: bytes of all arrays.
-            count: number of arrays; 0: without latency.
-            devices: the devices of each ring, if they are a part of the axis.
+        Of no arrays latency is left out. `devices`: those of each ring, if not all of the axis.
         """
         ring = self._size(axis) if devices is None else devices
         return all_reduce_seconds(size, ring, self._rate(axis), self.cluster.latency, count)
@@ -246,8 +241,7 @@ class StageCosts:
 
     def _least(self, *names: str) -> np.ndarray:
         """Return the sums over each stage's layers of the least of these fields of a layer."""
-        layers = np.arange(self.table.num_layers)
-        every = [self._a_slice(name)[..., layers, layers + 1] for name in names]
+        every = [np.diagonal(self._a_slice(name), 1, -2, -1) for name in names]
         total = np.pad(np.cumsum(np.minimum.reduce(every), -1), ((0, 0), (1, 0)))
         return np.asarray(total[:, None, :] - total[:, :-1, None])
 
@@ -274,8 +268,7 @@ class StageCosts:
         updating = updating * (1 + self.table.update_share)
         whole = cut  # a pass has what is sharded whole, and its gradients
         if self.cluster.is_gpu and zero == 3:  # a layer at a time
-            layers = np.arange(self.table.num_layers)
-            whole = self._largest_layer(cut[..., layers, layers + 1])
+            whole = self._largest_layer(np.diagonal(cut, 1, -2, -1))
         return (
             np.asarray(self._of("batch_bytes") / data + state + 2 * whole + running),
             np.asarray(state + np.maximum(summing, updating)),
@@ -360,11 +353,10 @@ class StageCosts:
         Every layer leaves its residuals or its input, and needs the least that any of its backward
         passes does. One program of both passes is taken to leave nothing.
         """
-        layers = np.arange(self.table.num_layers)
         peaks = [self._layer_peak("layer"), self._peak("backward"), self._peak("whole")]
         if self.table.selective:  # which leaves more than the layers' inputs
             peaks.append(self._layer_peak("selective"))
-        peak = self._largest_layer(np.minimum.reduce([of[..., layers, layers + 1] for of in peaks]))
+        peak = self._largest_layer(np.diagonal(np.minimum.reduce(peaks), 1, -2, -1))
         left = self._least("checkpoint_bytes", "left_bytes")
         left = np.where(self.runs_as_one(OPEN), 0.0, left)
         return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))
@@ -412,10 +404,8 @@ class StageCosts:
             self._recomputed(of, recompute) + self._others(part, recompute, selectively=False)
             for of, part in zip(ahead, less, strict=True)
         ]
-        first, then = (
-            self._gather(DATA, size, latency * gather_count(size, count, self.cluster))
-            for size, count in (ahead, again)
-        )
+        counts = [latency * gather_count(x, n, self.cluster) for x, n in (ahead, again)]
+        first, then = map(self._gather, (DATA, DATA), (ahead[0], again[0]), counts)
         return first, np.where(self.runs_as_one(recompute), 0.0, then)
 
     def _row_sums(self, latency: bool) -> Any:
@@ -432,24 +422,17 @@ class StageCosts:
     def _passes(self, gathers: bool, recompute: Recompute | None) -> PassSeconds:
         work, back, selectively = self._work()
         sums, sums_back = self._sums(recompute, latency=True)
-        sums_back = sums_back + self._row_sums(True)
         more = self._repeated(work, selectively, recompute)
         beside = self._beside(recompute) if gathers else (0.0,) * 4
-        parts = PassParts(work, back, more, sums, sums_back, *beside)
-        splits, overhead = self._schedule.splits_backward, self.cluster.dispatch_overhead
-        return pass_seconds(parts, overhead, self.runs_as_one(recompute), self._is_first, splits)
+        parts = PassParts(work, back, more, sums, sums_back + self._row_sums(True), *beside)
+        as_one, splits = self.runs_as_one(recompute), self._schedule.splits_backward
+        return pass_seconds(parts, self.cluster, as_one, self._is_first, splits)
 
     def _beside(self, recompute: Recompute | None) -> tuple[Amount, ...]:
         """Return the seconds of `PassParts` that parameters sharded along data take (ZeRO-3)."""
         (ahead, again), (scatter, buckets) = self._gathers(recompute, True), self._scatters(3, True)
-        layers, back = np.arange(self.table.num_layers), again + scatter
-        alone = alone_seconds(ahead, ahead[..., layers, layers + 1, None], self.cluster)
-        return (
-            ahead,
-            alone,
-            back,
-            alone_seconds(back, scatter / np.maximum(buckets, 1), self.cluster),
-        )
+        first = np.diagonal(ahead, 1, -2, -1)[..., None]
+        return ahead, first, again + scatter, scatter / np.maximum(buckets, 1)
 
     @_shared
     def _crossing_seconds(self) -> Arrays:
@@ -522,11 +505,8 @@ class StageCosts:
     @_kept
     def pass_rings(self, zero: int, recompute: Recompute) -> Mapping[str, Amount]:
         """Return how long a microbatch's collectives occupy the rings along each axis."""
-        along_data = self._row_sums(False)
-        if zero == 3:
-            along_data = along_data + sum(self._gathers(recompute, False))
-            along_data = along_data + self._scatters(3, False)[0]
-        return {MODEL: sum(self._sums(recompute, latency=False)), DATA: along_data}
+        more = (*self._gathers(recompute, False), self._scatters(3, False)[0]) if zero == 3 else ()
+        return {MODEL: sum(self._sums(recompute, False)), DATA: sum(more, self._row_sums(False))}
 
     def once_rings(self, zero: int) -> Mapping[str, Amount]:
         """Return how long the collectives once a step occupy the rings along each axis."""
