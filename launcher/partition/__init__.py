@@ -48,6 +48,9 @@ from launcher.partition.named_dims import cut_axes as cut_axes
 from launcher.partition.named_dims import execution as execution
 from launcher.partition.named_dims import parts as parts
 from launcher.partition.named_dims import without as without
+from launcher.partition.narrow_reads import gathered as gathered
+from launcher.partition.narrow_reads import gathering_less as gathering_less
+from launcher.partition.narrow_reads import operand_types as operand_types
 from launcher.partition.partitioned import Exchanged as Exchanged
 from launcher.partition.partitioned import PartitionedStep as PartitionedStep
 from launcher.partition.partitioned import exchanges as exchanges

@@ -124,9 +124,12 @@ class NamedDims:
                 for body in inside:
                     self._enter(eqn, scope, times, body)
                 continue
+            fixed = eqn.primitive.name == "stop_gradient"
             if eqn.primitive.name in FORMS and is_var(eqn.invars[0]):
-                self._source[scope, eqn.outvars[0]] = self.source(scope, eqn.invars[0])
-            if eqn.primitive.name == "stop_gradient":
+                fixed = self.is_fixed(scope, eqn.invars[0])
+                if not _widens(eqn):  # else parts of its gradient are summed before they are cast
+                    self._source[scope, eqn.outvars[0]] = self.source(scope, eqn.invars[0])
+            if fixed:
                 self._fixed.add((scope, eqn.outvars[0]))
             found = factors(eqn)
             self.uses.append(Use(eqn, scope, times, found))
@@ -189,6 +192,12 @@ class Sharding:
     def parts(self, var: Var) -> int:
         """Into how many parts a value is cut."""
         return parts(self.spec(var), self.sizes) if self.axis_of else 1
+
+
+def _widens(eqn: Equation) -> bool:
+    """Return whether a value is cast to more bits: its gradient comes back to fewer."""
+    (before, *_), (after,) = eqn.invars, eqn.outvars
+    return bool(after.aval.dtype.itemsize > before.aval.dtype.itemsize)
 
 
 def axes(axis: Axis) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from launcher.partition import (
     exchanges,
     gradient_order,
     keeps,
+    operand_types,
     outer_dims,
     own_layers,
     partition,
@@ -87,6 +89,23 @@ def build_plan(
     return PlanBuilder(step, cluster, measured).build(assignment)
 
 
+Places = tuple[tuple[int, ...], ...]  # of each program, those of operands among a stage's
+
+
+class _Programs(NamedTuple):
+    """What a stage's task programs need, and how its gradients are summed.
+
+    Attributes:
+        memory: their memory.
+        sums: the sums of the gradients.
+        gathered: what each of them gathers, with the types (`operand_types`).
+    """
+
+    memory: Footprint
+    sums: GradientSync
+    gathered: Sequence[Mapping[int, str]]
+
+
 class PlanBuilder:
     """Builder of plans of one step on one cluster.
 
@@ -112,7 +131,7 @@ class PlanBuilder:
         self._measured = measured
         self._beside = beside
         self._differentiated: Known = {}
-        self._known: dict[object, tuple[Footprint, tuple[tuple[int, ...], ...]]] = {}
+        self._known: dict[object, tuple[Footprint, Places, Sequence[Mapping[int, str]]]] = {}
 
     def build(self, assignment: Assignment, kept: KeptShardings | None = None) -> Plan:
         """Return the plan of an assignment; shardings that it lacks are chosen.
@@ -139,7 +158,7 @@ class PlanBuilder:
         cut = partition(step, assignment, choose, self.outer_dims)
         # what each stage's backward pass recomputes
         again = [recomputed(g.layers, assignment.remat[g.index]) for g in cut.stages]
-        sums = [self._programs(cut, graph.index)[1] for graph in cut.stages]
+        sums = [self._programs(cut, graph.index).sums for graph in cut.stages]
         crossing = server_exchanges(cut, [bucket for of in sums for bucket in of.once])
         stages = self._stages(cut, again, crossing)
         trained, num_slices = bool(cut.loss.wrt), cut.slicing.num_slices
@@ -189,8 +208,8 @@ class PlanBuilder:
         """The named dimensions outside of the loss."""
         return outer_dims(self._step)
 
-    def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSync]:
-        """Return the memory of a stage's task programs, and the sums of its gradients."""
+    def _programs(self, cut: PartitionedStep, stage: int) -> _Programs:
+        """Return what a stage's task programs need, and how its gradients are summed."""
         layout, operands = cut.layout(stage), cut.stages[stage].operands
         how = [(layout.is_gathered(i), layout.is_scattered(i)) for i in operands]
         key = cut.likeness(stage), cut.slicing.micro_batches == 1, tuple(how)
@@ -201,10 +220,16 @@ class PlanBuilder:
             places = tuple(tuple(place[i] for i in order) for order in orders)
             on_gpu = self._cluster.is_gpu
             summed = summed_how(cut, stage, cut.gradient_sync(stage, orders), on_gpu)
-            self._known[key] = footprint(of, inside, on_gpu, summed), places
-        memory, places = self._known[key]
+            every = [operand_types(one).items() for one in of.programs.values()]
+            read = [{place[i]: dtype for i, dtype in types} for types in every]
+            self._known[key] = footprint(of, inside, on_gpu, summed), places, read
+        memory, places, reads = self._known[key]
         orders = [tuple(operands[k] for k in order) for order in places]
-        return memory, cut.gradient_sync(stage, orders)
+        gathered = [
+            {operands[k]: dtype for k, dtype in own.items() if layout.is_gathered(operands[k])}
+            for own in reads
+        ]
+        return _Programs(memory, cut.gradient_sync(stage, orders), gathered)
 
     def _stages(
         self,
@@ -214,12 +239,12 @@ class PlanBuilder:
     ) -> tuple[StagePlan, ...]:
         """Return the stages with their predicted times and memory."""
         programs = [self._programs(cut, graph.index) for graph in cut.stages]
-        footprints = {s: memory for s, (memory, _) in enumerate(programs)}
-        sums = [of_stage for _, of_stage in programs]
+        footprints = {s: own.memory for s, own in enumerate(programs)}
+        sums = [own.sums for own in programs]
         waiting = waiting_bytes(footprints, cut.tasks)
         of = dict(enumerate(sums)), self._update_memory, waiting, self._cluster.is_gpu
         peaks = [mesh_memory(cut, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
-        timed, counts = self._seconds(cut, again, footprints, sums), _num_parameters(cut)
+        timed, counts = self._seconds(cut, again, programs), _num_parameters(cut)
         through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)
         return tuple(
             self._stage(cut, graph, seconds, of_stage, peaks[graph.mesh], counts, through)
@@ -230,8 +255,7 @@ class PlanBuilder:
         self,
         cut: PartitionedStep,
         again: Sequence[Recomputed],
-        footprints: Mapping[int, Footprint],
-        sums: Sequence[GradientSync],
+        programs: Sequence[_Programs],
     ) -> list[StageSeconds]:
         """Return what each stage takes; of stages that are the same program only one is timed."""
         split = SCHEDULES[cut.assignment.schedule].splits_backward
@@ -244,7 +268,7 @@ class PlanBuilder:
             gathered = tuple(layout.is_gathered(i) for i in graph.operands)
             key = cut.likeness(s), gathered, links, timing
             if key not in known:
-                as_one = Kind.FORWARD not in footprints[s].left
+                as_one = Kind.FORWARD not in programs[s].memory.left
                 known[key] = stage_seconds(
                     graph,
                     cut.loss,
@@ -254,7 +278,8 @@ class PlanBuilder:
                     repeated,
                     as_one,
                     split,
-                    _sum_collectives(sums[s].every, layout),
+                    programs[s].gathered,
+                    _sum_collectives(programs[s].sums.every, layout),
                     timing,
                 )
             seconds = known[key]

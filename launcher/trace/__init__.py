@@ -58,6 +58,7 @@ from launcher.trace.ir.primitive_kinds import BARRIERS as BARRIERS
 from launcher.trace.ir.primitive_kinds import BROADCASTS as BROADCASTS
 from launcher.trace.ir.primitive_kinds import CALLS_WITH_RULES as CALLS_WITH_RULES
 from launcher.trace.ir.primitive_kinds import CHEAP as CHEAP
+from launcher.trace.ir.primitive_kinds import CONVERSIONS as CONVERSIONS
 from launcher.trace.ir.primitive_kinds import COSTLY as COSTLY
 from launcher.trace.ir.primitive_kinds import CUSTOM_VJPS as CUSTOM_VJPS
 from launcher.trace.ir.primitive_kinds import FORMS as FORMS
@@ -68,13 +69,16 @@ from launcher.trace.ir.primitive_kinds import IN_STEPS as IN_STEPS
 from launcher.trace.ir.primitive_kinds import LENGTHENING as LENGTHENING
 from launcher.trace.ir.primitive_kinds import LOOPS as LOOPS
 from launcher.trace.ir.primitive_kinds import MAX_POOL_GRADIENTS as MAX_POOL_GRADIENTS
+from launcher.trace.ir.primitive_kinds import MOVES as MOVES
 from launcher.trace.ir.primitive_kinds import OTHER_DIMS as OTHER_DIMS
 from launcher.trace.ir.primitive_kinds import OWN_KERNELS as OWN_KERNELS
 from launcher.trace.ir.primitive_kinds import PARTIAL_SUMS as PARTIAL_SUMS
 from launcher.trace.ir.primitive_kinds import PRODUCTS as PRODUCTS
+from launcher.trace.ir.primitive_kinds import RECOMPUTED as RECOMPUTED
 from launcher.trace.ir.primitive_kinds import REDUCTIONS as REDUCTIONS
 from launcher.trace.ir.primitive_kinds import SEARCHES as SEARCHES
 from launcher.trace.ir.primitive_kinds import SPREADING as SPREADING
+from launcher.trace.ir.primitive_kinds import UNPARTITIONED as UNPARTITIONED
 from launcher.trace.open_scans import Stacks as Stacks
 from launcher.trace.open_scans import may_open as may_open
 from launcher.trace.open_scans import with_rows_apart as with_rows_apart

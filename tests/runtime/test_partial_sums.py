@@ -74,3 +74,17 @@ def test_without_it_each_part_is_summed():
     """Else all this is no longer needed."""
     program, _ = compiled(*gradient_of(3, FORMS["product"][0]), FORMS["product"][1], locally=False)
     assert summed(program) == 3 * ROWS * WIDTH
+
+
+@pytest.mark.parametrize(("locally", "gathers"), [(True, 0), (False, 1)])
+def test_each_replica_finds_the_largest_of_its_own_rows(locally, gathers):
+    """XLA's partitioner gathers the rows of all replicas: else none of this is needed."""
+    x = np.random.default_rng(0).normal(size=(DEVICES, ROWS, WIDTH)).astype(np.float32)
+    closed = make_jaxpr(lambda x: jax.lax.top_k(x, 2), x[0])
+    sharding = Sharding(NamedDims(closed.eqns), {"data": DEVICES})
+    one = jaxpr_as_fun(emitted_locally(closed, sharding, DEVICES) if locally else closed)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:DEVICES]), ("data",))
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    program = jax.jit(jax.vmap(one, spmd_axis_name="data")).lower(placed).compile()
+    jax.tree.map(np.testing.assert_array_equal, program(placed), [*jax.lax.top_k(x, 2)])
+    assert bool(re.search(r" all-gather\(", program.as_text())) == bool(gathers)

@@ -91,6 +91,14 @@ def gather_seconds(
     return all_reduce_seconds(size, devices, bandwidth, latency, count) / 2
 
 
+GATHERED_TOGETHER = 30 << 20  # bytes: XLA:GPU's default for arrays that one all-gather brings
+
+
+def gather_count(size: Amount, count: Amount, cluster: ClusterShape) -> Amount:
+    """Return about how many all-gathers bring `count` arrays of `size` bytes together."""
+    return bucket_count(size, count, GATHERED_TOGETHER if cluster.is_gpu else 0)
+
+
 def bucket_count(size: Amount, count: Amount, bucket_bytes: int) -> Amount:
     """Return about how many buckets gradients fill (`partition.gradient_sync`).
 
@@ -118,6 +126,21 @@ def exposed_seconds(
     """
     share = 1 / np.maximum(buckets, 1)
     return np.maximum(sums * share if last is None else last, sums - backward * (1 - share))
+
+
+def beside_work(work: Amount, crossing: Amount, alone: Amount) -> Amount:
+    """Return the seconds of a pass whose parameters are gathered, and gradients scattered, in it.
+
+    XLA:GPU gathers what a product reads under the work before it, and scatters a gradient under
+    the work behind it, one after another.
+
+    Args:
+        work: seconds of all else.
+        crossing: seconds of what is gathered and scattered.
+        alone: the part of it that has no work beside it: what is gathered before the first product,
+            and scattered after the last.
+    """
+    return alone + np.maximum(work, crossing - alone)
 
 
 def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
@@ -177,7 +200,9 @@ class PassParts:
         sums: of the collectives of the forward pass.
         sums_back: of the collectives of the backward pass, with those of what it recomputes.
         gather: of gathering the parameters that are sharded along data (ZeRO-3).
-        scatter: of reducing and scattering their gradients.
+        first: the part of it that no work is before.
+        crossing: of gathering them again, and of reducing and scattering their gradients.
+        last: the part of it that no work is behind.
     """
 
     work: Amount
@@ -186,7 +211,9 @@ class PassParts:
     sums: Amount
     sums_back: Amount
     gather: Amount
-    scatter: Amount
+    first: Amount
+    crossing: Amount
+    last: Amount
 
 
 @dataclass(frozen=True)
@@ -205,24 +232,26 @@ class PassSeconds:
 
 
 def pass_seconds(
-    of: PassParts, overhead: float, as_one: Condition, is_first: Condition, splits: bool
+    of: PassParts, cluster: ClusterShape, as_one: Condition, is_first: Condition, splits: bool
 ) -> PassSeconds:
     """Return the seconds of a stage's passes over a microbatch.
 
-    Both passes gather the parameters, and each program has a dispatch overhead; one program that
-    does both has it once, and what it gathered for the forward pass is still there.
+    Each program has a dispatch overhead; one that does both passes has it once. Where the devices
+    share a machine, no collective runs beside work.
 
     Args:
         of: their parts.
-        overhead: dispatch overhead of a program.
+        cluster: the devices.
         as_one: whether both passes are one program.
         is_first: whether no other stage waits for the gradient of the stage's input.
         splits: whether the schedule has a program of its own for the gradients of the weights,
             which take half of the work. The first stage has none: all of it may wait.
     """
-    forward = of.work + of.sums + (of.gather + overhead)
-    started = np.where(as_one, of.scatter, of.gather + of.scatter + overhead)
-    backward = of.work_back + of.again + of.sums_back + started
+    overhead, shared = cluster.dispatch_overhead, cluster.effective_parallelism is not None
+    alone, alone_back = (of.gather, of.crossing) if shared else (of.first, of.last)
+    forward = beside_work(of.work + of.sums, of.gather, alone) + overhead
+    work = of.work_back + of.again + of.sums_back
+    backward = beside_work(work, of.crossing, alone_back) + np.where(as_one, 0.0, overhead)
     start = np.where(is_first, 0.0, overhead if splits else 0.0)
     weight = np.where(is_first, backward, of.work_back / 2 + start)
     return PassSeconds(forward, backward + start, weight)

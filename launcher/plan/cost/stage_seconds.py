@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import jax.numpy as jnp
 
 from launcher.hardware import ClusterShape
 from launcher.partition import (
@@ -31,12 +34,14 @@ from launcher.plan.cost.collectives import (
 from launcher.plan.cost.formulas import (
     Links,
     PassParts,
+    gather_count,
+    gather_seconds,
     pass_seconds,
     ring_links,
     stage_parallelism,
 )
 from launcher.plan.stage_plan import NO_RINGS, Collectives, RingSeconds
-from launcher.trace import Loss, nbytes
+from launcher.trace import Loss, is_var, nbytes
 
 
 def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
@@ -65,6 +70,7 @@ def stage_seconds(
     again: Recomputed,
     as_one: bool,
     split: bool,
+    gathered: Sequence[Mapping[int, str]],
     sums_in_every: Sequence[Collective] = (),
     measured: tuple[float, float] | None = None,
 ) -> StageSeconds:
@@ -77,14 +83,20 @@ def stage_seconds(
         cluster: the rates of the devices.
         links: the links of its submesh.
         again: what its backward pass recomputes.
-        as_one: whether both passes are one program, which gathers what it needs once.
+        as_one: whether both passes are one program.
         split: whether the backward pass is two programs, of which the second may wait.
+        gathered: what each of its programs gathers with the types, the forward pass's first.
         sums_in_every: the collectives that sum gradients in every microbatch (ZeRO-3).
         measured: seconds of the forward and the backward pass, instead of the cost model's.
     """
 
     def seconds(found: Sequence[Collective]) -> float:
         return _crossing_seconds(found, layout, cluster, links)
+
+    def gathering(found: Sequence[Collective]) -> float:
+        size, devices = sum(one.size for one in found), parts(((DATA, ROWS),), layout.sizes)
+        count = gather_count(size, len(found), cluster)
+        return float(gather_seconds(size, devices, links.data, cluster.latency, count))
 
     seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
     seeds |= {v: layout.activation(v) for v in graph.activations_in}
@@ -98,7 +110,9 @@ def stage_seconds(
     if as_one:  # what the forward pass gathered is still there
         backward = [c for c in backward if not c.again]
     backward += [c for _, found in repeated for c in found.forward]
-    gathers = _gathers([i for i in graph.operands if layout.is_gathered(i)], loss, layout)
+    ahead, *later = [gathers(types, loss, layout) for types in gathered]
+    first = gathers(_read_first(graph, loss, gathered[0]), loss, layout)
+    anew = [*itertools.chain(*later)] if trained else []
     work = sum(work_seconds(found, cluster) for _, found in program)
     own = sum(backward_work_seconds(found, cluster) for found in active)
     more = sum(work_seconds(found, cluster) for _, found in repeated)
@@ -116,25 +130,34 @@ def stage_seconds(
             again=more,
             sums=seconds(summed),
             sums_back=seconds(summed_back),
-            gather=seconds(gathers),
-            scatter=seconds(sums_in_every),
+            gather=gathering(ahead),
+            first=gathering(first),
+            crossing=gathering(anew) + seconds(sums_in_every),
+            last=seconds(sums_in_every[-1:]),
         ),
-        cluster.dispatch_overhead,
+        cluster,
         as_one,
         is_first=not graph.active_in,
         splits=split and bool(graph.wrt),
     )
     total = float(made.forward + (made.backward if trained else 0.0))
-    crossing = [*(() if as_one else gathers), *sums_in_every] if trained else []
     return StageSeconds(
         forward_seconds=float(made.forward),
         backward_seconds=float(made.backward) if trained else 0.0,
         backward_weight_seconds=float(made.weight) if graph.wrt else 0.0,
-        collectives=_summary("forward", [*forward, *gathers])
-        + _summary("backward", [*backward, *crossing]),
+        collectives=_summary("forward", [*forward, *ahead])
+        + _summary("backward", [*backward, *anew, *sums_in_every]),
         effective_parallelism=None if measured else stage_parallelism(products, total, cluster),
-        pass_rings=_ring_seconds([*summed, *gathers, *summed_back, *crossing], layout, links),
+        pass_rings=_ring_seconds(
+            [*summed, *ahead, *summed_back, *anew, *sums_in_every], layout, links
+        ),
     )
+
+
+def _read_first(graph: StageGraph, loss: Loss, types: Mapping[int, str]) -> dict[int, str]:
+    """Return those of the operands that a stage's first layer reads."""
+    read = {v for eqn in graph.layers[0] for v in eqn.invars if is_var(v)}
+    return {i: dtype for i, dtype in types.items() if loss.invars[i] in read}
 
 
 def _crossing_seconds(
@@ -159,9 +182,10 @@ def _ring_seconds(found: Sequence[Collective], layout: Layout, links: Links) -> 
     )
 
 
-def _gathers(operands: Iterable[int], loss: Loss, layout: Layout) -> list[Collective]:
-    """Return the all-gathers of operands that are sharded along data."""
-    sizes = (nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes) for i in operands)
+def gathers(types: Mapping[int, str], loss: Loss, layout: Layout) -> list[Collective]:
+    """Return the all-gathers of operands that are sharded along data, in these types."""
+    counts = {i: loss.invars[i].aval.size / parts(layout.operand(i), layout.sizes) for i in types}
+    sizes = (counts[i] * jnp.dtype(dtype).itemsize for i, dtype in types.items())
     return [Collective("all-gather", (DATA, ROWS), size) for size in sizes]
 
 
@@ -231,16 +255,16 @@ def stage_update_seconds(
     last = _crossing_seconds(sums[-1:], layout, cluster, links)
     exposed = float(formulas.exposed_seconds(summing, len(sums), beside, last))
     # The update is sharded, and the parameters are whole (ZeRO-2).
-    updated = (i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i))
-    gathers = _gathers(updated, loss, layout)
-    crossing = exposed + _crossing_seconds(gathers, layout, cluster, links)
+    updated = [i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i)]
+    made = gathers({i: loss.invars[i].aval.dtype.name for i in updated}, loss, layout)
+    crossing = exposed + _crossing_seconds(made, layout, cluster, links)
     state = sum(
         nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
         for v, home in outer.homes.items()
         if home == graph.mesh
     )
     once = formulas.update_seconds(crossing, share * state, cluster.memory_bandwidth)
-    summary = _summary("update", [*sums, *gathers])
+    summary = _summary("update", [*sums, *made])
     once = float(once) + exchange_seconds
-    rings = _ring_seconds([*sums, *gathers], layout, links)
+    rings = _ring_seconds([*sums, *made], layout, links)
     return UpdateSeconds(once, summing - exposed, exchange_seconds, summary, rings)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from launcher.hardware import ClusterShape
@@ -30,6 +31,7 @@ from launcher.partition import (
     group_layers,
     inside_of,
     layer_flops,
+    operand_types,
     outer_dims,
     parts,
     recomputed,
@@ -59,8 +61,10 @@ from launcher.trace import Equation, Loss, TracedStep, Var, is_var, nbytes, sub_
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
 
-# A layer's costs on one model axis, by the field of `LayerTable`, and the specs of its parameters.
-_Solved = tuple[dict[str, float], tuple[Spec, ...]]
+_Reads = tuple[tuple[int, int], ...]
+# A layer's costs on one model axis, by the field of `LayerTable`, the specs of its parameters, and
+# the bytes of an element of each, as the forward and the backward pass read it.
+_Solved = tuple[dict[str, float], tuple[Spec, ...], _Reads]
 
 
 def cost_table(
@@ -106,9 +110,9 @@ def cost_table(
                     cut = sequence_sharding(graph, loss, dims, along, m)
                 else:
                     cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
-                solved[key].append((layer.costs(cut, cluster), layer.specs(cut)))
+                solved[key].append((layer.costs(cut, cluster), layer.specs(cut), layer.reads))
         batch = float(sum(nbytes(loss.invars[i].aval) for i in _of_batch(step, graph)))
-        of_layer.append([({**of, "batch_bytes": batch}, specs) for of, specs in solved[key]])
+        of_layer.append([({**x[0], "batch_bytes": batch}, *x[1:]) for x in solved[key]])
     axes_of_layers = [[of[k][0] for of in of_layer] for k in range(len(model_axes))]
     return LayerTable(
         model_sizes=tuple(m for m, _ in model_axes),
@@ -159,6 +163,15 @@ class _Layer:
     def specs(self, sharding: Sharding) -> tuple[Spec, ...]:
         """Return the specs of its parameters, given the sharding of its forward pass."""
         return tuple(map(sharding.spec, self._parameters))
+
+    @functools.cached_property
+    def reads(self) -> _Reads:
+        """The bytes of an element of each parameter as each pass can take it; 0: it does not."""
+        of = self._apart.programs.programs
+        ahead, again = (
+            operand_types(of[kind]) if kind in of else {} for kind in (Kind.FORWARD, Kind.BACKWARD)
+        )
+        return tuple((_itemsize(ahead.get(i)), _itemsize(again.get(i))) for i in self._graph.wrt)
 
     def costs(self, sharding: Sharding, cluster: ClusterShape) -> dict[str, float]:
         """Return what it costs without its leaves of the batch, by the field of `LayerTable`.
@@ -269,6 +282,10 @@ class _Layer:
         }
 
 
+def _itemsize(dtype: str | None) -> int:
+    return jnp.dtype(dtype).itemsize if dtype else 0
+
+
 class _Traced:
     """Task programs of a layer, what they store, and the named dimensions of their joint graph."""
 
@@ -324,12 +341,14 @@ def _parameters(
     def one(i: int) -> Parameters:
         layer, aval = readers[i][0], loss.invars[i].aval
         at = graphs[layer].wrt.index(i)
-        specs = [of[at] for _, of in solved[layer]]
+        specs = [of[at] for _, of, _ in solved[layer]]
         lengths = [
             tuple(n // (m if axes(cut) else 1) for n, cut in zip(aval.shape, spec, strict=True))
             for spec, m in zip(specs, model_sizes, strict=True)
         ]
         gradient = aval.size * accumulator_dtype(aval.dtype).itemsize if i in used else 0
+        reads = [solved[k][0][2][graphs[k].wrt.index(i)] for k in readers[i]]
+        ahead, again = map(max, zip(*reads, strict=True))
         whole = {
             "parameters": 1.0,
             "parameter_bytes": nbytes(aval),
@@ -337,6 +356,9 @@ def _parameters(
             "optimizer_bytes": optimizer[i],
             "gradients": 1.0 if i in used else 0.0,
             "gradient_bytes": gradient,
+            "gathered_bytes": aval.size * ahead,
+            "gathered_again": 1.0 if again else 0.0,
+            "gathered_again_bytes": aval.size * again,
         }
         sharded = zip(specs, model_sizes, strict=True)
         share = np.array([1.0 / parts(spec, {MODEL: m}) for spec, m in sharded])

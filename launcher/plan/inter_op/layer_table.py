@@ -136,9 +136,10 @@ SELECTIVE_FIELDS = (
 PARAMETER_FIELDS = (
     *("parameters", "parameter_bytes", "owned_bytes", "optimizer_bytes"),
     *("gradients", "gradient_bytes"),
+    *("gathered_bytes", "gathered_again", "gathered_again_bytes"),
 )
 # What a stage has once of a parameter that several of its layers read.
-_ONCE = "parameters", "parameter_bytes", "gradients", "gradient_bytes"
+_ONCE = tuple(name for name in PARAMETER_FIELDS if name not in ("owned_bytes", "optimizer_bytes"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +159,9 @@ class Parameters:
         optimizer_bytes: what the optimizer keeps for the latter.
         gradients: number of the arrays whose gradients the step uses.
         gradient_bytes: bytes of these gradients, accumulated.
+        gathered_bytes: bytes of the parameters in the types that a forward pass can take them in.
+        gathered_again: number of the arrays that a backward pass reads that recomputes nothing.
+        gathered_again_bytes: bytes of these arrays in the types that it can take them in.
     """
 
     layers: tuple[int, ...]

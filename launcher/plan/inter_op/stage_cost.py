@@ -20,6 +20,7 @@ from launcher.plan.cost.formulas import (
     beside_seconds,
     bucket_count,
     exposed_seconds,
+    gather_count,
     pass_seconds,
     sharded_bytes,
     update_seconds,
@@ -138,13 +139,9 @@ class StageCosts:
     def _all_reduce(
         self, axis: str, size: Amount, count: Amount, devices: Amount | None = None
     ) -> Any:
-        """Return the seconds of all-reduces along an axis.
+        """Return the seconds of all-reduces along an axis: `formulas.all_reduce_seconds`.
 
-        Args:
-            axis: the axis.
-            size: bytes of all arrays.
-            count: number of arrays; 0: without latency.
-            devices: the devices of each ring, if they are a part of the axis.
+        Of no arrays latency is left out. `devices`: those of each ring, if not all of the axis.
         """
         ring = self._size(axis) if devices is None else devices
         return all_reduce_seconds(size, ring, self._rate(axis), self.cluster.latency, count)
@@ -244,8 +241,7 @@ class StageCosts:
 
     def _least(self, *names: str) -> np.ndarray:
         """Return the sums over each stage's layers of the least of these fields of a layer."""
-        layers = np.arange(self.table.num_layers)
-        every = [self._a_slice(name)[..., layers, layers + 1] for name in names]
+        every = [np.diagonal(self._a_slice(name), 1, -2, -1) for name in names]
         total = np.pad(np.cumsum(np.minimum.reduce(every), -1), ((0, 0), (1, 0)))
         return np.asarray(total[:, None, :] - total[:, :-1, None])
 
@@ -272,8 +268,7 @@ class StageCosts:
         updating = updating * (1 + self.table.update_share)
         whole = cut  # a pass has what is sharded whole, and its gradients
         if self.cluster.is_gpu and zero == 3:  # a layer at a time
-            layers = np.arange(self.table.num_layers)
-            whole = self._largest_layer(cut[..., layers, layers + 1])
+            whole = self._largest_layer(np.diagonal(cut, 1, -2, -1))
         return (
             np.asarray(self._of("batch_bytes") / data + state + 2 * whole + running),
             np.asarray(state + np.maximum(summing, updating)),
@@ -358,11 +353,10 @@ class StageCosts:
         Every layer leaves its residuals or its input, and needs the least that any of its backward
         passes does. One program of both passes is taken to leave nothing.
         """
-        layers = np.arange(self.table.num_layers)
         peaks = [self._layer_peak("layer"), self._peak("backward"), self._peak("whole")]
         if self.table.selective:  # which leaves more than the layers' inputs
             peaks.append(self._layer_peak("selective"))
-        peak = self._largest_layer(np.minimum.reduce([of[..., layers, layers + 1] for of in peaks]))
+        peak = self._largest_layer(np.diagonal(np.minimum.reduce(peaks), 1, -2, -1))
         left = self._least("checkpoint_bytes", "left_bytes")
         left = np.where(self.runs_as_one(OPEN), 0.0, left)
         return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))
@@ -396,22 +390,23 @@ class StageCosts:
             found.append(self._all_reduce(MODEL, size, count))
         return tuple(found)
 
-    def _sums(
-        self, gathers: bool, recompute: Recompute | None, latency: bool
-    ) -> tuple[np.ndarray, np.ndarray, Amount, Amount]:
-        """Return the seconds of a microbatch's collectives but its row sums.
-
-        They are the all-reduces along model of the forward and of the backward pass, the all-gather
-        of parameters that are sharded along data, and the reduce-scatter of their gradients.
-        """
+    def _sums(self, recompute: Recompute | None, latency: bool) -> Arrays:
+        """Return the seconds of the all-reduces along model of each of a microbatch's passes."""
         forward, backward, repeated, selectively = self._along_model(latency)
         backward = backward + np.where(self.runs_as_one(recompute), 0.0, repeated)
-        backward = backward + self._repeated(forward, selectively, recompute)
-        if not gathers:
-            return forward, backward, 0.0, 0.0
-        size, count = self._sharded(3, "parameter_bytes"), self._sharded(3, "parameters")
-        gather = self._gather(DATA, size, latency * count)
-        return forward, backward, gather, self._scatter_seconds(3, latency)
+        return forward, backward + self._repeated(forward, selectively, recompute)
+
+    def _gathers(self, recompute: Recompute | None, latency: bool) -> Arrays:
+        """Return the seconds to gather what is sharded along data for each pass (ZeRO-3)."""
+        ahead = [self._sharded(3, name) for name in ("gathered_bytes", "parameters")]
+        less = [self._sharded(3, name) for name in ("gathered_again_bytes", "gathered_again")]
+        again = [  # layers that run again read all that they have read
+            self._recomputed(of, recompute) + self._others(part, recompute, selectively=False)
+            for of, part in zip(ahead, less, strict=True)
+        ]
+        counts = [latency * gather_count(x, n, self.cluster) for x, n in (ahead, again)]
+        first, then = map(self._gather, (DATA, DATA), (ahead[0], again[0]), counts)
+        return first, np.where(self.runs_as_one(recompute), 0.0, then)
 
     def _row_sums(self, latency: bool) -> Any:
         """Return the seconds to sum gradients along the devices that share a microbatch's rows."""
@@ -426,12 +421,18 @@ class StageCosts:
     @_kept
     def _passes(self, gathers: bool, recompute: Recompute | None) -> PassSeconds:
         work, back, selectively = self._work()
-        sums, sums_back, gather, scatter = self._sums(gathers, recompute, latency=True)
-        sums_back = sums_back + self._row_sums(True)
+        sums, sums_back = self._sums(recompute, latency=True)
         more = self._repeated(work, selectively, recompute)
-        parts = PassParts(work, back, more, sums, sums_back, gather, scatter)
-        splits, overhead = self._schedule.splits_backward, self.cluster.dispatch_overhead
-        return pass_seconds(parts, overhead, self.runs_as_one(recompute), self._is_first, splits)
+        beside = self._beside(recompute) if gathers else (0.0,) * 4
+        parts = PassParts(work, back, more, sums, sums_back + self._row_sums(True), *beside)
+        as_one, splits = self.runs_as_one(recompute), self._schedule.splits_backward
+        return pass_seconds(parts, self.cluster, as_one, self._is_first, splits)
+
+    def _beside(self, recompute: Recompute | None) -> tuple[Amount, ...]:
+        """Return the seconds of `PassParts` that parameters sharded along data take (ZeRO-3)."""
+        (ahead, again), (scatter, buckets) = self._gathers(recompute, True), self._scatters(3, True)
+        first = np.diagonal(ahead, 1, -2, -1)[..., None]
+        return ahead, first, again + scatter, scatter / np.maximum(buckets, 1)
 
     @_shared
     def _crossing_seconds(self) -> Arrays:
@@ -481,17 +482,17 @@ class StageCosts:
         sums = self._all_reduce(DATA, crossing, latency * buckets, replicas)
         gathers: Amount = 0.0
         if zero == 2:  # scattered, and gathered after the update
-            sums = sums + self._scatter_seconds(zero, latency)
-            buckets = buckets + self._buckets(size_cut, count_cut)
+            scatter, scattered = self._scatters(zero, latency)
+            sums, buckets = sums + scatter, buckets + scattered
             names = latency * self._sharded(zero, "parameters")
             gathers = self._gather(DATA, self._sharded(zero, "parameter_bytes"), names)
         return sums, buckets, gathers, sharded_bytes(owned + kept, sharded, self._size(DATA))
 
-    def _scatter_seconds(self, zero: int, latency: bool) -> Amount:
-        """Return the seconds to reduce and scatter the gradients that are sharded along data."""
-        size, count = self._sharded(zero, "gradient_bytes"), self._sharded(zero, "gradients")
-        buckets = latency * self._buckets(size, count)
-        return np.asarray(self._gather(DATA, self._crossing(size), buckets))
+    def _scatters(self, zero: int, latency: bool) -> Arrays:
+        """Return the seconds to reduce and scatter gradients along data, and their buckets."""
+        size = self._sharded(zero, "gradient_bytes")
+        buckets = self._buckets(size, self._sharded(zero, "gradients"))
+        return self._gather(DATA, self._crossing(size), latency * buckets), np.asarray(buckets)
 
     def _buckets(self, size: Amount, count: Amount) -> Amount:
         """Return the number of buckets of gradients, by their bytes as they are accumulated."""
@@ -504,9 +505,8 @@ class StageCosts:
     @_kept
     def pass_rings(self, zero: int, recompute: Recompute) -> Mapping[str, Amount]:
         """Return how long a microbatch's collectives occupy the rings along each axis."""
-        forward, backward, gather, scatter = self._sums(zero == 3, recompute, latency=False)
-        gathers = np.where(self.runs_as_one(recompute), 1, 2) * gather
-        return {MODEL: forward + backward, DATA: self._row_sums(False) + gathers + scatter}
+        more = (*self._gathers(recompute, False), self._scatters(3, False)[0]) if zero == 3 else ()
+        return {MODEL: sum(self._sums(recompute, False)), DATA: sum(more, self._row_sums(False))}
 
     def once_rings(self, zero: int) -> Mapping[str, Amount]:
         """Return how long the collectives once a step occupy the rings along each axis."""

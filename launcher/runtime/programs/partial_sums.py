@@ -3,8 +3,8 @@
 If a gradient has several parts, such as that of the common input of query, key and value, XLA's
 partitioner sums each part over the devices and adds them afterwards, at least on CPUs. Here the
 parts are added first and summed once. And a convolution that every replica does on its own rows is
-a grouped convolution to the partitioner, which gathers it; so it does what kernels read. All become
-a `jax.shard_map` of what each device needs for its own part.
+a grouped convolution to the partitioner, which gathers it; so it does what kernels and searches for
+the k largest read. All become a `jax.shard_map` of what each device needs for its own part.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from launcher.trace import (
     GRADIENT_SUMS,
     OWN_KERNELS,
     PARTIAL_SUMS,
+    UNPARTITIONED,
     Atom,
     Equation,
     Jaxpr,
@@ -61,7 +62,7 @@ def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> J
         if id(eqn) in instead:
             continue
         is_kernel = eqn.primitive.name in OWN_KERNELS and (replicas > 1 or sharding.axis_of)
-        if is_kernel or (replicas > 1 and eqn.primitive.name == "conv_general_dilated"):
+        if is_kernel or (replicas > 1 and eqn.primitive.name in UNPARTITIONED):
             instead[id(eqn)] = [body.alone(eqn)]
         elif sharding.dims.inner_scopes(scope, eqn):
             instead[id(eqn)] = [_with_bodies(eqn, scope, sharding, replicas)]

@@ -32,6 +32,8 @@ from launcher.partition import (
     StageGraph,
     TaskProgram,
     accumulator_dtype,
+    gathered,
+    gathering_less,
     gradient_order,
     is_summed_in_every,
     is_summed_in_place,
@@ -106,6 +108,7 @@ def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, St
         closed = emitted_locally(one_slice.closed, inside, cut.slicing.own_replicas)
         sync = cut.gradient_sync(stage, [gradient_order(one_slice)])
         one_slice = dataclasses.replace(one_slice, closed=closed)
+        one_slice = gathering_less(one_slice, cut.layout(stage))
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
         made = maker.program(f"{name}.{word}", one_slice, left, sync, last=not several)
         if several and sync.in_pass(last=True) != made.buckets:
@@ -164,6 +167,7 @@ class _Maker:
         if replicated:
             closed = without_transposes(closed)
         computed = with_sums(dataclasses.replace(one_slice, closed=closed), sums)
+        gathers = [(Name("operand", i), v) for i, v in gathered(one_slice, self.layout).items()]
 
         def one(number: Any, *flat: Any) -> tuple[Any, ...]:
             values = dict(zip(reads, flat, strict=True))
@@ -184,7 +188,8 @@ class _Maker:
             fun = jax.vmap(one, in_axes=axes, axis_size=replicas, spmd_axis_name=DATA)
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
-            given = dict(zip(inputs, map(self.gathered, inputs, flat), strict=True))
+            given = dict(zip(inputs, flat, strict=True))
+            given.update((n, self.gathered(n, given[n], v.aval.dtype)) for n, v in gathers)
             outs, totals = fun(number, *(given[n] for n in reads))
             values = dict(zip(left_as.values(), outs, strict=True))
             names = [n for each in sums for n in each.names]
@@ -224,11 +229,12 @@ class _Maker:
         word = self.loss.reduce[name.of] if name.kind == "result" else "sum"
         return self.slicing.micro_batches > 1 and word in ("mean", "sum")
 
-    def gathered(self, name: Name, value: Any) -> Any:
-        """Gather a parameter that is kept sharded along `data`."""
-        if name.kind == "operand" and self.layout.is_gathered(name.of):
-            return constrained(self.layout, value, self.layout.operand(name.of))
-        return value
+    def gathered(self, name: Name, value: Any, dtype: Any) -> Any:
+        """Gather a parameter that is kept sharded along `data`, in the type that it is read in."""
+        if value.dtype != dtype:
+            kept = self.layout.outer(self.operands[name.of].value)
+            value = constrained(self.layout, value.astype(dtype), kept)
+        return constrained(self.layout, value, self.layout.operand(name.of))
 
     def widened(self, value: Any) -> Any:
         """Convert a part of a result or gradient to the dtype in which it is accumulated."""

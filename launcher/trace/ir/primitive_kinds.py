@@ -54,6 +54,10 @@ SAME_ELEMENTS = _LAYOUT | BARRIERS | frozenset((
     "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "scatter",
     "select_n", "split", "stack", "tile", "unstack",
 ))
+# Results hold elements of the first operand alone; the others, if any, say which.
+MOVES = _LAYOUT | frozenset(("copy", "dynamic_slice", "gather", "split", "tile", "unstack"))
+# The same values in another type.
+CONVERSIONS = frozenset(("convert_element_type",))
 # An operand fills a part of the result, which is longer.
 LENGTHENING = frozenset(("concatenate", "pad"))
 # The same values in another form: parts of a gradient can be added before it or after it.
@@ -85,6 +89,8 @@ _CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
 OWN_KERNELS = frozenset(("kernel",))
 # Matrix products and convolutions: the FLOPs that MFU counts.
 PRODUCTS = _CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
+# XLA's partitioner gathers the rows of all replicas for these.
+UNPARTITIONED = frozenset(("conv_general_dilated", "top_k"))
 # They find the place of the largest or smallest element.
 SEARCHES = frozenset(("argmax", "argmin"))
 # They combine the elements along some dimensions into one.

@@ -152,6 +152,21 @@ def test_parts_of_a_gradient_are_summed_once():
     assert [(c.kind, c.axis) for c in sums] == [("all-reduce", "model")]
 
 
+def test_parts_of_a_gradient_that_are_cast_down_are_summed_before():
+    """One product reads a value as it is, another in more bits, as a mixture's router does."""
+
+    def two(x, a, b):
+        return (x @ a).sum() + (x.astype(jnp.float32) @ b).sum().astype(x.dtype)
+
+    x, a = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((8, 16), (16, 32)))
+    closed = inline_calls(make_jaxpr(two, x, a, shape(16, 32)))
+    cut = Sharding(NamedDims(closed.eqns), SIZES)
+    for var in closed.invars[1:]:
+        cut.seed(var, (None, "model"))
+    found = (c for _, one in all_loads(cut, flow(closed.eqns, closed.invars)) for c in one.backward)
+    assert sorted(c.size for c in found if c.of) == [8 * 16 * 2, 8 * 16 * 4]
+
+
 def test_what_is_no_real_number_has_no_gradient():
     def fun(x, w):
         hot = jax.nn.one_hot(jnp.argmax(x, -1), 16)

@@ -12,6 +12,7 @@ from launcher.plan.cost.formulas import (
     PassParts,
     activation_bytes,
     all_reduce_seconds,
+    beside_work,
     exposed_seconds,
     gather_seconds,
     pass_seconds,
@@ -98,21 +99,33 @@ def test_a_transfer_takes_as_many_links_as_both_ends_have(parts, hosts, is_local
         assert seconds == pytest.approx(0.5 + size / bandwidth)
 
 
-PARTS = PassParts(work=1.0, work_back=2.0, again=1.0, sums=0.1, sums_back=0.2, gather=10, scatter=5)
+PARTS = PassParts(
+    work=1.0, work_back=2.0, again=1.0, sums=0.1, sums_back=0.2, gather=10, first=4,
+    crossing=2.5, last=1,
+)  # fmt: skip
+APART = dataclasses.replace(CLUSTER, dispatch_overhead=0.5, effective_parallelism=None)
 
 
 @pytest.mark.parametrize(
     ("as_one", "is_first", "splits", "expected"),
     [
-        (False, False, False, (11.6, 18.7, 1.0)),
-        (True, False, False, (11.6, 8.2, 1.0)),  # neither gathers nor starts again
-        (False, False, True, (11.6, 19.2, 1.5)),  # a program more
-        (False, True, True, (11.6, 18.7, 18.7)),  # no other stage waits for any of it
+        (False, False, False, (10.5, 4.7, 1.0)),  # as long as it gathers; as it works, and then on
+        (True, False, False, (10.5, 4.2, 1.0)),  # does not start again
+        (False, False, True, (10.5, 5.2, 1.5)),  # a program more
+        (False, True, True, (10.5, 4.7, 4.7)),  # no other stage waits for any of it
     ],
 )
-def test_passes_gather_and_start(as_one, is_first, splits, expected):
-    found = pass_seconds(PARTS, 0.5, as_one, is_first, splits)
+def test_passes_gather_beside_their_work_and_start(as_one, is_first, splits, expected):
+    found = pass_seconds(PARTS, APART, as_one, is_first, splits)
     assert (found.forward, found.backward, found.weight) == pytest.approx(expected)
+
+
+def test_collectives_run_beside_work_but_for_those_that_nothing_is_beside():
+    assert beside_work(3.0, 2.0, 0.5) == 3.5
+    assert beside_work(3.0, 5.0, 0.5) == 5.0
+    shared = dataclasses.replace(APART, effective_parallelism=2.0)
+    found = pass_seconds(PARTS, shared, False, False, False)
+    assert (found.forward, found.backward) == pytest.approx((11.6, 6.2))
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -121,10 +134,10 @@ def test_passes_of_arrays_are_those_of_each_of_their_numbers(splits):
     names = [field.name for field in dataclasses.fields(PassParts)]
     parts = PassParts(**{name: rng.uniform(0, 9, (2, 3)) for name in names})
     as_one, is_first = rng.random((2, 3)) < 0.5, rng.random((2, 3)) < 0.5
-    many = pass_seconds(parts, 0.25, as_one, is_first, splits)
+    many = pass_seconds(parts, APART, as_one, is_first, splits)
     for at in itertools.product(range(2), range(3)):
         alone = PassParts(**{name: float(getattr(parts, name)[at]) for name in names})
-        one = pass_seconds(alone, 0.25, bool(as_one[at]), bool(is_first[at]), splits)
+        one = pass_seconds(alone, APART, bool(as_one[at]), bool(is_first[at]), splits)
         for name in ("forward", "backward", "weight"):
             assert getattr(many, name)[at] == getattr(one, name)
 
