@@ -1,0 +1,53 @@
+"""A buffer that is freed and taken again is not faulted in again."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launcher.base import kept_memory
+
+FAULTS = """
+import resource
+import sys
+from launcher.base import keep_memory
+
+if sys.argv[1] == "by call":
+    assert keep_memory()
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def use():
+    buffers = [bytearray(size << 20) for size in (1, 40, 5)]  # written to from end to end
+
+use()
+before = faults()
+for _ in range(10):
+    use()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_memory_is_faulted_in_once_by_the_call_and_by_the_variables():
+    plain = {k: v for k, v in os.environ.items() if k not in kept_memory.VARIABLES}
+    own = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+    calls = {
+        "as is": plain,
+        "by call": plain,
+        "by variables": plain | kept_memory.VARIABLES,
+        "the user's": plain | own,
+    }
+    found = {}
+    for name, env in calls.items():
+        word = "by call" if name == "the user's" else name
+        command = [sys.executable, "-c", FAULTS, word]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        found[name] = int(done.stdout)
+    pages = 10 * (46 << 20) // os.sysconf("SC_PAGESIZE")
+    assert found["as is"] > pages / 2, found  # those of 40 MiB alone are more
+    assert found["the user's"] > pages / 2, found
+    assert found["by call"] < pages / 100, found
+    assert found["by variables"] < pages / 100, found
