@@ -17,7 +17,7 @@ _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": (
         -1,
         2**31 - 1,
-    ),  # bytes free at the end of the heap, before it shrinks
+    ),  # bytes free at its end before the heap shrinks
     "MALLOC_TOP_PAD_": (-2, 64 << 20),  # bytes by which the heap grows beyond what is asked for
 }
 VARIABLES = {name: str(value) for name, (_, value) in _SETTINGS.items()}
@@ -31,4 +31,4 @@ def keep_memory() -> bool:
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     mine = [pair for name, pair in _SETTINGS.items() if name not in os.environ]
-    return set_option is not None and all([set_option(*pair) == 1 for pair in mine])
+    return set_option is not None and all(set_option(*pair) == 1 for pair in mine)

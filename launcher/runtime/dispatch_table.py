@@ -29,6 +29,7 @@ from launcher.runtime.emit.instructions import (
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.throttle import Throttle
 from launcher.runtime.transport.servers import THREADS, Exchanging, Servers
+from launcher.runtime.transport.shared_sum import SharedSum
 from launcher.runtime.transport.transfer import (
     RemoteTransfer,
     absent,
@@ -139,6 +140,9 @@ def build_table(
         together = digests(emitted.instructions, owners, emitted.slots, described)
         order = digest(emitted.turns, owners)
         transport.open(list(shipments.values()), order, together)
+    for entry in entries:
+        if isinstance(entry.call, SharedSum):
+            entry.call.open()
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):
@@ -197,9 +201,12 @@ def _entries(
         elif isinstance(x, Free):
             entries.append(Entry(x, None, x.slots, (), False))
         else:
-            assert servers is not None  # `compile_step` has checked it
-            call = Exchanging(x, placement, servers, pool, spans)
-            entries.append(Entry(x, call, x.inputs, x.outputs, True))
+            if servers is not None:
+                call = Exchanging(x, placement, servers, pool, spans)
+            else:
+                assert transport is not None  # it knows the processes that share memory
+                call = SharedSum(x, placement, transport.neighbours, spans)
+            entries.append(Entry(x, call, x.inputs, x.outputs, servers is not None))
     return tuple(entries), shipments
 
 

@@ -10,11 +10,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 
 from launcher.partition import (
+    DATA,
+    Between,
     Bucket,
     Exchanged,
     Name,
@@ -48,10 +51,16 @@ from launcher.schedule import Kind, Task
 from launcher.trace import Jaxpr, TracedStep, Var, captured, is_var, jaxpr_as_fun, structure_text
 
 _T = TypeVar("_T")
+# What lies between so many replicas on these devices, by the plan's numbers.
+Media: TypeAlias = Callable[[tuple[int, ...], int], Between]
 
 
 def emit(
-    step: TracedStep, plan: Plan, rank: int = 0, devices: AbstractSet[int] | None = None
+    step: TracedStep,
+    plan: Plan,
+    rank: int = 0,
+    devices: AbstractSet[int] | None = None,
+    media: Media = lambda devices, replicas: Between.LINKS,
 ) -> Emitted:
     """Return the instruction list of a worker, with the tasks in the order of the plan's timeline.
 
@@ -62,13 +71,14 @@ def emit(
         plan: the plan.
         rank: the number of the worker, where parameter servers sum.
         devices: the worker's devices, by the plan's numbers; None: all of them.
+        media: returns what lies between the replicas of a mesh.
 
     Raises:
         PlanError: the plan's exchanges are not those of the step.
     """
     here = _here(plan.all_meshes, devices)
     parts = [
-        _emit_part(part, one, rank, _here(one.meshes, devices))
+        _emit_part(part, one, rank, _here(one.meshes, devices), media)
         for part, one in zip(step.parts, plan.parts, strict=True)
     ]
     whole = chained(step, plan, parts, here) if step.other_losses else parts[0]
@@ -81,9 +91,16 @@ def _here(meshes: Sequence[tuple[int, ...]], devices: AbstractSet[int] | None) -
     return frozenset(m for m, mesh in numbered if devices is None or not devices.isdisjoint(mesh))
 
 
-def _emit_part(step: TracedStep, plan: Plan, rank: int, here: AbstractSet[int]) -> Emitted:
+def _emit_part(
+    step: TracedStep, plan: Plan, rank: int, here: AbstractSet[int], media: Media
+) -> Emitted:
     """Return the instructions of one loss, without donations and frees."""
     cut = partition(step.cut_at(plan.layer_ends), plan.assignment)
+    laid = [
+        layout.with_replicas(media(mesh, layout.sizes[DATA]))
+        for layout, mesh in zip(cut.layouts, plan.meshes, strict=True)
+    ]
+    cut = replace(cut, layouts=tuple(laid))
     pieces = in_pieces(cut)
     order = pieces.tasks([timed.task for timed in timeline(plan)])
     return _Emitter(pieces, order, here, rank, Slots(pieces.cut)).emit(plan.exchanges)
@@ -446,6 +463,11 @@ class _Emitter:
         name = f"{self.pieces.names[graph.index]}.reduce"
         layout = self.cut.layouts[graph.mesh]
         late = [i for bucket in buckets for i in bucket.operands]
+        inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
+        outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]
+        if layout.between is Between.MEMORY:
+            self.sum_in_memory(name, graph.mesh, buckets, inputs, outputs, turn)
+            return
 
         def summed(*parts: Any) -> tuple[Any, ...]:
             sums = sum_buckets(layout, buckets, dict(zip(late, parts, strict=True)))
@@ -453,9 +475,26 @@ class _Emitter:
 
         alike = self.shared.key(graph.index), "reduce"
         self.programs[name] = EmittedProgram(summed, alike, tuple(buckets))
-        inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
-        outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         self.run(turn, graph.mesh, name, inputs, outputs)
+
+    def sum_in_memory(
+        self,
+        name: str,
+        mesh: int,
+        buckets: Sequence[Bucket],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        turn: int,
+    ) -> None:
+        """Add the sum of a mesh's buckets in memory that its processes share."""
+        sizes = iter([self.slots.slots[slot].aval.size for slot in outputs])
+        counts = tuple(len(bucket.operands) for bucket in buckets)
+        specs = tuple(
+            ExchangeSpec(f"{name}.{n}", "sum", (sum(islice(sizes, count)),), bucket.dtype)
+            for n, (bucket, count) in enumerate(zip(buckets, counts, strict=True))
+        )
+        x = Exchange(mesh, specs, counts, tuple(inputs), tuple(outputs), turn=turn)
+        self.listed.append(x)
 
 
 def _spec(cut: PartitionedStep, x: Exchanged, by: ServerExchange) -> ExchangeSpec:

@@ -153,7 +153,7 @@ class BucketSum:
 
 def bucket_sums(layout: Layout, buckets: Sequence[Bucket]) -> list[BucketSum]:
     """Return the sums of a program's buckets."""
-    packs = are_packed(buckets)
+    packs = are_packed(buckets, layout.between)
     return [BucketSum(layout, bucket, n, packs) for n, bucket in enumerate(buckets)]
 
 

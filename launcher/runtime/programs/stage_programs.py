@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from launcher.partition import (
     DATA,
+    Between,
     Bucket,
     GradientSync,
     Layout,
@@ -196,9 +197,10 @@ class _Maker:
     def accumulator(self, name: Name) -> Name:
         """Return the name of an output where the microbatches before are added up.
 
-        It holds each replica's gradient, unless every microbatch sums it.
+        It holds each replica's gradient, unless this program sums it.
         """
-        several = self.slicing.own_replicas > 1 and self.slicing.micro_batches > 1
+        later = self.slicing.micro_batches > 1 or self.layout.between is Between.MEMORY
+        several = self.slicing.own_replicas > 1 and later
         if name.kind == "grad" and several and not is_summed_in_every(self.layout, name.of):
             return Name("per_replica", name.of)
         return name

@@ -19,6 +19,7 @@ import jax
 from launcher.base import TRANSPORTS
 from launcher.base.jax_compat import all_gather_text
 from launcher.plan import PlanError
+from launcher.runtime.transport.neighbours import Neighbours, find_neighbours
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +88,15 @@ class Transport:
 
     Attributes:
         address: the address from which others get arrays; None if they need none.
+        neighbours: the sockets to the processes that can share memory with this one: on CPUs, those
+            of its machine.
     """
 
     address: str | None = None
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._passed = 0
+        self.neighbours: Neighbours = {}
 
     @classmethod
     def suits(cls, platform: str) -> bool:
@@ -106,6 +110,8 @@ class Transport:
             addresses: the addresses of all processes, in the order of `jax.process_index()`.
             first_key: what all keys are counted from, the same in all processes.
         """
+        if jax.local_devices()[0].platform == "cpu":
+            self.neighbours = find_neighbours(jax.process_index(), self._gathered)
 
     def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
@@ -138,15 +144,19 @@ class Transport:
         Raises:
             ProcessMismatchError: they do not.
         """
-        self._passed += 1
         own = json.dumps({**(together or {}), order: jax.process_count()})
-        every = all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
+        every = self._gathered(own)
         given = Counter(each for text in every for each in json.loads(text).items())
         if any(count != wanted for (_, wanted), count in given.items()):
             raise ProcessMismatchError(
                 "the processes would not run this plan alike: one of them failed, or has other "
                 "code or other versions of the libraries"
             )
+
+    def _gathered(self, own: str) -> list[str]:
+        """Return the texts of all processes, which call it alike."""
+        self._passed += 1
+        return all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
 
     def reserve(self, count: int) -> int:
         """Reserve new keys for `count` exchanges and return the first; 0 where there are none."""
