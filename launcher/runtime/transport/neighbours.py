@@ -125,7 +125,7 @@ class Circle:
         given = []
         try:
             made = os.memfd_create("launcher")
-            os.posix_fallocate(made, 0, size)  # a page that is missing later would end the process
+            os.ftruncate(made, size)  # pages are taken when they are written
             given = [made]
         finally:  # nobody waits for what there is not
             for index, peer in self._peers.items():
