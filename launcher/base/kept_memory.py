@@ -20,13 +20,13 @@ _SETTINGS = {
     ),  # bytes free at its end before the heap shrinks
     "MALLOC_TOP_PAD_": (-2, 64 << 20),  # bytes by which the heap grows beyond what is asked for
 }
-VARIABLES = {name: str(value) for name, (_, value) in _SETTINGS.items()}
+KEPT = {name: str(value) for name, (_, value) in _SETTINGS.items()}
 
 
 def keep_memory() -> bool:
     """Keep the memory that this process frees from now on; return whether its C library can.
 
-    A process that is started with `VARIABLES` does so from its beginning. What the user has set by
+    A process that is started with `KEPT` does so from its beginning. What the user has set by
     one of them stays.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)

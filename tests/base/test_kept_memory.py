@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launcher.base import kept_memory
+from launcher.base import KEPT
 
 FAULTS = """
 import resource
@@ -32,12 +32,12 @@ print(faults() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_memory_is_faulted_in_once_by_the_call_and_by_the_variables():
-    plain = {k: v for k, v in os.environ.items() if k not in kept_memory.VARIABLES}
+    plain = {k: v for k, v in os.environ.items() if k not in KEPT}
     own = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
     calls = {
         "as is": plain,
         "by call": plain,
-        "by variables": plain | kept_memory.VARIABLES,
+        "by variables": plain | KEPT,
         "the user's": plain | own,
     }
     found = {}

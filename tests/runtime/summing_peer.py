@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 INDEX, COUNT, COORDINATOR, DEVICES = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 os.environ["NPROC"] = str(int(DEVICES) + 2)  # threads, see launcher.cluster.ray.session
@@ -26,7 +27,6 @@ from trainings import training  # noqa: E402
 
 from launcher.plan import local_shape  # noqa: E402
 from launcher.runtime import PullTransport, compile_step  # noqa: E402
-from launcher.runtime.transport.neighbours import Circle  # noqa: E402
 from launcher.runtime.transport.shared_sum import SharedSum  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
@@ -35,14 +35,14 @@ ALL_REDUCE = re.compile(r"= \S.* all-reduce\(([^)]*)\)")
 
 def killed_at(call):
     """Have this process killed where it meets others for the `call`th time."""
-    meet, left = Circle.meet, iter(range(call))
+    meet, left = SharedSum._meet, iter(range(call))
 
-    def meet_or_die(circle):
+    def meet_or_die(of):
         if next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        meet(circle)
+        meet(of)
 
-    Circle.meet = meet_or_die
+    SharedSum._meet = meet_or_die
 
 
 def held(state):
@@ -71,11 +71,12 @@ def trained(transport, settings):
         state, loss = run(state, batch)
         if loss.addressable_shards:
             losses.append(float(loss.addressable_data(0)))
-    texts = run.hlo_text()
+    texts, maps = run.hlo_text(), Path("/proc/self/maps").read_text().splitlines()
     calls = [entry.call for entry in run._table.entries]
     return {
         "losses": losses,
         "state": held(state),
+        "mapped": sorted({line.split(maxsplit=5)[5] for line in maps if "rw-s" in line}),
         "in_memory": sum(isinstance(call, SharedSum) for call in calls),
         "all_reduces": [
             found.count("%") for text in texts.values() for found in ALL_REDUCE.findall(text)
@@ -93,7 +94,7 @@ def main() -> None:
         transport.neighbours = near if settings.pop("together", True) else {}
         try:
             told.append(trained(transport, settings))
-        except OSError as error:
+        except ConnectionError as error:
             print(json.dumps([type(error).__name__, str(error)]), flush=True)
             os._exit(0)  # JAX would wait for the process that is gone
     print(json.dumps(told), flush=True)

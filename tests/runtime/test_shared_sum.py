@@ -1,10 +1,9 @@
-"""Processes of one machine sum gradients in memory that they share: the same bits, and no trace."""
+"""Processes of one machine sum gradients in memory that they share: the same bits."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import launch
 import numpy as np
@@ -45,6 +44,7 @@ def test_two_processes_make_the_bits_of_sums_by_sockets():
             assert near["state"] == far["state"]
             assert (near["in_memory"], far["in_memory"]) == (1, 0)
         near, far = peer[:2]
+        assert near["mapped"] == ["/memfd:launcher (deleted)"]  # no name that could be left behind
         assert near["all_reduces"] == [1]  # of the loss alone
         assert far["all_reduces"] == [1, 1]  # of all gradients, packed, and of the loss
     first, second = told
@@ -55,8 +55,8 @@ def test_two_processes_make_the_bits_of_sums_by_sockets():
 @pytest.mark.parametrize(
     ("count", "devices", "settings", "sums"),
     [
-        # Zero-3 sums in every microbatch, inside its passes.
-        (3, 1, [DATA, ZERO2, ZERO3], [1, 1, 0]),
+        # Zero-3 sums in every microbatch, inside its passes, what three divides not.
+        (3, 1, [DATA, ZERO2, ZERO3], [1, 1, 1]),
         (2, 2, [DATA, ZERO2, ZERO3, GAN], [1, 1, 0, 2]),
         (4, 1, [STAGES], [1]),
     ],
@@ -70,14 +70,8 @@ def test_so_many_processes_equal_one_device(count, devices, settings, sums):
         assert len({bits for peer in told for bits in peer[0]["state"]}) == 1
 
 
-def shared_files():
-    """Where the kernel keeps memory that has a name: ours has none."""
-    return {path.name for path in Path("/dev/shm").glob("*") if "launcher" in path.name}
-
-
 @pytest.mark.parametrize("meeting", [pytest.param(0, marks=pytest.mark.slow), 4])
-def test_a_killed_process_ends_the_others_and_leaves_nothing(meeting):
-    before = shared_files()
+def test_a_killed_process_ends_the_others(meeting):
     coordinator = launch.free_coordinator()
     script = [sys.executable, launch.HERE / "summing_peer.py"]
     peers = [
@@ -105,5 +99,5 @@ def test_a_killed_process_ends_the_others_and_leaves_nothing(meeting):
             peer.kill()
     assert peers[0].returncode == 0, errors[-3000:]
     kind, message = json.loads(out.splitlines()[-1])
-    assert (kind, message.split(",")[0]) == ("EndedError", "process 1 of this run has ended")
-    assert shared_files() == before
+    assert kind == "ConnectionError"
+    assert message.startswith("process 1 of this run ended in the middle of a step")

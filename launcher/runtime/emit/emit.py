@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
@@ -466,7 +465,11 @@ class _Emitter:
         inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
         outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         if layout.between is Between.MEMORY:
-            self.sum_in_memory(name, graph.mesh, buckets, inputs, outputs, turn)
+            dtypes = [bucket.dtype for bucket in buckets for _ in bucket.operands]
+            shapes = [self.slots.slots[slot].aval.shape for slot in outputs]
+            specs = (ExchangeSpec(name, "sum", *x) for x in zip(shapes, dtypes, strict=True))
+            slots = (1,) * len(late), tuple(inputs), tuple(outputs)
+            self.listed.append(Exchange(graph.mesh, tuple(specs), *slots, turn=turn))
             return
 
         def summed(*parts: Any) -> tuple[Any, ...]:
@@ -476,25 +479,6 @@ class _Emitter:
         alike = self.shared.key(graph.index), "reduce"
         self.programs[name] = EmittedProgram(summed, alike, tuple(buckets))
         self.run(turn, graph.mesh, name, inputs, outputs)
-
-    def sum_in_memory(
-        self,
-        name: str,
-        mesh: int,
-        buckets: Sequence[Bucket],
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        turn: int,
-    ) -> None:
-        """Add the sum of a mesh's buckets in memory that its processes share."""
-        sizes = iter([self.slots.slots[slot].aval.size for slot in outputs])
-        counts = tuple(len(bucket.operands) for bucket in buckets)
-        specs = tuple(
-            ExchangeSpec(f"{name}.{n}", "sum", (sum(islice(sizes, count)),), bucket.dtype)
-            for n, (bucket, count) in enumerate(zip(buckets, counts, strict=True))
-        )
-        x = Exchange(mesh, specs, counts, tuple(inputs), tuple(outputs), turn=turn)
-        self.listed.append(x)
 
 
 def _spec(cut: PartitionedStep, x: Exchanged, by: ServerExchange) -> ExchangeSpec:
