@@ -58,7 +58,7 @@ class GradientSync:
         every: the buckets that every microbatch sums, first complete first.
         once: the buckets that are summed once a step, first complete first.
         slicing: how the batch is cut.
-        between: what lies between the replicas.
+        between: the medium between the replicas.
     """
 
     every: tuple[Bucket, ...]

@@ -69,7 +69,7 @@ class Layout:
         explicit: of the step's arguments, and of the results that take their places.
 
     Attributes:
-        between: what lies between its replicas.
+        between: the medium between its replicas.
     """
 
     between = Between.LINKS

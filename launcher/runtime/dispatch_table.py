@@ -140,9 +140,9 @@ def build_table(
         together = digests(emitted.instructions, owners, emitted.slots, described)
         order = digest(emitted.turns, owners)
         transport.open(list(shipments.values()), order, together)
-        told = transport.barrier("memory", told={n: sum_.path for n, sum_ in sums.items()})
-        for n, sum_ in sums.items():
-            sum_.open(next(path for each in told if (path := each.get(str(n)))))
+        every = transport.barrier("memory", about={turn: x.path for turn, x in sums.items()})
+        for turn, x in sums.items():
+            x.open(next(path for paths in every if (path := paths.get(str(turn)))))
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):

@@ -50,7 +50,7 @@ from launcher.schedule import Kind, Task
 from launcher.trace import Jaxpr, TracedStep, Var, captured, is_var, jaxpr_as_fun, structure_text
 
 _T = TypeVar("_T")
-# What lies between so many replicas on these devices, by the plan's numbers.
+# The medium between so many replicas on these devices, by the plan's numbers.
 Media: TypeAlias = Callable[[tuple[int, ...], int], Between]
 
 
@@ -70,7 +70,7 @@ def emit(
         plan: the plan.
         rank: the number of the worker, where parameter servers sum.
         devices: the worker's devices, by the plan's numbers; None: all of them.
-        media: returns what lies between the replicas of a mesh.
+        media: returns the medium between the replicas of a mesh.
 
     Raises:
         PlanError: the plan's exchanges are not those of the step.

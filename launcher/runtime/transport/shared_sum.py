@@ -62,7 +62,7 @@ class SharedSum:
         self._copied = jax.jit(
             lambda views: [jnp.copy(v).astype(a.dtype) for v, a in zip(views, avals, strict=True)]
         )
-        # Of each array the parts of all processes, behind the turn that each has come to.
+        # The turns of the processes, then the parts that they have of each array.
         self._types = [((self._count, *s.shape), jnp.dtype(s.dtype)) for s in x.specs]
         sizes = [-(-math.prod(shape) * t.itemsize // _LINE) * _LINE for shape, t in self._types]
         *self._starts, self._size = itertools.accumulate(sizes, initial=self._count * _LINE)

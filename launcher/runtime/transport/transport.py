@@ -115,8 +115,8 @@ class Transport:
         if sys.platform == "linux" and jax.local_devices()[0].platform == "cpu":
             boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             place = [boot, os.readlink("/proc/self/ns/pid"), os.getuid()]
-            told = self.barrier("connect", told=[place, os.getpid()])
-            self.neighbours = {i: pid for i, (where, pid) in enumerate(told) if where == place}
+            found = self.barrier("connect", about=[place, os.getpid()])
+            self.neighbours = {i: pid for i, (where, pid) in enumerate(found) if where == place}
 
     def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
@@ -140,20 +140,20 @@ class Transport:
         self.barrier(order, together)
 
     def barrier(
-        self, order: str, together: Mapping[str, int] | None = None, told: Any = None
+        self, order: str, together: Mapping[str, int] | None = None, about: Any = None
     ) -> list[Any]:
-        """Wait until every process has reached this barrier; return what each has told.
+        """Wait until every process has reached this barrier; return what each says.
 
         Args:
             order: a digest that must be the same in all processes; "" if this process failed.
             together: see `digests`: by digest, the number of processes that must give it.
-            told: what this one tells, as JSON has it.
+            about: what this one says, JSON-able.
 
         Raises:
             ProcessMismatchError: they do not.
         """
         self._passed += 1
-        own = json.dumps([{**(together or {}), order: jax.process_count()}, told])
+        own = json.dumps([{**(together or {}), order: jax.process_count()}, about])
         texts = all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
         every = [json.loads(text) for text in texts]
         given = Counter(each for digests, _ in every for each in digests.items())
@@ -162,7 +162,7 @@ class Transport:
                 "the processes would not run this plan alike: one of them failed, or has other "
                 "code or other versions of the libraries"
             )
-        return [what for _, what in every]
+        return [said for _, said in every]
 
     def reserve(self, count: int) -> int:
         """Reserve new keys for `count` exchanges and return the first; 0 where there are none."""
