@@ -132,7 +132,7 @@ def build_table(
     """
     outlives = {slot for slot, _, _ in emitted.results}
     outlives |= {slot for i, slot in emitted.arguments if not donated[i]}
-    entries, shipments, sums = _entries(emitted, placement, compiled, outlives, services)
+    entries, shipments = _entries(emitted, placement, compiled, outlives, services)
     _prove(entries, emitted, placement)
     if (transport := services.transport) is not None:
         owners = placement.owners
@@ -140,9 +140,10 @@ def build_table(
         together = digests(emitted.instructions, owners, emitted.slots, described)
         order = digest(emitted.turns, owners)
         transport.open(list(shipments.values()), order, together)
-        every = transport.barrier("memory", about={turn: x.path for turn, x in sums.items()})
-        for turn, x in sums.items():
-            x.open(next(path for paths in every if (path := paths.get(str(turn)))))
+        sums = [entry.call for entry in entries if isinstance(entry.call, SharedSum)]
+        every = transport.barrier("memory", about={x.turn: x.path for x in sums})
+        for x in sums:
+            x.open(next(path for paths in every if (path := paths.get(str(x.turn)))))
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):
@@ -171,15 +172,15 @@ def _entries(
     compiled: Mapping[str, Any],
     outlives: Set[int | None],
     services: StepServices,
-) -> tuple[tuple[Entry, ...], dict[int, Shipment], dict[int, SharedSum]]:
-    """Return the entries, and by turn what goes between processes and what they sum together."""
+) -> tuple[tuple[Entry, ...], dict[int, Shipment]]:
+    """Return the entries, and what goes to other processes and comes from them, by turn."""
     throttle, (transport, servers, spans) = Throttle(), services
     programs = {
         x.program: throttle.wrap(compiled[x.program], placement.meshes[x.mesh].local_devices)
         for x in emitted.instructions
         if isinstance(x, Run)
     }
-    entries, shipments, sums = [], {}, {}
+    entries, shipments = [], {}
     pool = ThreadPoolExecutor(THREADS, "launcher-exchange")  # no threads before an exchange
     for x in emitted.instructions:
         call: Any
@@ -205,9 +206,9 @@ def _entries(
                 call = Exchanging(x, placement, servers, pool, spans)
             else:
                 assert transport is not None  # it knows who shares memory
-                sums[x.turn] = call = SharedSum(x, placement, transport.neighbours, spans)
+                call = SharedSum(x, placement, transport.neighbours, spans)
             entries.append(Entry(x, call, x.inputs, x.outputs, servers is not None))
-    return tuple(entries), shipments, sums
+    return tuple(entries), shipments
 
 
 def _prove(entries: Sequence[Entry], emitted: Emitted, placement: DeviceMeshes) -> None:

@@ -43,6 +43,7 @@ class SharedSum:
         spans: takes when it ran, while it records.
 
     Attributes:
+        turn: the turn of the instruction.
         path: where the other processes find the memory; "" in those.
     """
 
@@ -50,7 +51,9 @@ class SharedSum:
         self, x: Exchange, placement: DeviceMeshes, near: Mapping[int, int], spans: SpanRecorder
     ) -> None:
         me, members = jax.process_index(), sorted(placement.owners[x.mesh])
-        self._rank, self._count, self._turn = members.index(me), len(members), 0
+        self._rank, self._count = members.index(me), len(members)
+        self.turn, self._met = x.turn, 0
+        self._about = {"mesh": x.mesh, "program": x.specs[0].name}
         self._others = {i: psutil.Process(near[i]) for i in members if i != me}
         self._devices, self._spans = placement.meshes[x.mesh].local_devices, spans
         self._fence = threading.Lock()
@@ -104,7 +107,7 @@ class SharedSum:
             self._meet()  # nobody reads any more what the next call writes over
         for device in self._devices:
             lane = f"device {jax.devices().index(device)} gradient sums"
-            self._spans.add(lane, "sum", began, time.time_ns(), "gradient sum")
+            self._spans.add(lane, "sum", began, time.time_ns(), "gradient sum", **self._about)
         return sums
 
     def _write(self, arrays: Sequence[jax.Array]) -> None:
@@ -134,11 +137,11 @@ class SharedSum:
 
     def _meet(self) -> None:
         """Wait until all processes have come here."""
-        self._turn += 1
+        self._met += 1
         self._order()
-        self._turns[self._rank] = self._turn
+        self._turns[self._rank] = self._met
         for polls in itertools.count(1):
-            if (self._turns >= self._turn).all():
+            if (self._turns >= self._met).all():
                 break
             if polls % _PATIENCE == 0:
                 self._check()
