@@ -15,6 +15,10 @@ from launcher.base import keep_memory
 
 if sys.argv[1] == "by call":
     assert keep_memory()
+elif sys.argv[1].startswith("worker"):
+    from launcher.cluster.ray.worker_actor import Worker
+
+    worker = Worker({"JAX_PLATFORMS": sys.argv[1].split()[-1]}, sys.path, ".", None)
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -39,6 +43,8 @@ def test_memory_is_faulted_in_once_by_the_call_and_by_the_variables():
         "by call": plain,
         "by variables": plain | KEPT,
         "the user's": plain | own,
+        "worker on cpu": plain,
+        "worker on cuda,cpu": plain,
     }
     found = {}
     for name, env in calls.items():
@@ -49,5 +55,7 @@ def test_memory_is_faulted_in_once_by_the_call_and_by_the_variables():
     pages = 10 * (46 << 20) // os.sysconf("SC_PAGESIZE")
     assert found["as is"] > pages / 2, found  # those of 40 MiB alone are more
     assert found["the user's"] > pages / 2, found
+    assert found["worker on cuda,cpu"] > pages / 2, found
+    assert found["worker on cpu"] < pages / 100, found
     assert found["by call"] < pages / 100, found
     assert found["by variables"] < pages / 100, found
