@@ -19,6 +19,8 @@ from launcher.base.files import read_text as read_text
 from launcher.base.files import set_aside as set_aside
 from launcher.base.files import sync_folder as sync_folder
 from launcher.base.files import write_whole as write_whole
+from launcher.base.kept_memory import KEPT as KEPT
+from launcher.base.kept_memory import keep_memory as keep_memory
 from launcher.base.libraries import CONF as CONF
 from launcher.base.libraries import DISTRIBUTION as DISTRIBUTION
 from launcher.base.libraries import installing as installing

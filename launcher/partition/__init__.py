@@ -31,6 +31,7 @@ from launcher.partition.layout import AXES as AXES
 from launcher.partition.layout import DATA as DATA
 from launcher.partition.layout import MODEL as MODEL
 from launcher.partition.layout import ROWS as ROWS
+from launcher.partition.layout import Between as Between
 from launcher.partition.layout import Layout as Layout
 from launcher.partition.layout import batch_axes as batch_axes
 from launcher.partition.layout import gradients as gradients

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from launcher.partition.assignment import Reduction, Slicing, accumulator_dtype
-from launcher.partition.layout import DATA, ROWS, Layout
+from launcher.partition.layout import DATA, ROWS, Between, Layout
 from launcher.partition.named_dims import Spec, axes, parts
 from launcher.partition.task_programs import TaskProgram
 from launcher.trace import (
@@ -59,19 +59,23 @@ class GradientSync:
         every: the buckets that every microbatch sums, first complete first.
         once: the buckets that are summed once a step, first complete first.
         slicing: how the batch is cut.
+        between: the medium between the replicas.
     """
 
     every: tuple[Bucket, ...]
     once: tuple[Bucket, ...]
     slicing: Slicing
+    between: Between = Between.LINKS
 
     @property
     def backward_sums_once(self) -> bool:
         """Whether the last microbatch's backward pass sums `once`, not a program after it.
 
-        A single bucket of several microbatches would wait for the whole pass.
+        A single bucket of several microbatches would wait for the whole pass. Memory that processes
+        share is read and written between programs.
         """
-        return self.slicing.micro_batches == 1 or len(self.once) > 1
+        by_programs = self.between is not Between.MEMORY
+        return by_programs and (self.slicing.micro_batches == 1 or len(self.once) > 1)
 
     def in_pass(self, last: bool) -> tuple[Bucket, ...]:
         """Return the buckets that the backward pass of a microbatch sums by collectives.
@@ -86,7 +90,7 @@ class GradientSync:
 
     @property
     def after_pass(self) -> tuple[Bucket, ...]:
-        """The buckets that a program after the backward passes sums by collectives."""
+        """The buckets that are summed after the backward passes."""
         is_after = self.slicing.own_replicas > 1 and not self.backward_sums_once
         return self.once if is_after else ()
 
@@ -207,27 +211,32 @@ def _chain(program: TaskProgram, made: Mapping[Var, int]) -> list[list[Var]]:
     return live
 
 
-def are_packed(buckets: Sequence[Bucket]) -> bool:
+def are_packed(buckets: Sequence[Bucket], between: Between = Between.LINKS) -> bool:
     """Return whether a program packs the gradients of each bucket into one array.
 
-    XLA:CPU combines those of a single all-reduce without a copy.
+    XLA combines those of a single all-reduce without a copy; on CPUs they still cross one by one.
     """
-    return len(buckets) > 1
+    return len(buckets) > 1 or between is not Between.LINKS
 
 
-def is_flat(bucket: Bucket, buckets: Sequence[Bucket]) -> bool:
+def is_flat(bucket: Bucket, buckets: Sequence[Bucket], between: Between = Between.LINKS) -> bool:
     """Return whether one flat array crosses, not each of a bucket's gradients in its own shape.
 
     Args:
         bucket: the bucket.
         buckets: all of its program.
+        between: the medium between the replicas.
     """
-    several = are_packed(buckets) and len(bucket.operands) > 1
+    several = are_packed(buckets, between) and len(bucket.operands) > 1
     return several or bucket.collective == "reduce-scatter"
 
 
 def stays_packed(
-    bucket: Bucket, buckets: Sequence[Bucket], slicing: Slicing, leaving: Set[int]
+    bucket: Bucket,
+    buckets: Sequence[Bucket],
+    slicing: Slicing,
+    leaving: Set[int],
+    between: Between = Between.LINKS,
 ) -> bool:
     """Return whether a bucket's sum leaves the backward pass packed, and the update unpacks it.
 
@@ -239,9 +248,10 @@ def stays_packed(
         buckets: all of its program.
         slicing: how the batch is cut.
         leaving: see `PartitionedStep.leaving`.
+        between: the medium between the replicas.
     """
     alone = slicing.micro_batches == 1 and leaving.isdisjoint(bucket.operands)
-    return alone and is_flat(bucket, buckets)
+    return alone and is_flat(bucket, buckets, between)
 
 
 def packed_form(bucket: Bucket, layout: Layout) -> tuple[int, Spec]:

@@ -11,7 +11,9 @@ plan, `data` means the first two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 from launcher.partition.assignment import Assignment
@@ -19,6 +21,14 @@ from launcher.partition.named_dims import Axis, NamedDims, Sharding, Spec, axes,
 from launcher.trace import Equation, Loss, TracedStep, Var, is_var, leaf_names
 
 DATA, ROWS, MODEL = AXES = "data", "rows", "model"
+
+
+class Between(Enum):
+    """Media between the replicas of a submesh, through which their gradients are summed."""
+
+    LINKS = "links"  # of GPUs, or within a process: programs sum
+    SOCKETS = "sockets"  # of CPU processes: programs sum; each array costs its round trips
+    MEMORY = "memory"  # that CPU processes of one machine share: sums are between programs
 
 
 def outer_dims(step: TracedStep) -> NamedDims:
@@ -57,7 +67,12 @@ class Layout:
 
     Args:
         explicit: of the step's arguments, and of the results that take their places.
+
+    Attributes:
+        between: the medium between its replicas.
     """
+
+    between = Between.LINKS
 
     def __init__(
         self,
@@ -78,6 +93,12 @@ class Layout:
             spec = self._whole_of_data(i)
             cut = ((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
             self._inner.seed(var, tuple(cut))
+
+    def with_replicas(self, between: Between) -> Layout:
+        """Return it for replicas that have this between them."""
+        made = copy.copy(self)
+        made.between = between
+        return made
 
     def outer(self, var: Var) -> Spec:
         """A value outside of the loss."""

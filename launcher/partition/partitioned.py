@@ -107,7 +107,7 @@ class PartitionedStep:
             every += in_buckets(in_every, self.loss, layout, by)
             in_one = [i for i in order if i not in in_every]
             once += in_buckets(in_one, self.loss, layout, by)
-        return GradientSync(tuple(every), tuple(once), self.slicing)
+        return GradientSync(tuple(every), tuple(once), self.slicing, layout.between)
 
     def likeness(self, stage: int) -> object:
         """Return a key that is equal for stages with the same task programs, sharded alike."""
@@ -120,6 +120,7 @@ class PartitionedStep:
             graph.structure,
             tuple(input_spec(name, layout) for name in names),
             tuple(sorted(layout.sizes.items())),
+            layout.between,
             self.assignment.remat[stage],
             self.goes_back_at_once(stage),
             tuple(sorted(kind.value for kind in self.kinds(stage))),

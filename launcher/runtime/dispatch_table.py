@@ -29,6 +29,7 @@ from launcher.runtime.emit.instructions import (
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.throttle import Throttle
 from launcher.runtime.transport.servers import THREADS, Exchanging, Servers
+from launcher.runtime.transport.shared_sum import SharedSum
 from launcher.runtime.transport.transfer import (
     RemoteTransfer,
     absent,
@@ -139,6 +140,10 @@ def build_table(
         together = digests(emitted.instructions, owners, emitted.slots, described)
         order = digest(emitted.turns, owners)
         transport.open(list(shipments.values()), order, together)
+        sums = [entry.call for entry in entries if isinstance(entry.call, SharedSum)]
+        every = transport.barrier("memory", about={x.turn: x.path for x in sums})
+        for x in sums:
+            x.open(next(path for paths in every if (path := paths.get(str(x.turn)))))
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):
@@ -197,9 +202,12 @@ def _entries(
         elif isinstance(x, Free):
             entries.append(Entry(x, None, x.slots, (), False))
         else:
-            assert servers is not None  # `compile_step` has checked it
-            call = Exchanging(x, placement, servers, pool, spans)
-            entries.append(Entry(x, call, x.inputs, x.outputs, True))
+            if servers is not None:
+                call = Exchanging(x, placement, servers, pool, spans)
+            else:
+                assert transport is not None  # it knows who shares memory
+                call = SharedSum(x, placement, transport.neighbours, spans)
+            entries.append(Entry(x, call, x.inputs, x.outputs, servers is not None))
     return tuple(entries), shipments
 
 

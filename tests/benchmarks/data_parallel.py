@@ -2,6 +2,7 @@
 
     python tests/benchmarks/data_parallel.py                   # ours, by the size of the buckets
     python tests/benchmarks/data_parallel.py --torch PYTHON    # and PyTorch's, if PYTHON has it
+    python tests/benchmarks/data_parallel.py --one-core        # whether the second core pays
 
 An MLP 512-2048-512-2048-512 is trained with Adam on batches of 512 rows; two processes have half of
 the rows each. `servers` are two processes as well, whose gradients two parameter servers sum. All
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import os
 import statistics
@@ -36,6 +38,7 @@ TORCH = [("torch", 1, "25 MiB"), ("torch", 2, "25 MiB")]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch", help="a Python that has PyTorch")
+    parser.add_argument("--one-core", action="store_true", help="ours alone, of one bucket size")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5, help="a round's, sent without waiting")
     parser.add_argument("--role", nargs=5, help=argparse.SUPPRESS)
@@ -47,7 +50,9 @@ def main() -> None:
         return
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("this needs 2 cores")
-    contestants = OURS + (TORCH if args.torch else [])
+    if args.torch is None and importlib.util.find_spec("torch"):
+        args.torch = sys.executable
+    contestants = (OURS[:2] if args.one_core else OURS) + (TORCH if args.torch else [])
     running = {", ".join(map(str, each)): started(args, *each) for each in contestants}
     try:
         for player in itertools.chain(*running.values()):
@@ -104,8 +109,10 @@ def play(train: Callable[[int], float], steps: int) -> None:
 
 def our_step(index: int, count: int, address: str, bucket_bytes: int) -> Callable[[int], float]:
     """Ours: `parallel=data` over all processes, as the training workers run it."""
+    from launcher.base import keep_memory
     from launcher.plan.methods import DataParallel
 
+    keep_memory()
     transport = joined(address, index, count) if count > 1 else None
     return training(DataParallel(bucket_bytes=bucket_bytes), count, transport)
 

@@ -9,12 +9,17 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+def free_coordinator():
+    """An address of this machine at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 def together(script, count, *arguments, given="", timeout=300):
     """Run `script INDEX COUNT COORDINATOR *arguments` in `count` processes, each given the same
     input; the last line that each printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = free_coordinator()
     peers = [
         subprocess.Popen(
             [sys.executable, HERE / script, str(i), str(count), coordinator, *map(str, arguments)],

@@ -86,8 +86,10 @@ def main() -> None:
     store = distributed.global_state.client
     pull = PullTransport()
     store.key_value_set(f"address_{INDEX}", pull.address)
-    pull.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
     transports = {"pull": pull, "collective": PermuteTransport()}
+    addresses = [store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)]
+    for transport in transports.values():
+        transport.connect(addresses)
     found = {}
     for settings in json.loads(sys.stdin.read()):
         print(settings, file=sys.stderr, flush=True)  # of a failure's output the last

@@ -158,7 +158,7 @@ def way_of(lowered, ran):
 def test_processes_of_other_orders_are_told(monkeypatch, own, with_other, fits):
     """Process 0 comes with the order "a", and with "b" for what both do together."""
     name = "launcher/PermuteTransport/1"
-    held, reached = {f"{name}/0": json.dumps({"a": 2, "b": 2})}, []
+    held, reached = {f"{name}/0": json.dumps([{"a": 2, "b": 2}, "told"])}, []
 
     class Store:
         def key_value_set(self, name, value):
@@ -177,7 +177,7 @@ def test_processes_of_other_orders_are_told(monkeypatch, own, with_other, fits):
     way = PermuteTransport.__new__(PermuteTransport)
     transport.Transport.__init__(way)
     if fits:
-        way.barrier(own, with_other)
+        assert way.barrier(own, with_other, [1]) == ["told", [1]]
     else:
         with pytest.raises(ProcessMismatchError, match="would not run this plan alike"):
             way.barrier(own, with_other)

@@ -29,8 +29,6 @@ from launcher.hardware import gpu_memory_variables
 
 _POLL_SECONDS = 0.2
 _SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports
-# An emulated device's arrays are fresh memory each time: pages of 2 MiB spare most of its faults.
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 _log = logging.getLogger(__name__)
 
@@ -382,7 +380,6 @@ def worker_environment(
     threads = max(cores, pool.devices_per_host + 1)
     return {
         "NPROC": str(threads),
-        "GLIBC_TUNABLES": _HUGE_PAGES,
         **variables,
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",

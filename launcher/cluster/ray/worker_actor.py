@@ -54,8 +54,10 @@ class Worker:
         os.environ.update(environ)
         os.chdir(folder)
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
-        from launcher.base import end_with_parent, take_over
+        from launcher.base import end_with_parent, keep_memory, take_over
 
+        if os.environ.get("JAX_PLATFORMS") == "cpu":
+            keep_memory()
         take_over(logging.StreamHandler())  # standard error is the worker's log
         end_with_parent()  # ends with Ray's process, also while it is stopped
         self._object: Any = None

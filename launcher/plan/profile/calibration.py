@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from filelock import FileLock
 
-from launcher.base import LAUNCH, make_private, measurements, parent_death, to_type, warn_once
+from launcher.base import KEPT, LAUNCH, make_private, measurements, parent_death, to_type, warn_once
 from launcher.hardware import ClusterShape, gpu_memory_variables, is_nominal
 from launcher.partition import PlanError
 from launcher.plan.profile import measure_devices
@@ -301,6 +301,7 @@ def run_program(program: ModuleType, request: dict[str, Any], time_out: float) -
     Raises:
         SubprocessError: it failed, or took more than `time_out` seconds.
     """
+    kept = KEPT if request["platform"] == "cpu" else {}  # as the workers have it
     with tempfile.TemporaryDirectory(prefix="launcher-measure-") as folder:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
@@ -311,7 +312,7 @@ def run_program(program: ModuleType, request: dict[str, Any], time_out: float) -
             timeout=time_out,
             check=True,
             stdin=subprocess.DEVNULL,
-            env=os.environ | gpu_memory_variables(os.environ),
+            env=kept | os.environ | gpu_memory_variables(os.environ),
         )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

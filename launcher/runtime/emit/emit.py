@@ -10,11 +10,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 
 from launcher.partition import (
+    DATA,
+    Between,
     Bucket,
     Exchanged,
     Layout,
@@ -49,10 +51,16 @@ from launcher.schedule import Kind, Task
 from launcher.trace import Jaxpr, TracedStep, Var, captured, is_var, jaxpr_as_fun, structure_text
 
 _T = TypeVar("_T")
+# The medium between so many replicas on these devices, by the plan's numbers.
+Media: TypeAlias = Callable[[tuple[int, ...], int], Between]
 
 
 def emit(
-    step: TracedStep, plan: Plan, rank: int = 0, devices: AbstractSet[int] | None = None
+    step: TracedStep,
+    plan: Plan,
+    rank: int = 0,
+    devices: AbstractSet[int] | None = None,
+    media: Media = lambda devices, replicas: Between.LINKS,
 ) -> Emitted:
     """Return the instruction list of a worker, with the tasks in the order of the plan's timeline.
 
@@ -63,13 +71,14 @@ def emit(
         plan: the plan.
         rank: the number of the worker, where parameter servers sum.
         devices: the worker's devices, by the plan's numbers; None: all of them.
+        media: returns the medium between the replicas of a mesh.
 
     Raises:
         PlanError: the plan's exchanges are not those of the step.
     """
     here = _here(plan.all_meshes, devices)
     parts = [
-        _emit_part(part, one, rank, _here(one.meshes, devices))
+        _emit_part(part, one, rank, _here(one.meshes, devices), media)
         for part, one in zip(step.parts, plan.parts, strict=True)
     ]
     whole = chained(step, plan, parts, here) if step.other_losses else parts[0]
@@ -82,9 +91,16 @@ def _here(meshes: Sequence[tuple[int, ...]], devices: AbstractSet[int] | None) -
     return frozenset(m for m, mesh in numbered if devices is None or not devices.isdisjoint(mesh))
 
 
-def _emit_part(step: TracedStep, plan: Plan, rank: int, here: AbstractSet[int]) -> Emitted:
+def _emit_part(
+    step: TracedStep, plan: Plan, rank: int, here: AbstractSet[int], media: Media
+) -> Emitted:
     """Return the instructions of one loss, without donations and frees."""
     cut = partition(step.cut_at(plan.layer_ends), plan.assignment)
+    laid = [
+        layout.with_replicas(media(mesh, layout.sizes[DATA]))
+        for layout, mesh in zip(cut.layouts, plan.meshes, strict=True)
+    ]
+    cut = replace(cut, layouts=tuple(laid))
     pieces = in_pieces(cut)
     order = pieces.tasks([timed.task for timed in timeline(plan)])
     return _Emitter(pieces, order, here, rank, Slots(pieces.cut)).emit(plan.exchanges)
@@ -487,6 +503,15 @@ class _Emitter:
         name = f"{self.pieces.names[graph.index]}.reduce"
         layout = self.cut.layouts[graph.mesh]
         late = [i for bucket in buckets for i in bucket.operands]
+        inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
+        outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]
+        if layout.between is Between.MEMORY:
+            dtypes = [bucket.dtype for bucket in buckets for _ in bucket.operands]
+            shapes = [self.slots.slots[slot].aval.shape for slot in outputs]
+            specs = (ExchangeSpec(name, "sum", *x) for x in zip(shapes, dtypes, strict=True))
+            slots = (1,) * len(late), tuple(inputs), tuple(outputs)
+            self.listed.append(Exchange(graph.mesh, tuple(specs), *slots, turn=turn))
+            return
 
         def summed(*parts: Any) -> tuple[Any, ...]:
             sums = sum_buckets(layout, buckets, dict(zip(late, parts, strict=True)))
@@ -494,8 +519,6 @@ class _Emitter:
 
         alike = self.shared.key(graph.index), "reduce"
         self.programs[name] = EmittedProgram(summed, alike, tuple(buckets))
-        inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
-        outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         self.run(turn, graph.mesh, name, inputs, outputs)
 
 

@@ -87,7 +87,8 @@ class ExchangeSpec:
         shape: the shape of a part.
         dtype: the name of the dtype in which parts and the whole cross. Parts of 16 bits are
             added in 32.
-        server: the number of the server that makes the whole.
+        server: the number of the server that makes the whole; -1: the processes of a mesh do, in
+            memory that they share.
         axis: the axis along which a "gather" joins parts.
     """
 
@@ -95,15 +96,16 @@ class ExchangeSpec:
     kind: str
     shape: tuple[int, ...]
     dtype: str
-    server: int
+    server: int = -1
     axis: int = 0
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An instruction to take arrays of one mesh through the parameter servers.
+    """An instruction to exchange arrays of one mesh, between programs.
 
-    Every worker gives its own; each gets the sums, or what is gathered from all.
+    Through parameter servers every worker gives its own; each gets the sums, or what is gathered
+    from all. In memory that processes share, those of the mesh sum what each replica has.
 
     Attributes:
         mesh: the mesh.

@@ -187,7 +187,7 @@ def bucket_sums(
 ) -> list[BucketSum]:
     """Return the sums of a program's buckets, of which some stay `packed`."""
     return [
-        BucketSum(layout, bucket, n, is_flat(bucket, buckets), bucket in packed)
+        BucketSum(layout, bucket, n, is_flat(bucket, buckets, layout.between), bucket in packed)
         for n, bucket in enumerate(buckets)
     ]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from launcher.base import SpanRecorder
@@ -24,7 +25,7 @@ from launcher.base.jax_compat import (
     overlap_options,
     with_barriers_kept,
 )
-from launcher.partition import are_packed
+from launcher.partition import Between, are_packed
 from launcher.plan import Plan, PlanError
 from launcher.runtime.dispatch_table import StepServices
 from launcher.runtime.emit.emit import emit
@@ -95,7 +96,7 @@ class StepCompilation:
         step = _checked(step, plan, devices, services.servers)
         with jax.transfer_guard("allow"):  # of the programs' constants
             self._step = step.cut_at(plan.layer_ends)
-            self._emitted = emit(self._step, plan, *_here(devices, services.servers))
+            self._emitted = emit(self._step, plan, *_here(devices, services))
             self._placement = place_on_devices(plan, devices, self._emitted.slots)
             self._compilation = Compilation(self._emitted, self._placement, pool)
         self.programs: list[Future[Any]] = self._compilation.programs
@@ -119,12 +120,22 @@ def wait_for_more(programs: Sequence[Future[Any]], seen: int) -> int:
     return len(programs) - len(waiting)
 
 
-def _here(devices: Sequence[jax.Device], servers: Servers | None) -> tuple[int, set[int] | None]:
-    """Return the number of this worker, and the numbers of its devices in the plan, if not all."""
-    if servers:
-        return servers.rank, None
-    me = jax.process_index()
-    return 0, {n for n, device in enumerate(devices) if device.process_index == me}
+def _here(devices: Sequence[jax.Device], services: StepServices) -> tuple[Any, ...]:
+    """Return what `emit` reads of this worker: its number, its devices and what is between them."""
+    if services.servers:
+        return (services.servers.rank,)
+    owner, me = [device.process_index for device in devices], jax.process_index()
+    near = {me, *(services.transport.neighbours if services.transport else ())}
+
+    def between(mesh: tuple[int, ...], replicas: int) -> Between:
+        rows = np.reshape([owner[d] for d in mesh], (replicas, -1))
+        processes = set(rows.flat)
+        if len(processes) == 1 or devices[mesh[0]].platform != "cpu":
+            return Between.LINKS
+        whole = bool((rows == rows[:, :1]).all())  # each replica in one process
+        return Between.MEMORY if whole and processes <= near else Between.SOCKETS
+
+    return 0, {n for n, process in enumerate(owner) if process == me}, between
 
 
 def _checked(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from launcher.partition import (
     DATA,
+    Between,
     Bucket,
     GradientSync,
     Layout,
@@ -154,7 +155,8 @@ class _Maker:
         now, made = sync.in_pass(last), one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         held = [self.accumulator(n) for n in kept]
-        packed = {b for b in now if stays_packed(b, now, self.slicing, self.leaving)}
+        form = self.slicing, self.leaving, self.layout.between
+        packed = {b for b in now if stays_packed(b, now, *form)}
         sums = bucket_sums(self.layout, now, packed)
         summed = {Name("grad", i): b for b in now for i in b.operands}
         left_as = {n: self.left_as(n, summed.get(n), packed) for n in made}
@@ -217,9 +219,10 @@ class _Maker:
     def accumulator(self, name: Name) -> Name:
         """Return the name of an output where the microbatches before are added up.
 
-        It holds each replica's gradient, unless every microbatch sums it.
+        It holds each replica's gradient, unless this program sums it.
         """
-        several = self.slicing.own_replicas > 1 and self.slicing.micro_batches > 1
+        later = self.slicing.micro_batches > 1 or self.layout.between is Between.MEMORY
+        several = self.slicing.own_replicas > 1 and later
         if name.kind == "grad" and several and not is_summed_in_every(self.layout, name.of):
             return Name("per_replica", name.of)
         return name

@@ -40,6 +40,7 @@ class PullTransport(Transport):
 
     def connect(self, addresses: Sequence[Any], first_key: int = 0) -> None:
         """See `Transport`."""
+        super().connect(addresses, first_key)
         me = jax.process_index()
         self._first = first_key
         self._peers = [

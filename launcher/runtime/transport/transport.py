@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -87,12 +90,15 @@ class Transport:
 
     Attributes:
         address: the address from which others get arrays; None if they need none.
+        neighbours: the processes that can share memory with this one, itself among them, each with
+            its number of the operating system; none on GPUs.
     """
 
     address: str | None = None
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._passed = 0
+        self.neighbours: dict[int, int] = {}
 
     @classmethod
     def suits(cls, platform: str) -> bool:
@@ -106,6 +112,11 @@ class Transport:
             addresses: the addresses of all processes, in the order of `jax.process_index()`.
             first_key: what all keys are counted from, the same in all processes.
         """
+        if sys.platform == "linux" and jax.local_devices()[0].platform == "cpu":
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            place = [boot, os.readlink("/proc/self/ns/pid"), os.getuid()]
+            found = self.barrier("connect", about=[place, os.getpid()])
+            self.neighbours = {i: pid for i, (where, pid) in enumerate(found) if where == place}
 
     def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
@@ -128,25 +139,30 @@ class Transport:
         """
         self.barrier(order, together)
 
-    def barrier(self, order: str, together: Mapping[str, int] | None = None) -> None:
-        """Wait until every process has reached this barrier.
+    def barrier(
+        self, order: str, together: Mapping[str, int] | None = None, about: Any = None
+    ) -> list[Any]:
+        """Wait until every process has reached this barrier; return what each says.
 
         Args:
             order: a digest that must be the same in all processes; "" if this process failed.
             together: see `digests`: by digest, the number of processes that must give it.
+            about: what this one says, JSON-able.
 
         Raises:
             ProcessMismatchError: they do not.
         """
         self._passed += 1
-        own = json.dumps({**(together or {}), order: jax.process_count()})
-        every = all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
-        given = Counter(each for text in every for each in json.loads(text).items())
+        own = json.dumps([{**(together or {}), order: jax.process_count()}, about])
+        texts = all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
+        every = [json.loads(text) for text in texts]
+        given = Counter(each for digests, _ in every for each in digests.items())
         if any(count != wanted for (_, wanted), count in given.items()):
             raise ProcessMismatchError(
                 "the processes would not run this plan alike: one of them failed, or has other "
                 "code or other versions of the libraries"
             )
+        return [said for _, said in every]
 
     def reserve(self, count: int) -> int:
         """Reserve new keys for `count` exchanges and return the first; 0 where there are none."""

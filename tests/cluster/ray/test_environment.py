@@ -25,14 +25,11 @@ def test_cpu_workers_get_their_number_of_devices_and_keep_other_flags():
     assert "JAX_NUM_CPU_DEVICES" not in variables
 
 
-def test_cpu_workers_have_a_thread_more_than_devices_and_large_pages_unless_told_otherwise():
+def test_cpu_workers_have_a_thread_more_than_devices_unless_told_otherwise():
     many = DevicePool("cpu", 2, 1000, "emulated CPU device", "")
     assert worker_environment({}, many, 0)["NPROC"] == "1001"
     assert int(worker_environment({}, CPUS, 0)["NPROC"]) >= 4
     assert worker_environment({"NPROC": "2"}, CPUS, 0)["NPROC"] == "2"
-    assert worker_environment({}, CPUS, 0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    assert worker_environment({"GLIBC_TUNABLES": "x"}, CPUS, 0)["GLIBC_TUNABLES"] == "x"
-    assert "GLIBC_TUNABLES" not in worker_environment({}, GPUS, 0)
 
 
 def test_gpu_workers_see_their_own_gpus_or_in_a_job_what_their_node_gives_them():

@@ -1,0 +1,103 @@
+"""Processes of one machine sum gradients in memory that they share: the same bits."""
+
+import json
+import os
+import subprocess
+import sys
+
+import launch
+import numpy as np
+import pytest
+from trainings import serial
+
+DATA = {"method": "data", "num_micro_batches": 1}
+ZERO2 = {"method": "zero2", "num_micro_batches": 2}
+ZERO3 = {"method": "zero3", "num_micro_batches": 2}
+STAGES = {"method": "three_d", "data": 2, "model": 1, "pipeline": 2, "num_micro_batches": 2}
+GAN = {"training": "gan", "method": "data", "num_micro_batches": 2}
+
+
+def told_by(count, devices, settings):
+    timeout = 200 + 50 * len(settings)
+    given = json.dumps(settings)
+    told = launch.together("summing_peer.py", count, devices, given=given, timeout=timeout)
+    return [json.loads(each) for each in told]
+
+
+def check(settings, told):
+    """The losses are those of one device, in every process that knows them."""
+    for k, each in enumerate(settings):
+        _, losses = serial(each.get("training", "tiny"))
+        known = [found for peer in told if (found := peer[k]["losses"])]
+        assert known
+        for found in known:
+            np.testing.assert_allclose(found, losses, rtol=1e-5, err_msg=str(each))
+
+
+def test_two_processes_make_the_bits_of_sums_by_sockets():
+    words = [DATA, ZERO2]
+    settings = [each | {"together": how} for each in words for how in (True, False)]
+    told = told_by(2, 1, settings)
+    check(words, [peer[::2] for peer in told])
+    for peer in told:
+        for near, far in zip(peer[::2], peer[1::2], strict=True):
+            assert near["state"] == far["state"]
+            assert (near["in_memory"], far["in_memory"]) == (1, 0)
+        near, far = peer[:2]
+        assert near["mapped"] == ["/memfd:launcher (deleted)"]  # no name that could be left behind
+        assert near["all_reduces"] == [1]  # of the loss alone
+        assert far["all_reduces"] == [1, 1]  # of all gradients, packed, and of the loss
+    first, second = told
+    assert first[0]["state"] == second[0]["state"]  # its replica
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "settings", "sums"),
+    [
+        # Zero-3 sums in every microbatch, inside its passes, what three divides not.
+        (3, 1, [DATA, ZERO2, ZERO3], [1, 1, 1]),
+        (2, 2, [DATA, ZERO2, ZERO3, GAN], [1, 1, 0, 2]),
+        (4, 1, [STAGES], [1]),
+    ],
+)
+def test_so_many_processes_equal_one_device(count, devices, settings, sums):
+    told = told_by(count, devices, settings)
+    check(settings, told)
+    for peer in told:
+        assert [found["in_memory"] for found in peer] == sums
+    if count < 4:  # all replicas of the parameters, in all processes
+        assert len({bits for peer in told for bits in peer[0]["state"]}) == 1
+
+
+@pytest.mark.parametrize("meeting", [pytest.param(0, marks=pytest.mark.slow), 4])
+def test_a_killed_process_ends_the_others(meeting):
+    coordinator = launch.free_coordinator()
+    script = [sys.executable, launch.HERE / "summing_peer.py"]
+    peers = [
+        subprocess.Popen(
+            [*script, str(i), "2", coordinator, "1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        for i in range(2)
+    ]
+    given = json.dumps([DATA | {"dies": meeting}])
+    try:
+        for peer in peers:
+            peer.stdin.write(given)
+            peer.stdin.close()
+            peer.stdin = None
+        out, errors = peers[0].communicate(timeout=200)
+        assert peers[1].wait(60) == -9
+        peers[1].communicate()
+    finally:
+        for peer in peers:
+            peer.kill()
+    assert peers[0].returncode == 0, errors[-3000:]
+    kind, message = json.loads(out.splitlines()[-1])
+    assert kind == "ConnectionError"
+    assert message.startswith("process 1 of this run ended in the middle of a step")
