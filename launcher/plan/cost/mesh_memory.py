@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from launcher.partition import (
     DATA,
-    MODEL,
     MOST_LAYERS,
     ROWS,
     Bucket,
@@ -201,6 +200,7 @@ def mesh_memory(
     summed = sum(_gradient_bytes(i, cut, layout, summed=True) for i in used)
     exchanged = _exchanged_bytes(cut, grads)
     batch, state = _held_bytes(cut, graphs, layout)
+    batch = 0 if _is_afresh(cut) else batch  # each task counts what it reads of its slice
     held = state + _result_bytes(cut, mesh) + exchanged
     own = graphs if cut.slicing.own_replicas > 1 else []
     of_sums = {graph.index: _sums(cut, sums[graph.index], layout) for graph in own}
@@ -218,7 +218,8 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     """Return how a stage's gradients are made and summed in its backward passes.
 
     XLA:GPU puts off what gradients are made of, to run it under collectives: to where the program
-    ties a bucket to the pass, if there are several, else to the end.
+    ties a bucket to the pass, if there are several, else to the end, or just to the next collective
+    of a model axis.
 
     Args:
         cut: the partitioned step.
@@ -234,8 +235,10 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
         return Summed(afresh)
     # Where parameters are gathered, collectives run under the whole pass.
     buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
-    rest = set(operands).difference(*buckets, gathered) if layout.sizes[MODEL] > 1 else set()
-    return Summed(afresh - gathered, gathered, [*buckets, rest])
+    together = buckets if len(buckets) > 1 else []
+    if layout.sizes[MODEL] > 1:
+        together += [{i} for i in {*operands}.difference(*together, gathered)]
+    return Summed(afresh - gathered, gathered, together)
 
 
 class Sums(NamedTuple):
