@@ -484,15 +484,14 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
     found: list[list[Var]] = []
     for eqn in equations:
         found.append([])
-        if eqn.primitive.name != "dot_general":
+        if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
             continue
-        for v, contracted, batch in zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True):
-            order = orders.get(v, [*range(v.aval.ndim)]) if is_var(v) and batch else []
+        numbers = zip(*eqn.params["dimension_numbers"], strict=True)
+        for k, (v, (contracted, batch)) in enumerate(zip(eqn.invars, numbers, strict=True)):
+            order = orders.get(v, [*range(v.aval.ndim)])
             rows = [d for d in order if d not in batch and d not in contracted]
-            fits = order == [*batch, *rows, *contracted]
-            if v is not eqn.invars[0]:
-                fits |= order == [*batch, *contracted, *rows]
-            if order and not fits and (v not in made or reads[v] > 1):
+            fits = [*batch, *rows, *contracted], [*batch, *contracted, *rows]
+            if is_var(v) and order not in fits[: k + 1] and (v not in made or reads[v] > 1):
                 found[-1].append(v)
     return found
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from launcher.partition import (
     DATA,
+    MODEL,
     MOST_LAYERS,
     ROWS,
     Bucket,
@@ -218,8 +219,8 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     """Return how a stage's gradients are made and summed in its backward passes.
 
     XLA:GPU puts off what gradients are made of, to run it under collectives: to where the program
-    ties a bucket to the pass, if there are several, else to the end, or just to the next collective
-    of a model axis.
+    ties a bucket to the pass, if there are several, else to the end. It runs under the collectives
+    of a model axis at once.
 
     Args:
         cut: the partitioned step.
@@ -235,10 +236,9 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
         return Summed(afresh)
     # Where parameters are gathered, collectives run under the whole pass.
     buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
-    together = buckets if len(buckets) > 1 else []
     if layout.sizes[MODEL] > 1:
-        together += [{i} for i in {*operands}.difference(*together, gathered)]
-    return Summed(afresh - gathered, gathered, together)
+        buckets = [{i} for i in {*operands} - gathered]
+    return Summed(afresh - gathered, gathered, buckets if len(buckets) > 1 else ())
 
 
 class Sums(NamedTuple):
