@@ -20,8 +20,9 @@ CELLS = {sweep.name_of(cell): cell for cell in cells()}
 # Of the tier `slow`, in three minutes: convolutions of many channels take a minute a cell.
 _QUICK = [name for name in sorted(CELLS) if "unet" not in name and "wide_resnet" not in name]
 DRAWN = random.Random(37).sample(_QUICK, 20)
-LEAST, MOST = 0.82, 1.35  # predicted over compiled memory
-MOST_OF_TOY = 1.45  # by what it is over, where weights are cut along model, is not explained yet
+BOUNDS = 0.93, 1.15  # predicted over compiled memory
+OF_CONVOLUTIONS = 0.82, 1.35
+CONVOLUTIONS = {"model=resnet", "model=wide_resnet", "model=unet"}
 REDUCING = "all-reduce", "reduce-scatter"
 
 pytestmark = pytest.mark.skipif(
@@ -54,8 +55,8 @@ def summed(report, stage):
 def test_memory_and_gradient_sums_are_as_planned(cell):
     plan, report = compiled = sweep.compile_cell(cell)
     assert report.errors == ()
-    most = MOST_OF_TOY if "model=toy" in cell.words else MOST
-    assert all(LEAST < ratio < most for ratio in compiled.ratios), compiled.ratios
+    least, most = BOUNDS if CONVOLUTIONS.isdisjoint(cell.words) else OF_CONVOLUTIONS
+    assert all(least < ratio < most for ratio in compiled.ratios), compiled.ratios
     for number, stage in enumerate(plan.stages):
         planned = sum(bucket.bytes for bucket in stage.buckets)
         assert summed(report, number) == pytest.approx(planned, rel=0.01, abs=4096)

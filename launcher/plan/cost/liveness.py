@@ -18,9 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from launcher.trace import (
+    BARRIERS,
     BROADCASTS,
     CHEAP,
     COSTLY,
+    ELEMENTWISE,
     FORMS,
     FUSED,
     IN_PLACE,
@@ -94,9 +96,11 @@ class Liveness:
             self._made[place].append(v)
         self._dying = [ends.get(place, []) for place in range(end)]
         # Copies of what is there from the start are made at the start.
-        early = defined if not on_gpu else defined.union(*turned)
-        self._first = [[v for v in copied if v not in early] for copied in turned]
-        self._turned = [[v for v in copied if v in early] for copied in turned]
+        self._first = [[v for v in copied if v not in defined] for copied in turned]
+        self._turned = [[v for v in copied if v in defined] for copied in turned]
+        self._in_place = _in_place(self.equations, kept, on_gpu)
+        if on_gpu:
+            self._copy_ahead()
         self._steps = [_in_steps(eqn, on_gpu) for eqn in self.equations]
         self._bodies = [
             [_of_body(body, as_soon, on_gpu) for body in bodies(eqn) if eqn.primitive.name in LOOPS]
@@ -104,6 +108,29 @@ class Liveness:
         ]
         every = self._made, self._dying, self._first, self._turned, self._steps, self._bodies
         self._events = [k for k, of in enumerate(zip(*every, strict=True)) if any(of)]
+
+    def _copy_ahead(self) -> None:
+        """Make copies where XLA:GPU does, so that they run under collectives.
+
+        That of an input is made when the one before it of this shape is read. Those of a value are
+        made with it, if something else reads it by the same kernel, which then does not write over
+        what it reads.
+        """
+        reads = Counter(v for eqn in self.equations for v in eqn.invars if is_var(v))
+        copies = Counter(v for copied in self._turned for v in copied)
+        made = {v: place for place, of in enumerate(self._made) for v in of if v in copies}
+        self._in_place -= {place for v, place in made.items() if copies[v] < reads[v]}
+        ahead: dict[object, int] = {}
+        for place, (first, copied) in enumerate(zip(self._first, self._turned, strict=True)):
+            for v in first:
+                self._made[ahead.get(v.aval.shape, place)].append(v)
+                self._dying[place].append(v)
+                ahead[v.aval.shape] = place
+            for v in (v for v in copied if v in made):
+                self._made[made[v]].append(v)  # again: the copy
+                self._dying[place].append(v)
+            self._turned[place] = [v for v in copied if v not in made]
+        self._first = [[] for _ in self.equations]
 
     def peak(self, size: Size) -> float:
         """Return the most bytes that the values take at one time; `size` returns those of one."""
@@ -149,7 +176,7 @@ class Liveness:
             level += sum(made)
             beside = sum(map(size, (*self._turned[place], *self._steps[place])))
             beside += sum(body.peak(size) for body in self._bodies[place])
-            if self.equations[place].primitive.name in IN_PLACE:
+            if place in self._in_place:
                 beside -= sum((Counter(made) & Counter(dying)).elements())  # of one size alone
             yield place, level + beside
             level -= sum(dying) + sum(map(size, self._first[place]))
@@ -250,19 +277,43 @@ def _waiting(
     return found
 
 
+def computed_late(equations: Sequence[Equation], gradients_in: Iterable[Var]) -> list[Equation]:
+    """Return the equations, those of no gradient each just before the first that reads it.
+
+    XLA:GPU computes again so what a backward pass needs again, unless a barrier keeps it.
+
+    Args:
+        equations: a program, in order.
+        gradients_in: inputs that a backward pass waits for.
+    """
+    after = set(gradients_in)
+    for eqn in equations:
+        if eqn.primitive.name in BARRIERS:  # each result is an operand
+            after.update(v for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x in after)
+        elif any(v in after for v in eqn.invars if is_var(v)):
+            after.update(eqn.outvars)
+    late = [eqn for eqn in equations if after and after.isdisjoint(eqn.outvars)]
+    return _before_readers(equations, late)
+
+
 def _as_late(equations: Sequence[Equation]) -> list[Equation]:
     """Return the equations, with those that need no other result just before the first reader.
 
     They are what is fused and follows from the program's inputs alone, such as a weight's cast.
     """
-    late: dict[Var, Equation] = {}
+    late: list[Equation] = []
     early: set[Var] = set()
     for eqn in equations:
-        reads = {v for v in eqn.invars if is_var(v)}
-        if eqn.primitive.name in CHEAP and not reads & early:
-            late.update(dict.fromkeys(eqn.outvars, eqn))
+        if eqn.primitive.name in CHEAP and not any(v in early for v in eqn.invars if is_var(v)):
+            late.append(eqn)
         else:
             early.update(eqn.outvars)
+    return _before_readers(equations, late)
+
+
+def _before_readers(equations: Sequence[Equation], moved: Sequence[Equation]) -> list[Equation]:
+    """Return the equations, the `moved` ones where something else first needs them."""
+    late = {v: eqn for eqn in moved for v in eqn.outvars}
     found: dict[int, Equation] = {}
 
     def place(eqn: Equation) -> None:
@@ -329,6 +380,26 @@ def _kept(
             for out in eqn.outvars:
                 into[v] |= _stored(out, kept, turned) or into[out]
     return kept
+
+
+def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> set[int]:
+    """Return the equations, by number, whose result may take the place of what they read.
+
+    XLA:GPU computes a value in one kernel with the sums of it, which may not write over what it
+    reads, but for what is added to a scattered value: that is scattered into it.
+    """
+    scattered = {v for e in equations if e.primitive.name in IN_PLACE - FUSED for v in e.outvars}
+    found, summed = set[int](), set[Var]()
+    for place in reversed(range(len(equations))):
+        eqn = equations[place]
+        name, outs = eqn.primitive.name, {*eqn.outvars}
+        apart = on_gpu and name in FUSED and summed & outs
+        reads = {v for v in eqn.invars if is_var(v)}
+        if name in IN_PLACE and (not apart or scattered & reads):
+            found.add(place)
+        if name in REDUCTIONS or (name in FUSED and summed & outs and kept.isdisjoint(outs)):
+            summed |= reads
+    return found
 
 
 def _leaves(equations: Iterable[Equation]) -> dict[Var, frozenset[Var]]:
@@ -398,22 +469,52 @@ def _in_steps(eqn: Equation, on_gpu: bool) -> list[Var]:
     if on_gpu and eqn.primitive.name in MAX_POOL_GRADIENTS and is_var(source := eqn.invars[0]):
         words = (1 + len(source.aval.shape)) * 4 // source.aval.dtype.itemsize
         return [source] * words + eqn.outvars
-    return eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0)
+    return eqn.outvars * (0 if on_gpu else IN_STEPS.get(eqn.primitive.name, 0))
 
 
 def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
     """Return `_turned` for XLA:GPU, which turns operands of batches of products alone.
 
-    What nothing else reads is made in the right layout.
+    There the batch dimensions have to come first, in their order, and the contracted ones last; in
+    the second operand they may be between. What nothing else reads is made in the right layout.
     """
     reads = Counter(v for eqn in equations for v in eqn.invars if is_var(v))
     made = {v for eqn in equations for v in eqn.outvars}
-    return [
-        [v for v in _turned(eqn) if v not in made or reads[v] > 1]
-        if eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1])
-        else []
-        for eqn in equations
-    ]
+    orders = _orders(equations)
+    found: list[list[Var]] = []
+    for eqn in equations:
+        found.append([])
+        if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
+            continue
+        numbers = zip(*eqn.params["dimension_numbers"], strict=True)
+        for k, (v, (contracted, batch)) in enumerate(zip(eqn.invars, numbers, strict=True)):
+            order = orders.get(v, [*range(v.aval.ndim)])
+            rows = [d for d in order if d not in batch and d not in contracted]
+            fits = [*batch, *rows, *contracted], [*batch, *contracted, *rows]
+            if is_var(v) and order not in fits[: k + 1] and (v not in made or reads[v] > 1):
+                found[-1].append(v)
+    return found
+
+
+def _orders(equations: Iterable[Equation]) -> dict[Var, list[int]]:
+    """Return how values lie, as their dimensions from the outermost, if not in their order.
+
+    A transposition does not move what is fused, unless something else that is fused with it lies
+    in order.
+    """
+    found: dict[Var, list[int]] = {}
+    for eqn in equations:
+        if not eqn.outvars:
+            continue
+        out, known = eqn.outvars[0], [v for v in eqn.invars if is_var(v)]
+        alike = [found.get(v) for v in known if v.aval.shape == out.aval.shape]
+        if known and "permutation" in eqn.params:
+            turned = [*eqn.params["permutation"]]
+            order = found.get(known[0], [*range(len(turned))])
+            found[out] = [turned.index(d) for d in order]
+        elif eqn.primitive.name in ELEMENTWISE and alike and (first := alike[0]) and all(alike):
+            found[out] = first
+    return found
 
 
 def _whole(equations: Sequence[Equation], gathered: Iterable[Var]) -> dict[Var, int]:

@@ -202,6 +202,7 @@ def mesh_memory(
     summed = sum(_gradient_bytes(i, cut, layout, summed=True) for i in used)
     exchanged = _exchanged_bytes(cut, grads)
     batch, state = _held_bytes(cut, graphs, layout)
+    batch = 0 if _is_afresh(cut) else batch  # each task counts what it reads of its slice
     held = state + _result_bytes(cut, mesh) + exchanged
     own = graphs if cut.slicing.own_replicas > 1 else []
     of_sums = {graph.index: _sums(cut, sums[graph.index], layout) for graph in own}
@@ -219,7 +220,8 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     """Return how a stage's gradients are made and summed in its backward passes.
 
     XLA:GPU puts off what gradients are made of, to run it under collectives: to where the program
-    ties a bucket to the pass, if there are several, else to the end.
+    ties a bucket to the pass, if there are several, else to the end. It runs under the collectives
+    of a model axis at once.
 
     Args:
         cut: the partitioned step.
@@ -235,8 +237,9 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
         return Summed(afresh)
     # Where parameters are gathered, collectives run under the whole pass.
     buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
-    rest = set(operands).difference(*buckets, gathered) if layout.sizes[MODEL] > 1 else set()
-    return Summed(afresh - gathered, gathered, [*buckets, rest])
+    if layout.sizes[MODEL] > 1:
+        buckets = [{i} for i in {*operands} - gathered]
+    return Summed(afresh - gathered, gathered, buckets if len(buckets) > 1 else ())
 
 
 class Sums(NamedTuple):

@@ -19,11 +19,14 @@ from launcher.partition import (
     TaskProgram,
     opened,
 )
-from launcher.plan.cost.liveness import Liveness, Size, is_folded
+from launcher.plan.cost.liveness import Liveness, Size, computed_late, is_folded
 from launcher.schedule import Kind
 from launcher.trace import FUSED, Aval, Equation, Var, dependents, is_var, nbytes
 
-_SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
+# What XLA:CPU needs more than the values: copies, and places it cannot share.
+_SLACK = 1.06
+# What a product of cuBLAS's may use while it runs, as XLA:GPU asks for it.
+_WORKSPACE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,10 @@ class Stored:
         self.gradients = {v: name.of for name, v in outs if name.kind == "grad" and is_var(v)}
         if not on_gpu:
             self._added: Set[Var] = frozenset()
+            self.slack, self._workspace = _SLACK, 0
             self.liveness = Liveness(self.jaxpr.eqns, held, summed)
             return
+        self.slack, self._workspace = 1.0, _WORKSPACE
         # A product's kernel adds to an accumulator itself, and so does what is fused.
         by: dict[Var, str] = {}
         for eqn in self.jaxpr.eqns:
@@ -100,7 +105,13 @@ class Stored:
         waits = [{v for v, i in self.gradients.items() if i in of} for of in how.together]
         adds = {v for v, i in self.gradients.items() if by.get(v) == "dot_general"}
         waits.append(adds.difference(*waits, self.apart(how.afresh)))
-        self.liveness = Liveness(self.jaxpr.eqns, held, summed, whole, waits, on_gpu=True)
+        after = [v for v, name in self.inputs.items() if name.kind in ("cotangent", "seed")]
+        equations = computed_late(self.jaxpr.eqns, after)
+        self.liveness = Liveness(equations, held, summed, whole, waits, on_gpu=True)
+
+    def asked(self, values: float) -> float:
+        """Return the bytes that the compiler asks for, given the most that values take."""
+        return self.slack * values + self._workspace
 
     def apart(self, operands: Set[int]) -> frozenset[Var]:
         """Return the gradients of operands."""
@@ -146,7 +157,7 @@ def footprint(
         buffers = one.apart(how.afresh)
         inside, live = one.sizes(sharding, buffers), one.liveness
         needs = live.peak_beside(list(buffers), inside) if buffers else live.peak(inside)
-        working[kind] = _SLACK * (_arriving(of, k, size) + needs)
+        working[kind] = one.asked(_arriving(of, k, size) + needs)
     given = (name for name in of.joint.inputs if name.kind == "activation")
     arriving = sum(_size(of.joint, name, size) for name in given)
     return Footprint(left_bytes(of, sharding), working, arriving)
@@ -193,10 +204,10 @@ def temporaries(
             return size(v) if v in own else 0.0  # constants are the same in all layers
 
         found[kind] = Temporaries(
-            peak=_SLACK * (_arriving(of, k, sizes) + program.peak(size)),
-            early=_SLACK * program.held(first, unlike),
-            fixed_peak=_SLACK * program.peak(fixed),
-            fixed_early=_SLACK * program.held(first, fixed),
+            peak=one.asked(_arriving(of, k, sizes) + program.peak(size)),
+            early=one.slack * program.held(first, unlike),
+            fixed_peak=one.asked(program.peak(fixed)),
+            fixed_early=one.slack * program.held(first, fixed),
         )
     return found
 

@@ -37,7 +37,7 @@ COSTLY = frozenset((
     "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log",
     "log1p", "log2", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 ))
-# Element-wise ones that XLA expands to several, of which so many results are stored.
+# Element-wise ones that XLA expands to several, of which XLA:CPU stores so many results.
 IN_STEPS = {"erfc": 3}
 # The gradient of a maximum over windows.
 MAX_POOL_GRADIENTS = frozenset(("select_and_scatter_add",))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.plan.cost.liveness import Liveness
+from launcher.plan.cost.liveness import Liveness, computed_late
 from launcher.trace.ir.jaxpr import make_jaxpr, nbytes
 
 ROWS, WIDTH = 8, 16
@@ -102,6 +102,18 @@ def turned_weight(x, w):
     return x @ (w + 1).T
 
 
+def summed(x, w):
+    """A kernel that adds up what it computes does not write over what it reads."""
+    y = jnp.tanh(x @ w)
+    return y, y.sum(0)
+
+
+def scattered_and_summed(x, w):
+    """It is scattered into what is added to it."""
+    y = jnp.zeros_like(x).at[0].add(x[0]) + x
+    return y, y.sum(0)
+
+
 def largest(x, w):
     """The gradient, zeros, and for half of the elements the largest and two indices."""
     window = {"window_dimensions": (1, 2), "window_strides": (1, 2), "padding": "VALID"}
@@ -118,6 +130,8 @@ def largest(x, w):
         (cast, 2),
         (read_twice, 0),
         (turned_weight, 3),
+        (summed, 2.1),
+        (scattered_and_summed, 1.1),
         (largest, 4),
     ],
     ids=lambda of: getattr(of, "__name__", ""),
@@ -127,6 +141,50 @@ def test_what_is_stored_on_gpus(program, arrays):
     jaxpr = make_jaxpr(program, *shapes)
     liveness = Liveness(jaxpr.eqns, jaxpr.outvars, on_gpu=True)
     assert liveness.peak(lambda v: nbytes(v.aval)) / ARRAY == pytest.approx(arrays, abs=0.3)
+
+
+def of_rows(scores, x):
+    return jax.lax.dot_general(scores, x, (((1,), (1,)), ((0,), (0,))))
+
+
+def of_columns(scores, x):
+    return jax.lax.dot_general(scores, x, (((2,), (1,)), ((0,), (0,))))
+
+
+@pytest.mark.parametrize(
+    ("program", "squares"),
+    [
+        (lambda s, x: (of_columns(jnp.tanh(of_columns(s, s)), x),), 1),
+        (lambda s, x: (of_rows(y := jnp.tanh(of_columns(s, s)), x), of_columns(y, x)), 3),
+        (lambda s, x: (of_columns(y := 2 * s.transpose(1, 0, 2), x), of_columns(y, x)), 3),
+        (lambda s, x: of_columns(s.transpose(1, 0, 2) + 1, x), 1),
+    ],
+    ids=["as it lies", "turned beside", "lies otherwise", "made for one"],
+)
+def test_operands_of_batches_of_products_are_copied_on_gpus(program, squares):
+    """`scores` of pairs, which the first product of two copies for itself."""
+    batch, length = 32, 32
+    scores = jax.ShapeDtypeStruct((batch, length, length), jnp.float32)
+    x = jax.ShapeDtypeStruct((batch, length, 1), jnp.float32)
+    jaxpr = make_jaxpr(program, scores, x)
+    peak = Liveness(jaxpr.eqns, jaxpr.outvars, on_gpu=True).peak(lambda v: nbytes(v.aval))
+    assert peak / (batch * length * length * 4) == pytest.approx(squares, abs=0.3)
+
+
+def test_what_no_gradient_makes_is_computed_just_before_it_is_read():
+    def program(x, w, gradient):
+        again = jnp.tanh(x @ w)
+        return jnp.exp(gradient @ w) * jax.lax.optimization_barrier((again, gradient))[0]
+
+    shapes = [(ROWS, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH)]
+    jaxpr = make_jaxpr(program, *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
+
+    def names(equations):
+        return [eqn.primitive.name for eqn in equations if eqn.primitive.name in ("tanh", "exp")]
+
+    assert names(jaxpr.eqns) == ["tanh", "exp"]
+    assert names(computed_late(jaxpr.eqns, jaxpr.invars[2:])) == ["exp", "tanh"]
+    assert names(computed_late(jaxpr.eqns, [])) == ["tanh", "exp"]
 
 
 def test_gradients_of_a_set_wait_for_one_another():
