@@ -64,9 +64,9 @@ def _result_types(*avals: Any, of: Kernel) -> list[Any]:
 
 def _batched(operands: Sequence[Any], axes: Sequence[Any], of: Kernel) -> Any:
     """Compute several at once, in a program whose plan is made; mostly one, a device's replica."""
-    mapped = [(x, axis) for x, axis in zip(operands, axes, strict=True) if axis is not None]
-    if all(x.shape[axis] == 1 for x, axis in mapped):
-        alone = (x if d is None else jax.lax.squeeze(x, (d,)) for x, d in zip(operands, axes))
+    pairs = list(zip(operands, axes, strict=True))
+    if all(axis is None or x.shape[axis] == 1 for x, axis in pairs):
+        alone = (x if axis is None else jax.lax.squeeze(x, (axis,)) for x, axis in pairs)
         outs = [x[None] for x in kernel_p.bind(*alone, of=of)]
         return outs, [0] * len(outs)
     over = functools.partial(jax.vmap, in_axes=tuple(axes))
