@@ -23,7 +23,7 @@ from launcher.trace import Kernel, call_kernel
 # Reading an expert's weights for a tile costs about what so many rows of it do. The kernels read
 # them from a cache; where they are gathered, they are written and read again.
 _ROWS_OF_READING, _ROWS_OF_GATHERING = 4, 16
-_STEP = 2**13  # rows of the tiles that are gathered at a time
+_STEP = 2**12  # rows of the tiles that are gathered at a time
 
 # The largest tile's rows, its columns, and how much of a sum is added at a time: what an L40S has
 # the shared memory for. The least is what a tensor core takes.
