@@ -165,21 +165,23 @@ def product_in_tiles(
     read = source if x.ndim == 4 else source // index.shape[-1]
     dims = "tbm,tnm->tbn" if is_turned else "tbm,tmn->tbn"
 
-    def of_step(step: Any) -> jax.Array:
-        expert, read = step
-        return jnp.einsum(dims, x_rows.at[read].get(mode="clip"), weights[expert])
-
     steps = -(-read.size // _STEP)
     each = -(-len(read) // steps)
-    more = steps * each - len(read)
+    padding = (0, steps * each - len(read))
+    expert, read = jnp.pad(tiles.expert, padding), jnp.pad(read, (padding, (0, 0)))
 
-    def cut(a: jax.Array) -> jax.Array:
-        return jnp.pad(a, [(0, more)] + [(0, 0)] * (a.ndim - 1)).reshape(steps, each, *a.shape[1:])
+    def of_step(number: jax.Array, made: jax.Array) -> jax.Array:
+        own = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=number * each, slice_size=each
+        )
+        rows = jnp.einsum(dims, x_rows.at[own(read)].get(mode="clip"), weights[own(expert)])
+        return jax.lax.dynamic_update_slice_in_dim(made, rows, number * each, 0)
 
-    made = jax.lax.map(of_step, (cut(tiles.expert), cut(read)))
+    width = weights.shape[1 if is_turned else 2]
+    made = jax.lax.fori_loop(0, steps, of_step, _empty((*read.shape, width), x_rows, x.dtype))
     slot = jnp.zeros(index.size, jnp.int32)
     slot = slot.at[source.reshape(-1)].set(jnp.arange(source.size), mode="drop")
-    return [_of_tokens(made.reshape(-1, made.shape[-1])[slot], x, index)]
+    return [_of_tokens(made.reshape(-1, width)[slot], x, index)]
 
 
 def gradient_in_tiles(
@@ -193,16 +195,28 @@ def gradient_in_tiles(
         at = source if a.ndim == 4 else source // index.shape[-1]
         return jnp.where((source < index.size)[:, None], _rows_of(a).at[at].get(mode="clip"), 0)
 
-    def add(sums: jax.Array, tile: Any) -> tuple[jax.Array, None]:
-        expert, source = tile
-        both = rows(x, source), rows(slope, source)
-        more = jnp.einsum("bm,bn->mn", *both, preferred_element_type=jnp.float32)
-        own = jax.lax.dynamic_index_in_dim(sums, expert, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(sums, own + more, expert, 0), None
+    is_first = tiles.first == tiles.begins[tiles.expert]
 
-    zeros = jnp.zeros((experts, x.shape[-1], slope.shape[-1]), jnp.float32)
-    sums, _ = jax.lax.scan(add, zeros, (tiles.expert, source))
-    return [sums.astype(x.dtype)]
+    def add(tile: jax.Array, sums: jax.Array) -> jax.Array:
+        expert, own = tiles.expert[tile], source[tile]
+        both = rows(x, own), rows(slope, own)
+        more = jnp.einsum("bm,bn->mn", *both, preferred_element_type=jnp.float32)
+        before = jax.lax.dynamic_index_in_dim(sums, expert, keepdims=False)
+        now = jnp.where(is_first[tile], more, before + more)
+        return jax.lax.dynamic_update_index_in_dim(sums, now, expert, 0)
+
+    shape = experts, x.shape[-1], slope.shape[-1]
+    sums = jax.lax.fori_loop(0, len(source), add, _empty(shape, slope, jnp.float32))
+    is_used = (tiles.ends > tiles.begins)[:, None, None]
+    return [jnp.where(is_used, sums, 0).astype(x.dtype)]
+
+
+def _empty(shape: tuple[int, ...], x: jax.Array, dtype: Any) -> jax.Array:
+    """Return an array for a loop to fill, which is made when there is `x`.
+
+    Zeros would be made for all layers at the start, and kept.
+    """
+    return jnp.full(shape, x.reshape(-1)[0], dtype)
 
 
 def _rows_of(x: jax.Array) -> jax.Array:
