@@ -165,7 +165,8 @@ def product_in_tiles(
     read = source if x.ndim == 4 else source // index.shape[-1]
     dims = "tbm,tnm->tbn" if is_turned else "tbm,tmn->tbn"
 
-    steps = -(-read.size // _STEP)
+    # One step would be no loop, and gather all layers' weights at the start.
+    steps = max(2, -(-read.size // _STEP))
     each = -(-len(read) // steps)
     padding = (0, steps * each - len(read))
     expert, read = jnp.pad(tiles.expert, padding), jnp.pad(read, (padding, (0, 0)))
@@ -202,7 +203,7 @@ def gradient_in_tiles(
         both = rows(x, own), rows(slope, own)
         more = jnp.einsum("bm,bn->mn", *both, preferred_element_type=jnp.float32)
         before = jax.lax.dynamic_index_in_dim(sums, expert, keepdims=False)
-        now = jnp.where(is_first[tile], more, before + more)
+        now = jnp.where(is_first[tile], 0, before) + more
         return jax.lax.dynamic_update_index_in_dim(sums, now, expert, 0)
 
     shape = experts, x.shape[-1], slope.shape[-1]
