@@ -129,7 +129,7 @@ class _Body:
 
     def _summed(self, eqn: Equation) -> tuple[str, ...]:
         """Return the axes over which a part of a gradient must be summed; else none."""
-        if eqn.primitive.name not in PARTIAL_SUMS:
+        if eqn.primitive.name not in PARTIAL_SUMS or len(eqn.outvars) > 1:
             return ()
         runs = self._runs(eqn)
         (kept,) = runs.kept_outs

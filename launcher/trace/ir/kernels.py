@@ -29,7 +29,8 @@ class Kernel:
         note: what a plan says of it.
         plain: returns its results by operations that any device has.
         fused: returns them by a kernel for GPUs; None: they have none.
-        places: which dimensions of operands and results run together; see `Factor`.
+        places: which dimensions of operands and results run together; see `Factor`. Over those
+            that reach no result, the results are sums.
         flops: returns its floating-point operations, given its operands' types.
         backward_share: the work of its gradient over its own.
     """
@@ -62,7 +63,12 @@ def _result_types(*avals: Any, of: Kernel) -> list[Any]:
 
 
 def _batched(operands: Sequence[Any], axes: Sequence[Any], of: Kernel) -> Any:
-    """Compute several at once, in a program whose plan is made."""
+    """Compute several at once, in a program whose plan is made; mostly one, a device's replica."""
+    pairs = list(zip(operands, axes, strict=True))
+    if all(axis is None or x.shape[axis] == 1 for x, axis in pairs):
+        alone = (x if axis is None else jax.lax.squeeze(x, (axis,)) for x, axis in pairs)
+        outs = [x[None] for x in kernel_p.bind(*alone, of=of)]
+        return outs, [0] * len(outs)
     over = functools.partial(jax.vmap, in_axes=tuple(axes))
     fused = of.fused and over(of.fused)
     both = dataclasses.replace(of, plain=over(of.plain), fused=fused)

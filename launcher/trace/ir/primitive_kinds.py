@@ -104,7 +104,7 @@ FOLDS = {
     "reduce_or": "bitwise_or", "reduce_prod": "mul", "reduce_sum": "add",
 }
 # A device that has shards of the operands computes a partial sum of the result.
-PARTIAL_SUMS = _CONTRACTIONS | frozenset(("reduce_sum",))
+PARTIAL_SUMS = _CONTRACTIONS | OWN_KERNELS | frozenset(("reduce_sum",))
 # Autodiff adds the parts of a gradient with these.
 GRADIENT_SUMS = frozenset(("add_any",))
 # An operand is used for many elements of the result: its gradient is a sum over them.

@@ -2,9 +2,9 @@
 
 Each token goes to its best experts by a softmax (Shazeer et al., 2017, "Outrageously Large Neural
 Networks"). With a capacity, each expert takes at most that many tokens of a group, first choices
-first, and the others skip the layer (Lepikhin et al., 2021, "GShard"); without, every expert
-computes every token, and nothing is dropped. A group is a sequence or a part of one, so no example
-sees another. The router, its losses and the rest are float32 where Llama's are.
+first, and the others skip the layer (Lepikhin et al., 2021, "GShard"); without, nothing is dropped,
+and experts compute the tokens that are sent to them (`routed`). A group is a sequence or a part of
+one, so no example sees another. The router, its losses and the rest are float32 where Llama's are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -31,6 +32,7 @@ from launcher.recipes.models.llama.model import (
 )
 from launcher.recipes.models.losses import Metrics, next_token_loss
 from launcher.recipes.models.moe import MoEOptions
+from launcher.recipes.models.moe.routed import routed
 from launcher.trace import mark_pipeline_boundary
 
 
@@ -42,32 +44,40 @@ def capacity(options: MoEOptions) -> int:
     return min(most, options.group_size)
 
 
-def route_tokens(probabilities: jax.Array, chosen: int, places: int) -> tuple[jax.Array, jax.Array]:
-    """Return each token's weights at experts and their places, and its share of each expert.
+def best_experts(probabilities: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
+    """Return the best experts of each token, and their weights, which sum up to 1.
 
     Args:
         probabilities: float32 [..., tokens, experts].
         chosen: the experts of a token.
-        places: the tokens of an expert; 0: all.
 
     Returns:
-        Weights, float32 [..., tokens, experts, places], or [..., tokens, experts] if all have a
-        place; they sum up to 1 for a token that no expert drops. And which experts were chosen, 0
-        or 1 [..., tokens, experts].
+        Weights, float32 [..., tokens, chosen], the largest first; and experts, int32, likewise.
     """
-    experts = probabilities.shape[-1]
     gates, index = jax.lax.top_k(probabilities, chosen)
-    gates /= gates.sum(-1, keepdims=True)
+    return gates / gates.sum(-1, keepdims=True), index
+
+
+def places_of_tokens(gates: jax.Array, index: jax.Array, experts: int, places: int) -> jax.Array:
+    """Return each token's weights at so many experts and at an expert's places.
+
+    Args:
+        gates: float [..., tokens, chosen], as `best_experts` returns them.
+        index: int32, likewise.
+        experts: their number.
+        places: the tokens of an expert.
+
+    Returns:
+        Float [..., tokens, experts, places]; they sum up to 1 for a token that no expert drops.
+    """
     # First choices have precedence over second ones, and earlier tokens over later ones.
     picks = jax.nn.one_hot(jnp.swapaxes(index, -1, -2), experts)  # [..., chosen, tokens, experts]
     gates = jnp.swapaxes(gates, -1, -2)
-    if not places:
-        return (picks * gates[..., None]).sum(-3), picks.sum(-3)
     within = jnp.cumsum(picks, axis=-2)
     earlier = jnp.cumsum(within[..., -1:, :], axis=-3) - within[..., -1:, :]
     place = ((within + earlier - 1) * picks).sum(-1).astype(jnp.int32)
     at = jax.nn.one_hot(place, places)  # zeros beyond the capacity
-    return jnp.einsum("...kte,...ktp->...tep", picks * gates[..., None], at), picks.sum(-3)
+    return jnp.einsum("...kte,...ktp->...tep", picks * gates[..., None], at)
 
 
 class Experts(nn.Module):
@@ -88,42 +98,65 @@ class Experts(nn.Module):
 
         logits = dense(groups.astype(jnp.float32), experts, "router", None, bias=False)
         probabilities = jax.nn.softmax(logits)
-        places = capacity(options)
-        weights, picks = route_tokens(probabilities, chosen, places)
+        gates, index = best_experts(probabilities, chosen)
+        picks = jax.nn.one_hot(index, experts).sum(-2)  # [batch, groups, tokens, experts]
         balance = experts / chosen * (picks.mean(-2) * probabilities.mean(-2)).sum(-1).mean()
         z = jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
 
-        weights = weights.astype(self.dtype)
-        if places:
-            sent = jnp.einsum("bgtep,bgtm->ebgpm", (weights > 0).astype(self.dtype), groups)
-            out = jnp.einsum("bgtep,ebgpm->bgtm", weights, self._inside(sent))
-        else:
-            # `jax.lax.ragged_dot` would save nothing: on CPUs and GPUs each row meets every expert.
-            every = jnp.broadcast_to(groups[None], (experts, *groups.shape))
-            out = jnp.einsum("bgte,ebgtm->bgtm", weights, self._inside(every))
-        out = out.reshape(x.shape)
+        mix = self._some if capacity(options) else self._all
+        out = mix(groups, gates, index).reshape(x.shape)
         if options.shared_size:
             shared = dataclasses.replace(options, mlp_size=options.shared_size)
             out += FeedForward(shared, self.output_scale, self.dtype, name="shared_expert")(x)
         return out, jnp.stack([balance, z])
 
-    def _inside(self, x: jax.Array) -> jax.Array:
-        """Map each expert's tokens, float [experts, batch, groups, tokens, hidden], to the same."""
-        options, (experts, *_, hidden) = self.options, x.shape
-        width = options.expert_size
+    def _some(self, groups: jax.Array, gates: jax.Array, index: jax.Array) -> jax.Array:
+        """Map groups of tokens, [batch, groups, tokens, hidden], to the same by those with a place.
 
-        def product(x: jax.Array, name: str, size: int, scale: float = INIT_SCALE) -> jax.Array:
-            shape = experts, x.shape[-1], size
-            kernel = self.param(name, nn.initializers.normal(scale), shape)
-            return jnp.einsum("ebgtm,emh->ebgth", x, kernel.astype(self.dtype))
+        `gates` and `index` are as `best_experts` returns them.
+        """
+        options = self.options
+        weights = places_of_tokens(gates, index, options.num_experts, capacity(options))
+        weights = weights.astype(self.dtype)
+        sent = jnp.einsum("bgtep,bgtm->ebgpm", (weights > 0).astype(self.dtype), groups)
+        product = functools.partial(jnp.einsum, "ebgpm,emh->ebgph")
+        inner, down = self._inside(product, sent)
+        return jnp.einsum("bgtep,ebgpm->bgtm", weights, product(inner, down))
 
-        activation = ACTIVATIONS[options.activation]
-        inner = product(x, "experts_up", width)
+    def _all(self, groups: jax.Array, gates: jax.Array, index: jax.Array) -> jax.Array:
+        """Map groups of tokens, as `_some` does, by all of them."""
+        x, gates, index = (a.reshape(len(a), -1, a.shape[-1]) for a in (groups, gates, index))
+        is_fused = self.options.attention == "cudnn"  # 16 bits, on GPUs since Ampere
+
+        def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return routed(x, index, kernel, is_fused)
+
+        inner, down = self._inside(product, x)
+        return product(inner * gates[..., None].astype(self.dtype), down)
+
+    def _inside(
+        self, product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the values inside experts, and the kernel that leads out of them.
+
+        Args:
+            product: of tokens with their experts' kernels, float [experts, size, width].
+            x: the tokens, float [..., hidden].
+        """
+        options, hidden = self.options, x.shape[-1]
+
+        def kernel(name: str, size: int, width: int, scale: float = INIT_SCALE) -> jax.Array:
+            shape = options.num_experts, size, width
+            made: jax.Array = self.param(name, nn.initializers.normal(scale), shape)
+            return made.astype(self.dtype)
+
+        activation, width = ACTIVATIONS[options.activation], options.expert_size
+        inner = product(x, kernel("experts_up", hidden, width))
         if options.gated_mlp:
-            inner = activation(product(x, "experts_gate", width)) * inner
+            inner = activation(product(x, kernel("experts_gate", hidden, width))) * inner
         else:
             inner = activation(inner)
-        return product(inner, "experts_down", hidden, self.output_scale)
+        return inner, kernel("experts_down", width, hidden, self.output_scale)
 
 
 class Block(nn.Module):
