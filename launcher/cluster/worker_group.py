@@ -98,6 +98,7 @@ WAITS = {  # calls before the first step that are limited by their time without 
     "more": Wait("it generates", TOGETHER),
     "create": Wait("it creates the first state", TOGETHER),
     "restore": Wait("it reads the checkpoint", ALONE),
+    "chose_anew": Wait("it reports what was compiled", ANSWER),
     "pass_over": Wait("it skips batches", ALONE),
     "first_batch": Wait("it reads its first batch", ALONE),
 }

@@ -1,6 +1,8 @@
 """Compile the programs of settings for H100s that are not here, and print what they need as JSON.
 
-usage: python tests/gpu_compile/cell.py WORDS OF THE COMMAND LINE
+usage: python tests/gpu_compile/cell.py [--choices FOLDER] WORDS OF THE COMMAND LINE
+
+With a folder of XLA's choices, the programs' texts are printed.
 """
 
 import json
@@ -17,11 +19,12 @@ from launcher.driver.planning.plan_from_config import plans_of
 from launcher.driver.planning.prepare import trace
 from launcher.report.console import make_console
 from launcher.runtime.emit.emit import emit
+from launcher.runtime.programs.choices import Choices
 from launcher.runtime.programs.compile import Compilation
 from launcher.runtime.programs.device_meshes import place_on_devices
 
 
-def compiled(words):
+def compiled(words, choices=None):
     config = load([*words, "task=plan"])
     traced = trace(config, make_console(sys.stderr), look(config, 0, plan_only=True))
     step = traced.program.train
@@ -32,10 +35,16 @@ def compiled(words):
     emitted = emit(step.cut_at(plan.layer_ends), plan)
     placement = place_on_devices(plan, described.devices, emitted.slots)
     with ThreadPoolExecutor(1) as pool:
-        return Compilation(emitted, placement, pool).result()
+        return Compilation(emitted, placement, pool, choices=choices).result()
 
 
 def main(words):
+    if words[0] == "--choices":
+        choices = Choices(Path(words[1]), "train.deterministic=true" in words)
+        made = compiled(words[2:], choices)
+        texts = {name: program.as_text() for name, program in made.items()}
+        print(json.dumps({"are_new": choices.are_new, "texts": texts}))
+        return
     found = {}
     for name, program in compiled(words).items():
         kinds = re.findall(r" (all-reduce|reduce-scatter|async)-start\(", program.as_text())
