@@ -215,11 +215,10 @@ def autotune_options(folder: Path, keeps: bool) -> dict[str, Any]:
         folder: the folder.
         keeps: whether those that were missing are written there.
     """
+    mode = "UPDATE" if keeps else "READ"
     return {
         "xla_gpu_per_fusion_autotune_cache_dir": str(folder),
-        "xla_gpu_experimental_autotune_cache_mode": (
-            "AUTOTUNE_CACHE_MODE_UPDATE" if keeps else "AUTOTUNE_CACHE_MODE_READ"
-        ),
+        "xla_gpu_experimental_autotune_cache_mode": f"AUTOTUNE_CACHE_MODE_{mode}",
         "xla_gpu_shard_autotuning": False,
     }
 

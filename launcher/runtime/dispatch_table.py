@@ -26,7 +26,7 @@ from launcher.runtime.emit.instructions import (
     digests,
     prove,
 )
-from launcher.runtime.programs.choices import Choices
+from launcher.runtime.programs.choices import KernelChoices
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.throttle import Throttle
 from launcher.runtime.transport.servers import THREADS, Exchanging, Servers
@@ -85,7 +85,7 @@ class StepServices(NamedTuple):
     transport: Transport | None
     servers: Servers | None
     spans: SpanRecorder
-    choices: Choices | None = None
+    choices: KernelChoices | None = None
 
 
 @dataclass(frozen=True, eq=False)

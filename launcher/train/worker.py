@@ -30,7 +30,7 @@ from launcher.config.schema import Config
 from launcher.plan import Plan, make_forward_plan
 from launcher.recipes import InputError
 from launcher.runtime import (
-    Choices,
+    KernelChoices,
     Copies,
     Digester,
     Executable,
@@ -91,7 +91,7 @@ class TrainWorker(Peer):
         self._completed = 0.0
 
     @cached_property
-    def _choices(self) -> Choices | None:
+    def _choices(self) -> KernelChoices | None:
         rank = self._server_rank  # each of these chooses for itself
         own = "autotune" if rank is None else f"autotune/worker_{rank}"
         return choices_in(Path(self._home, own), self._config.train.deterministic)

@@ -19,7 +19,7 @@ from launcher.driver.planning.plan_from_config import plans_of
 from launcher.driver.planning.prepare import trace
 from launcher.report.console import make_console
 from launcher.runtime.emit.emit import emit
-from launcher.runtime.programs.choices import Choices
+from launcher.runtime.programs.choices import KernelChoices
 from launcher.runtime.programs.compile import Compilation
 from launcher.runtime.programs.device_meshes import place_on_devices
 
@@ -40,7 +40,7 @@ def compiled(words, choices=None):
 
 def main(words):
     if words[0] == "--choices":
-        choices = Choices(Path(words[1]), "train.deterministic=true" in words)
+        choices = KernelChoices(Path(words[1]), "train.deterministic=true" in words)
         made = compiled(words[2:], choices)
         texts = {name: program.as_text() for name, program in made.items()}
         print(json.dumps({"are_new": choices.are_new, "texts": texts}))

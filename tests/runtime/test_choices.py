@@ -36,7 +36,7 @@ class Group:
         device = SimpleNamespace(device_kind="T4")
         module.jax = SimpleNamespace(process_index=lambda: rank, local_devices=lambda: [device])
         module.all_gather_text = self.gather(rank)
-        own = module.Choices(self.folders[rank], is_deterministic=False)
+        own = module.KernelChoices(self.folders[rank], is_deterministic=False)
 
         def compile_one(one, options):
             folder, mode = own._folder, options["xla_gpu_experimental_autotune_cache_mode"]

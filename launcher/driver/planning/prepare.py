@@ -116,8 +116,8 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     target = compiler_of(config, cluster)
     if config.train.deterministic and cluster.device_kind != "cpu":
         _log.info(
-            "train.deterministic=true: XLA sorts what it scatters, and takes the first kernels "
-            "of a fixed order; no plan prices that, and steps take longer than predicted"
+            "train.deterministic=true: XLA sorts what it scatters and times no kernels; steps take "
+            "longer than predicted"
         )
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):

@@ -34,7 +34,7 @@ P = TypeVar("P", bound=_Lowered)
 T = TypeVar("T")
 
 
-class Choices:
+class KernelChoices:
     """The choices for the programs of a run's process.
 
     Processes choose in turn, and each for one program at a time. XLA keeps the first choice that is
@@ -99,7 +99,8 @@ class Choices:
                     with suppress(Exception):  # it is compiled again, by who tells of the error
                         made[one.name] = compile_one(one, self._options(keeps=True))
                         self._done(one).touch()
-            own = json.dumps(self._read() if rank == me else {})
+            files = self._folder.glob("*.*") if rank == me else ()
+            own = json.dumps({path.name: path.read_text() for path in files})
             for texts in all_gather_text(f"launcher/choices/{call}/{rank}", own):
                 self._write(json.loads(texts))
         self.are_new |= bool(first)
@@ -109,10 +110,6 @@ class Choices:
         """Return the empty file that is there once all choices for a program are."""
         return self._folder / f"{one.digest}.program"
 
-    def _read(self) -> dict[str, str]:
-        """Return the files in this host's folder, by name."""
-        return {path.name: path.read_text() for path in self._folder.glob("*.*")}
-
     def _write(self, texts: Mapping[str, str]) -> None:
         """Put into this host's folder what it lacks, of another host's."""
         for name in texts.keys() - {path.name for path in self._folder.glob("*.*")}:
@@ -120,8 +117,8 @@ class Choices:
                 write_whole(self._folder / name, texts[name], durable=False)
 
 
-def choices_in(folder: Path, is_deterministic: bool) -> Choices | None:
+def choices_in(folder: Path, is_deterministic: bool) -> KernelChoices | None:
     """Return the choices in a folder; None on CPU devices, for which XLA makes none."""
     if jax.default_backend() != "gpu":
         return None
-    return Choices(folder, is_deterministic)
+    return KernelChoices(folder, is_deterministic)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from launcher.runtime.dispatch_table import StepServices
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.emit.instructions import Emitted, Run, Send
 from launcher.runtime.executable import Executable
-from launcher.runtime.programs.choices import Choices
+from launcher.runtime.programs.choices import KernelChoices
 from launcher.runtime.programs.device_meshes import DeviceMeshes, place_on_devices
 from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transport import Transport
@@ -174,7 +173,7 @@ class Compilation:
         placement: DeviceMeshes,
         pool: Executor,
         compile_one: Callable[[Lowered], Any] | None = None,
-        choices: Choices | None = None,
+        choices: KernelChoices | None = None,
     ) -> None:
         self._pool, self._options = pool, choices.options if choices else {}
         runs: dict[str, Run] = {}
@@ -263,9 +262,9 @@ class Lowered:
 
 
 def _compiled(
-    one: Lowered, more: Mapping[str, Any] = MappingProxyType({})
+    one: Lowered, more: Mapping[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, bytes | None]:
-    return compiled(one.whole, {**one.options, **more})
+    return compiled(one.whole, {**one.options, **(more or {})})
 
 
 @dataclass(frozen=True)
