@@ -30,10 +30,10 @@ from launcher.config.schema import Config
 from launcher.plan import Plan, make_forward_plan
 from launcher.recipes import InputError
 from launcher.runtime import (
-    KernelChoices,
     Copies,
     Digester,
     Executable,
+    KernelChoices,
     StageTimes,
     StepCompilation,
     StepServices,
