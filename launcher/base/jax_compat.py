@@ -94,7 +94,7 @@ def is_nan_error(error: Exception) -> bool:
 def all_gather_text(name: str, own: str) -> list[str]:
     """All-gather one string per process.
 
-    Each `name` can be used once.
+    Each `name` can be used once, and none begins with another one and a slash.
 
     It uses the key-value store that `jax.distributed` has for itself. The public alternative,
     `multihost_utils.process_allgather`, is a program over all devices of all processes, which on

@@ -23,6 +23,8 @@ class Group:
 
     def gather(self, rank):
         def gathered(name, own):
+            for other in [*self.told]:  # all below a name is read
+                assert not name.startswith(f"{other}/")
             self.told.setdefault(name, {})[rank] = own
             self.barrier.wait(10)
             return [self.told[name][k] for k in sorted(self.told[name], reverse=True)]

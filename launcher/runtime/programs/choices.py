@@ -101,7 +101,7 @@ class KernelChoices:
                         self._done(one).touch()
             files = self._folder.glob("*.*") if rank == me else ()
             own = json.dumps({path.name: path.read_text() for path in files})
-            for texts in all_gather_text(f"launcher/choices/{call}/{rank}", own):
+            for texts in all_gather_text(f"launcher/choices/{call} of {rank}", own):
                 self._write(json.loads(texts))
         self.are_new |= bool(first)
         return made
