@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter, methodcaller
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ def is_nan_error(error: Exception) -> bool:
 def all_gather_text(name: str, own: str) -> list[str]:
     """All-gather one string per process.
 
-    Each `name` can be used once.
+    Each `name` can be used once, and none begins with another one and a slash.
 
     It uses the key-value store that `jax.distributed` has for itself. The public alternative,
     `multihost_utils.process_allgather`, is a program over all devices of all processes, which on
@@ -200,6 +201,35 @@ def with_barriers_kept(platform: str, options: Mapping[str, Any]) -> dict[str, A
         return dict(options)
     passes = [options.get("xla_disable_hlo_passes"), "cse_barrier_expander"]
     return {**options, "xla_disable_hlo_passes": ",".join(filter(None, passes))}
+
+
+def autotune_options(folder: Path, keeps: bool) -> dict[str, Any]:
+    """Return the options under which XLA:GPU takes its choices among kernels from a folder.
+
+    Those that are missing there it makes by timing. By default, XLA shares that out among the
+    processes of a program, each of which waits for the others, also for one that has found the
+    program in JAX's cache and compiles nothing; here each process can choose alone. JAX's cache
+    tells programs apart by the folder. The names are as in `overlap_options`.
+
+    Args:
+        folder: the folder.
+        keeps: whether those that were missing are written there.
+    """
+    mode = "UPDATE" if keeps else "READ"
+    return {
+        "xla_gpu_per_fusion_autotune_cache_dir": str(folder),
+        "xla_gpu_experimental_autotune_cache_mode": f"AUTOTUNE_CACHE_MODE_{mode}",
+        "xla_gpu_shard_autotuning": False,
+    }
+
+
+def deterministic_options() -> dict[str, Any]:
+    """Return the options under which a program on a GPU gives the same bits at each run.
+
+    XLA then sorts what it scatters, and takes the first kernel that has a fixed order of sums. Its
+    `xla_gpu_deterministic_ops` is the older name of that, and also forbids what was chosen before.
+    """
+    return {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 _UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"

@@ -90,7 +90,7 @@ WAITS = {  # calls before the first step that are limited by their time without 
     "measure": Wait("it measures its devices and links", TOGETHER),
     "build": Wait("it reads the first data and traces the step", ALONE),
     "begin_setup": Wait("it partitions the step into programs", ALONE),
-    "compiled": Wait("it compiles", ALONE),
+    "compiled": Wait("it compiles", TOGETHER),
     "compile": Wait("it compiles", TOGETHER),
     "setup": Wait("it opens its connections to other devices: the first collectives", ANSWER),
     "begin_trial": Wait("it compiles a candidate plan", TOGETHER),
@@ -98,6 +98,7 @@ WAITS = {  # calls before the first step that are limited by their time without 
     "more": Wait("it generates", TOGETHER),
     "create": Wait("it creates the first state", TOGETHER),
     "restore": Wait("it reads the checkpoint", ALONE),
+    "chose_anew": Wait("it reports what was compiled", ANSWER),
     "pass_over": Wait("it skips batches", ALONE),
     "first_batch": Wait("it reads its first batch", ALONE),
 }

@@ -72,6 +72,7 @@ class Train:
     steps: int = number(200, minimum=1)
     global_batch_size: int = number(32, minimum=1)
     precision: str = choice("fp32", "fp32", "bf16")
+    deterministic: bool = False  # the same bits at each run on GPUs, by slower operations
     dry_steps: int = number(0, minimum=0)
     log_every: int = number(1, minimum=1)
     eval_every: int = number(50, minimum=0)  # 0: never

@@ -237,4 +237,4 @@ def _start_workers(session: RaySession, config: Config, home: RunFolder) -> None
         if len(workers) == 1:
             named = replace(config, run=replace(config.run, id=home.id))
             capability = pool_shape(session.pool).compute_capability
-            workers[0].submit("build", to_dict(named), capability)
+            workers[0].submit("build", to_dict(named), capability, str(home.path.absolute()))

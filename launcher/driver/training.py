@@ -223,7 +223,9 @@ class _Job:
                 return
             assert self._ready.pool is not None
             capability = pool_shape(self._ready.pool).compute_capability
-            built = workers.submit("build", to_dict(self._config), capability)
+            built = workers.submit(
+                "build", to_dict(self._config), capability, str(self._home.path.absolute())
+            )
             if usable := self._tried(workers, built):
                 self._train_on(workers, built, finished)
         if not usable:  # a plan that was tried has ended the workers
@@ -339,6 +341,11 @@ class _Job:
             with status(self._console, "reading the checkpoint", Phase.READING) as advance:
                 folder = str(self._home.checkpoints.absolute())
                 workers.submit("restore", folder, finished).result(advance)
+            if workers.submit("chose_anew").result():
+                _log.warning(
+                    f"XLA chose kernels anew, as {self._home.path}/autotune/ has no choices for "
+                    "these programs, GPUs and version: the last bits may differ from the run so far"
+                )
 
     def _diagnose(self, error: Exception) -> Failure | None:
         train = self._config.train

@@ -13,6 +13,8 @@ from launcher.runtime.dispatch_table import StepServices as StepServices
 from launcher.runtime.emit.instructions import ExchangeSpec as ExchangeSpec
 from launcher.runtime.executable import Executable as Executable
 from launcher.runtime.executable import transformed_error as transformed_error
+from launcher.runtime.programs.choices import KernelChoices as KernelChoices
+from launcher.runtime.programs.choices import choices_in as choices_in
 from launcher.runtime.programs.compilation_cache import keep_compiled as keep_compiled
 from launcher.runtime.programs.compilation_cache import why_not_kept as why_not_kept
 from launcher.runtime.programs.compile import StepCompilation as StepCompilation

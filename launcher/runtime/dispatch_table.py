@@ -26,6 +26,7 @@ from launcher.runtime.emit.instructions import (
     digests,
     prove,
 )
+from launcher.runtime.programs.choices import KernelChoices
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 from launcher.runtime.throttle import Throttle
 from launcher.runtime.transport.servers import THREADS, Exchanging, Servers
@@ -79,11 +80,13 @@ class StepServices(NamedTuple):
         transport: moves arrays between processes.
         servers: the parameter servers.
         spans: records what runs beside the devices.
+        choices: of XLA for its programs, on GPUs.
     """
 
     transport: Transport | None
     servers: Servers | None
     spans: SpanRecorder
+    choices: KernelChoices | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +177,7 @@ def _entries(
     services: StepServices,
 ) -> tuple[tuple[Entry, ...], dict[int, Shipment]]:
     """Return the entries, and what goes to other processes and comes from them, by turn."""
-    throttle, (transport, servers, spans) = Throttle(), services
+    throttle, (transport, servers, spans, _) = Throttle(), services
     programs = {
         x.program: throttle.wrap(compiled[x.program], placement.meshes[x.mesh].local_devices)
         for x in emitted.instructions

@@ -81,7 +81,7 @@ class Executable:
         self.plan, self.compile_seconds = plan, 0.0
         self._interface = whole = step.whole
         self._caller = Caller(whole, step.stacks)
-        self._transport, self._servers, self.spans = services
+        self._transport, self._servers, self.spans, _ = services
         self._slicing = plan.parts[0].assignment.slicing
         self._rank = self._servers.rank if self._servers else 0
         self._emitted, self._placement, self._compiled = emitted, placement, programs

@@ -9,8 +9,8 @@ when it has ended, so that no time of a neighbour is in it. Where the times are 
   inside. Where gradients are summed inside a backward pass, the pass ends with its last operation
   that waits for no sum, and each sum has a span of its own in another lane: from when the device
   reaches it, so waiting for the other devices is in it. The tracer of a GPU may take minutes to
-  stop. Without it a run lasts from when it was sent off, and the one before it had ended, to when a
-  thread that waits for its results saw them.
+  stop. Without it a run lasts from when it was sent off, its inputs were there and the one before
+  it had ended, to when a thread that waits for one of its results saw it.
 - Transfers: from when the arrays were made and the transfer was sent off, to when a thread that
   waits for nothing else saw them arrive. Between processes the sender knows the one and the
   receiver the other; `report.timeline` joins them.
@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ class StepRecording:
         self._recorder = recorder
         profiled = profiled and (keep is not None or jax.default_backend() == "cpu")
         self._profile = DeviceProfile(keep) if profiled else None
-        self._ends: dict[int, tuple[int, Future[int | None]]] = {}  # by place: sent off, and there
+        self._ends: dict[
+            int, tuple[int, list[int], Future[int | None]]
+        ] = {}  # see `_seen_from_here`
         self._watchers = ThreadPoolExecutor(_MOST_WATCHERS, thread_name_prefix="watcher")
         self.newest: Instruction | None = None
         self._runs: dict[int, Run] = {}
@@ -90,6 +93,7 @@ class StepRecording:
 
     def run(self, entries: Sequence[Entry], slots: list[Any], key: int) -> None:
         """Follow the entries of a dispatch table, as a call does."""
+        watched = {} if self._profile else _watched(entries)
         for place, entry in enumerate(entries):
             if entry.call is None:
                 entry.run(slots, key)
@@ -103,12 +107,18 @@ class StepRecording:
             if isinstance(entry.instruction, Run):
                 self._runs[place] = entry.instruction
                 if self._profile is None:
-                    self._ends[place] = start, self._watchers.submit(_arrival, results)
+                    told_by = min((results[k] for k in watched[place]), key=attrgetter("nbytes"))
+                    ready = self._watchers.submit(_arrival, [told_by])
+                    self._ends[place] = start, self._reads(entry), ready
                 for i in entry.inputs:
                     self._reader.setdefault(self._made_by.get(i, -1), place)
             elif isinstance(entry.instruction, Send):
                 self._watch(place, entry, arrays, results, start)
             self._made_by.update(dict.fromkeys(entry.outputs, place))
+
+    def _reads(self, entry: Entry) -> list[int]:
+        """Return the places of the entries that made what an entry takes, before it runs."""
+        return [self._made_by[i] for i in entry.inputs if i in self._made_by]
 
     def _watch(
         self, place: int, entry: Entry, arrays: Sequence[Any], results: Sequence[Any], start: int
@@ -120,7 +130,7 @@ class StepRecording:
             instruction=x,
             number=self._count[x.src, x.dst],
             start=start,
-            reads=[self._made_by[i] for i in entry.inputs if i in self._made_by],
+            reads=self._reads(entry),
             leaves=any(array is not None and array.addressable_shards for array in arrays),
             arrival=self._watchers.submit(_arrival, here) if here else None,
         )
@@ -166,6 +176,7 @@ class StepRecording:
             ends[place] = max(run.end, ends.get(place, 0))
             starts[place] = max(run.start, starts.get(place, 0))
         if self._profile is None:
+            ends |= {place: end for place, end in arrived.items() if end}
             spans += self._seen_from_here([[first + d for d in of] for of in devices_of], ends)
         ends |= {place: end for place, end in arrived.items() if end}
         for place, sent in self._transfers.items():
@@ -181,20 +192,21 @@ class StepRecording:
     def _seen_from_here(
         self, devices_of: Sequence[Sequence[int]], ends: dict[int, int]
     ) -> list[Span]:
-        """Return the spans of runs without the profiler, and add their ends to `ends`.
+        """Return the spans of runs without the profiler, and add their ends to those of transfers.
 
         Results that a later run has used up tell no end: such a run is part of the span of the next
         one that does, which says how many it covers.
         """
         found, before = [], dict.fromkeys(range(len(devices_of)), 0)
-        covered = Counter[int]()
-        for place, (start, arrival) in sorted(self._ends.items()):
+        covered, unseen = Counter[int](), dict[int, int]()
+        for place, (start, reads, arrival) in sorted(self._ends.items()):
             run, end = self._runs[place], arrival.result()
             covered[run.mesh] += 1
+            begun = max([start, before[run.mesh], *(ends[k] for k in reads if k in ends)])
             if end is None:
-                before[run.mesh] = before[run.mesh] or start
+                unseen.setdefault(run.mesh, begun)
                 continue
-            ends[place], begun = end, max(start, before[run.mesh])
+            ends[place], begun = end, unseen.pop(run.mesh, begun)
             kind, about = _kind(run)
             about |= {"covers": covered.pop(run.mesh)}
             for device in devices_of[run.mesh]:
@@ -202,6 +214,22 @@ class StepRecording:
                 found.append(Span(lane, _run_name(run), min(begun, end), end, kind, about))
             before[run.mesh] = end
         return found
+
+
+def _watched(entries: Sequence[Entry]) -> dict[int, list[int]]:
+    """Return by place the positions of a run's results that can tell its end.
+
+    All of a program's results are there at once. One that a later run uses up may be gone before a
+    thread waits for it; to hold more than one, and a small one, would keep memory in use.
+    """
+    found, used_up = {}, set[int]()
+    for place, entry in reversed([*enumerate(entries)]):
+        if isinstance(run := entry.instruction, Run):
+            every = range(len(entry.outputs))
+            found[place] = [k for k in every if entry.outputs[k] not in used_up] or [*every]
+            used_up -= set(entry.outputs)
+            used_up |= {run.inputs[k] for k in run.donated}
+    return found
 
 
 def _arrival(arrays: list[jax.Array]) -> int | None:

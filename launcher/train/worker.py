@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,10 +33,11 @@ from launcher.runtime import (
     Copies,
     Digester,
     Executable,
+    KernelChoices,
     StageTimes,
     StepCompilation,
     StepServices,
-    compile_step,
+    choices_in,
     named_values,
     shared_copies,
     wait_for_more,
@@ -56,9 +58,6 @@ from launcher.train.step_result import (
     trace_folder,
     with_stage_times,
 )
-
-if TYPE_CHECKING:
-    from launcher.runtime import Transport
 
 
 class TrainWorker(Peer):
@@ -91,15 +90,24 @@ class TrainWorker(Peer):
         self._taken: Mapping[str, int] = {}
         self._completed = 0.0
 
-    def build(self, config: dict[str, Any], compute_capability: float | None = None) -> None:
+    @cached_property
+    def _choices(self) -> KernelChoices | None:
+        rank = self._server_rank  # each of these chooses for itself
+        own = "autotune" if rank is None else f"autotune/worker_{rank}"
+        return choices_in(Path(self._home, own), self._config.train.deterministic)
+
+    def build(
+        self, config: dict[str, Any], compute_capability: float | None = None, home: str = ""
+    ) -> None:
         """Build and trace the program; a second call does nothing.
 
         Args:
             config: the settings.
             compute_capability: of the GPUs, as the driver has it, so that both trace the same.
+            home: the run's folder.
         """
         if self._built is None:
-            self._config = from_dict(config)
+            self._config, self._home = from_dict(config), home
             self._built = build_program(self._config, compute_capability)
 
     def begin_setup(self, plan: dict[str, Any]) -> int:
@@ -112,9 +120,13 @@ class TrainWorker(Peer):
             PlanError: the program differs from the one that was planned, because the code or a
                 library has another version than in the driver.
         """
-        services = StepServices(self._transport, self._servers, self._spans)
+        services = StepServices(self._transport, self._servers, self._spans, self._choices)
         self._compiling = Compiling(self._program, Plan.from_dict(plan), services)
         return len(self._compiling.programs)
+
+    def chose_anew(self) -> bool:
+        """Return whether XLA chose kernels for this run's programs since this start."""
+        return self._choices is not None and self._choices.are_new
 
     def compiled(self, seen: int) -> int:
         """Wait until more than `seen` programs are compiled, or all; return how many are."""
@@ -141,7 +153,8 @@ class TrainWorker(Peer):
         """Compile a plan and create a state, for `run_trial`; None: free those of the last one."""
         self._trial = None
         if plan is not None:
-            self._trial = TriedPlan(self._program, Plan.from_dict(plan), self._transport)
+            services = StepServices(self._transport, None, SpanRecorder(), self._choices)
+            self._trial = TriedPlan(self._program, Plan.from_dict(plan), services)
 
     def run_trial(self, steps: int) -> float:
         """Return the mean seconds of a step by the plan of `begin_trial`, over `steps` steps."""
@@ -434,7 +447,7 @@ class Compiling:
         if program.evaluate:
             forward = make_forward_plan(program.evaluate, like=plan)
             # A recorded step holds no evaluation.
-            silent = StepServices(services.transport, services.servers, SpanRecorder())
+            silent = StepServices(*services[:2], SpanRecorder(), services.choices)
             self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
         steps = filter(None, (self._train, self._evaluate))
         self.programs = [future for step in steps for future in step.programs]
@@ -453,15 +466,17 @@ class TriedPlan:
     Args:
         program: the run's program.
         plan: the plan to try.
-        transport: moves arrays between processes.
+        services: what its instructions use.
 
     Raises:
         Exception: the plan cannot be compiled, or its state does not fit.
     """
 
-    def __init__(self, program: Program, plan: Plan, transport: Transport | None) -> None:
+    def __init__(self, program: Program, plan: Plan, services: StepServices) -> None:
         gc.collect()  # what the trial before has held
-        self._step = compile_step(program.train, plan, jax.devices(), transport=transport)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compilation = StepCompilation(program.train, plan, jax.devices(), services, pool)
+            self._step = compilation.result()
         self._state = self._step.create(program.init, program.seed)
         rows = self._step.batch_rows()
         self._batch: Any = own_rows(program.dataset.train, program.batch, rows)(0)

@@ -52,7 +52,7 @@ COMMAND_LINES = [
     (
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
-        "precision, dry_steps, log_every, eval_every, eval_batches, sample_every, "
+        "precision, deterministic, dry_steps, log_every, eval_every, eval_batches, sample_every, "
         "check_replicas_every, non_finite, init_from, keep_best, stop_early, checkpoint.",
     ),
     # Bad choices and values out of bounds.

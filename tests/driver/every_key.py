@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ from launcher.recipes.checked_model import checked_loss, init_model
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.datasets.documents.prepare import prepare_corpus
 from launcher.report.sweep import objective_of
+from launcher.runtime import Target
 from launcher.stop import Stop
 from launcher.submit import job
 from launcher.submit.job import submit
@@ -345,6 +346,13 @@ def cluster_told(config: Config):
 def compiler_told(config: Config):
     """What XLA's compiler is told of the devices that are described."""
     return target_config(kind_of(config.cluster).sheet())
+
+
+def options_told(config: Config):
+    """The compiler's options for the devices that are described."""
+    target = Target((), {}, "")
+    with patch("launcher.driver.planning.compiled.target_of", lambda *device: target):
+        return compiler_of(config, kind_of(config.cluster).shape(None)).options
 
 
 def ray_told(config: Config):

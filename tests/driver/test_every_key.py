@@ -273,6 +273,8 @@ def probes():
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     swept = functools.partial(Probe, told.swept_told, SHORT)
     yield "", "sweep.jobs", swept(3)
+    compiled = merged(DESCRIBED, {"task": "plan", "plan": {"compile": True}})
+    yield "", "train.deterministic", Probe(told.options_told, compiled, True)
     yield "", "plan.compile", Probe(told.compile_told, {"task": "plan"}, True)
     yield "", "sweep.objective", swept("mfu")
     yield from cluster_probes()

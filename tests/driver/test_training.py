@@ -160,6 +160,28 @@ def measured(jax):
     )
 
 
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_a_later_start_that_chooses_kernels_anew_says_so(
+    tmp_path, plan, monkeypatch, caplog, is_anew
+):
+    run = Run(tmp_path, plan, monkeypatch)
+    run.path.mkdir(parents=True)
+    home, console = folder.RunFolder(run.path), make_console()
+    job = training._Job(home, run.config, run.ready, console, run.stop, None)
+    monkeypatch.setattr(training, "compile_everywhere", lambda *args: 0.0)
+    monkeypatch.setattr(training, "write_plan_alone", lambda *args: None)
+
+    def submit(method, *args):
+        answer = method == "chose_anew" and is_anew
+        return SimpleNamespace(result=lambda advance=None: answer, each=list)
+
+    workers = SimpleNamespace(submit=submit, infos=lambda *args: [])
+    job._set_up(workers, submit("build"), finished=3)
+    said = [line for line in caplog.messages if "XLA chose kernels anew" in line]
+    assert len(said) == is_anew
+    assert all(f"{run.path}/autotune/" in line for line in said)
+
+
 @pytest.mark.parametrize("excluded", [None, "node[3,5]"])
 def test_the_hosts_are_compared_before_a_run(tmp_path, plan, monkeypatch, caplog, excluded):
     """The advice is taken as it is shown."""

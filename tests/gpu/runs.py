@@ -66,6 +66,11 @@ def default(folder):
     kinds = sorted({event.get("cat", "") for event in events if event.get("ph") == "X"})
     assert {"forward_backward", "update"} & set(kinds) or {"forward"} & set(kinds), kinds
     yield f"its recorded step, without the device tracer: {', '.join(filter(None, kinds))}", {}
+    found = json.loads((home / "accounting.json").read_text())
+    parts = {part["name"]: part["measured_seconds"] for part in found["parts"]}
+    whole, share = found["measured_step_seconds"], parts["compute"] / found["measured_step_seconds"]
+    yield f"its parts: {sum(parts.values()) / whole:.3f} of the step, compute {share:.2f}", parts
+    assert abs(sum(parts.values()) - whole) <= 0.02 * whole
 
 
 def life(folder):
@@ -88,11 +93,17 @@ def life(folder):
         train(folder / f"again{number}", "life", *STEADY, f"train.steps={saved + 5}")
         found.append(losses(folder / f"again{number}" / "outputs" / "life")[-5:])
     same = found[0] == found[1]
+    chosen = [{path.name for path in at.rglob("autotune/*/*.textproto")} for at in (
+        home, folder / "again1", folder / "again2")]  # fmt: skip
+    assert bool(chosen[0]) == GPU, "XLA's choices are not kept"
     yield (
         f"two resumes, each compiled anew: losses {'to the bit' if same else 'differ'}"
-        + ("" if same else f" by {apart(*found):.1e}"),
+        + ("" if same else f" by {apart(*found):.1e}")
+        + f"; {len(chosen[0])} choices of kernels kept, {len(chosen[1] - chosen[0])} and "
+        f"{len(chosen[2] - chosen[0])} made since",
         {"losses": found},
     )
+    assert chosen[0] == chosen[1] == chosen[2]
     began = time.monotonic()
     words = ("task=generate", "prompt=import", "generate.max_new_tokens=16")
     code, out, err = start(folder / "again1", "life", *words).end()

@@ -1,8 +1,9 @@
 """Compile the programs of settings for H100s that are not here, and print what they need as JSON.
 
-usage: python tests/gpu_compile/cell.py [WORDS OF THE COMMAND LINE]
+usage: python tests/gpu_compile/cell.py [--choices FOLDER] [WORDS OF THE COMMAND LINE]
 
-Without words it prints a table of the kernels of each family's programs.
+With a folder of XLA's choices, the programs' texts are printed; without words, a table of the
+kernels of each family's programs.
 """
 
 import json
@@ -23,11 +24,12 @@ from launcher.driver.planning.plan_from_config import plans_of
 from launcher.driver.planning.prepare import trace
 from launcher.report.console import make_console
 from launcher.runtime.emit.emit import emit
+from launcher.runtime.programs.choices import KernelChoices
 from launcher.runtime.programs.compile import Compilation
 from launcher.runtime.programs.device_meshes import place_on_devices
 
 
-def compiled(words):
+def compiled(words, choices=None):
     config = load([*words, "task=plan"])
     traced = trace(config, make_console(sys.stderr), look(config, 0, plan_only=True))
     step = traced.program.train
@@ -38,10 +40,16 @@ def compiled(words):
     emitted = emit(step.cut_at(plan.layer_ends), plan)
     placement = place_on_devices(plan, described.devices, emitted.slots)
     with ThreadPoolExecutor(1) as pool:
-        return Compilation(emitted, placement, pool).result()
+        return Compilation(emitted, placement, pool, choices=choices).result()
 
 
 def main(words):
+    if words[0] == "--choices":
+        choices = KernelChoices(Path(words[1]), "train.deterministic=true" in words)
+        made = compiled(words[2:], choices)
+        texts = {name: program.as_text() for name, program in made.items()}
+        print(json.dumps({"are_new": choices.are_new, "texts": texts}))
+        return
     found = {}
     for name, program in compiled(words).items():
         text = program.as_text()

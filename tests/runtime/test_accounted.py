@@ -9,7 +9,11 @@ import pytest
 
 import launcher
 from launcher.report.breakdown import Known, break_down
+from launcher.report.measured import measured_seconds
+from launcher.report.pages.timeline import ProcessSpans
 from launcher.runtime import dispatch_table
+from launcher.runtime.device_profile import DeviceProfile, read_program
+from launcher.runtime.recording import StepRecording, matched, run_spans
 
 WIDTH, SLEEP = 64, 0.05  # seconds that a slow link takes for a transfer
 
@@ -76,6 +80,56 @@ def test_a_stage_that_does_more_than_it_was_priced_for_is_named(slow, layers, sc
     sentence = assert_named(f"stage {slow}", *found)
     assert f"the compute of stage {slow}" in sentence
     assert "parallel.cost=profile" in sentence
+
+
+def traced_too(recording, tracer, texts, devices_of):
+    """The spans of a step's runs by the device tracer, where the host has recorded it, too."""
+    programs = {name: read_program(text) for name, text in texts().items()}
+    modules = {name: program.module for name, program in programs.items()}
+    for place, run in matched(recording._runs, modules, devices_of, tracer.stop()):
+        instruction = recording._runs[place]
+        yield from run_spans(instruction, run, programs[instruction.program])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_seen_by_the_host_is_divided_as_the_device_tracer_divides_it(monkeypatch, schedule):
+    """Each step is recorded in both ways: their sums are equal, and so are their parts.
+
+    A thread that is woken late makes a step longer, as another process here may do: the step of
+    five where both agree best tells.
+    """
+    tracers, ways = [], []
+    begin, finish = StepRecording.__init__, StepRecording.finish
+
+    def begun(self, *args, **kwargs):
+        tracers.append(DeviceProfile())
+        begin(self, *args, **kwargs)
+
+    def finished(self, texts, devices_of, first=0):
+        traced = [*traced_too(self, tracers[-1], texts, devices_of)]
+        seen = finish(self, texts, devices_of, first)
+        traced += [span for span in seen if span.lane == "transfers"]
+        ways.append((seen, traced))
+        return seen
+
+    monkeypatch.setattr("launcher.runtime.recording.jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr(StepRecording, "__init__", begun)
+    monkeypatch.setattr(StepRecording, "finish", finished)
+    step, params = stepped(2, slow=0, schedule=schedule), [np.eye(96, dtype=np.float32)] * 2
+    found = []
+    for _ in range(5):
+        params, timeline = step.timeline(params, np.ones((32, 96), np.float32))
+        (part,) = timeline.steps[1]
+        own = [span for span in part.spans if span not in ways[-1][0]]
+        spans = (ProcessSpans(part.process, [*own, *way], part.clock) for way in ways[-1])
+        found.append([measured_seconds([one], step.last_plan.stages) for one in spans])
+    for one in (one for pair in found for one in pair):
+        assert sum(one.parts.values()) == pytest.approx(one.step_seconds, rel=0.02)
+    host, traced = min(found, key=lambda pair: abs(pair[0].step_seconds - pair[1].step_seconds))
+    assert host.step_seconds == pytest.approx(traced.step_seconds, rel=0.02)
+    for name in ("compute", "bubble"):
+        assert traced.parts[name] > 0.1 * traced.step_seconds
+        assert abs(host.parts[name] - traced.parts[name]) < 0.05 * traced.step_seconds
 
 
 def slow_link(between):

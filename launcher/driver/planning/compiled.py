@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 from rich.console import Console
 
+from launcher.base.jax_compat import deterministic_options
 from launcher.cluster.kinds import DescribedKind, kind_of
 from launcher.config.parallel import Auto
 from launcher.config.schema import Config
@@ -42,7 +43,10 @@ def compiler_of(config: Config, cluster: ClusterShape) -> Target | None:
         jax.config.update("jax_num_cpu_devices", cluster.num_devices)
     kind = kind_of(config.cluster)
     described = kind.sheet() if isinstance(kind, DescribedKind) else cluster.device_kind
-    return target_of(described, cluster.num_devices)
+    target = target_of(described, cluster.num_devices)
+    if config.train.deterministic and cluster.device_kind != "cpu":
+        target = Target(target.devices, {**target.options, **deterministic_options()}, target.text)
+    return target
 
 
 def with_report(plan: Plan, step: TracedStep, target: Target, console: Console) -> Plan:

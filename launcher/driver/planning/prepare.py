@@ -114,6 +114,11 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     cluster = shape_of(config, inputs.pool, console if measures else None)
     target = compiler_of(config, cluster)
+    if config.train.deterministic and cluster.device_kind != "cpu":
+        _log.info(
+            "train.deterministic=true: XLA sorts what it scatters and times no kernels; steps take "
+            "longer than predicted"
+        )
     began = time.perf_counter()
     with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.compute_capability)

@@ -31,6 +31,7 @@ from launcher.runtime.dispatch_table import StepServices
 from launcher.runtime.emit.emit import emit
 from launcher.runtime.emit.instructions import Emitted, Run, Send
 from launcher.runtime.executable import Executable
+from launcher.runtime.programs.choices import KernelChoices
 from launcher.runtime.programs.device_meshes import DeviceMeshes, place_on_devices
 from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transport import Transport
@@ -98,7 +99,9 @@ class StepCompilation:
             self._step = step.cut_at(plan.layer_ends)
             self._emitted = emit(self._step, plan, *_here(devices, services))
             self._placement = place_on_devices(plan, devices, self._emitted.slots)
-            self._compilation = Compilation(self._emitted, self._placement, pool)
+            self._compilation = Compilation(
+                self._emitted, self._placement, pool, choices=services.choices
+            )
         self.programs: list[Future[Any]] = self._compilation.programs
 
     def result(self) -> Executable:
@@ -169,6 +172,7 @@ class Compilation:
         placement: the devices of its meshes.
         pool: compiles them.
         compile_one: what to do with each distinct program, in the pool.
+        choices: XLA's for these programs, on GPUs.
 
     Attributes:
         programs: the compilation of each distinct program: what `compile_one` returns.
@@ -180,8 +184,9 @@ class Compilation:
         placement: DeviceMeshes,
         pool: Executor,
         compile_one: Callable[[Lowered], Any] | None = None,
+        choices: KernelChoices | None = None,
     ) -> None:
-        self._pool = pool
+        self._pool, self._options = pool, choices.options if choices else {}
         runs: dict[str, Run] = {}
         for x in emitted.instructions:
             if isinstance(x, Run):
@@ -204,9 +209,10 @@ class Compilation:
             program = _Program(lowered[key], _placed(run, placement), lower)
             self._programs[name] = program
             self._firsts.setdefault(program.lowered.kind, program)
-        self.programs = [
-            pool.submit(compile_one or _compiled, one.lowered) for one in self._firsts.values()
-        ]
+        firsts = [one.lowered for one in self._firsts.values()]
+        if choices:
+            compile_one = choices.begin(firsts, _compiled)
+        self.programs = [pool.submit(compile_one or _compiled, one) for one in firsts]
 
     @property
     def by_names(self) -> dict[tuple[str, ...], Future[Any]]:
@@ -229,7 +235,7 @@ class Compilation:
                 return executable
             if loaded := loaded_for(executable, *x.placed, kept):
                 return loaded
-            return _compiled(x.lower())[0]
+            return _compiled(x.lower(), self._options)[0]
 
         executables = dict(zip(distinct, self._pool.map(placed, distinct.values()), strict=True))
         return {name: executables[x.lowered.kind, x.placed] for name, x in self._programs.items()}
@@ -244,6 +250,7 @@ class Lowered:
         program: the program, as it is lowered for some devices; or why it cannot be.
         mesh: these devices.
         options: the compiler's.
+        digest: tells it from programs of another text or other options, whatever its name.
         kind: a key that is equal for programs of which only one has to be compiled: those of equal
             stages, which differ in their devices alone, since the text names positions in a mesh. A
             program that runs in several processes is compiled by each of them, and shares its key
@@ -254,6 +261,7 @@ class Lowered:
     program: jax.stages.Lowered | Exception
     mesh: Mesh
     options: Mapping[str, Any]
+    digest: str
     kind: Any
 
     @property
@@ -264,8 +272,10 @@ class Lowered:
         return self.program
 
 
-def _compiled(one: Lowered) -> tuple[jax.stages.Compiled, bytes | None]:
-    return compiled(one.whole, one.options)
+def _compiled(
+    one: Lowered, more: Mapping[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, bytes | None]:
+    return compiled(one.whole, {**one.options, **(more or {})})
 
 
 @dataclass(frozen=True)
@@ -334,7 +344,7 @@ def _lower(
             )
         )
     except Exception as error:  # a kernel that these devices cannot run, say
-        return Lowered(name, error, mesh, {}, name)
+        return Lowered(name, error, mesh, {}, name, name)
     text = lowered.as_text()
     platform = first.mesh.devices.flat[0].platform
     options = {}
@@ -344,9 +354,9 @@ def _lower(
     if "optimization_barrier" in text:
         options = with_barriers_kept(platform, options)
     kind: Any = name
+    told = text.replace(f"@jit_{name}", "@jit", 1), sorted(options.items())
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
     if first.is_fully_addressable:
         types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(lowered.in_avals))
-        unnamed = text.replace(f"@jit_{name}", "@jit", 1)
-        digest = hashlib.sha256(unnamed.encode()).digest()
-        kind = _kinds(first), types, tuple(sorted(options.items())), digest
-    return Lowered(name, lowered, mesh, options, kind)
+        kind = _kinds(first), types, digest
+    return Lowered(name, lowered, mesh, options, digest, kind)

@@ -193,3 +193,17 @@ def test_a_missing_compiler_is_told_before_the_work_of_planning(monkeypatch):
     config = load([*MLP, "cluster=h100_8", "task=plan", "plan.compile=true"])
     with pytest.raises(PlanError, match="cuda12-local"):
         prepare.trace(config, make_console(io.StringIO()), look(config, 0, plan_only=True))
+
+
+@pytest.mark.parametrize(("cluster", "costs"), [("h100_8", True), ("emulated", False)])
+def test_operations_of_a_fixed_order_say_their_price_on_gpus(
+    tmp_path, monkeypatch, caplog, cluster, costs
+):
+    monkeypatch.chdir(tmp_path)
+    words = (*MLP, f"cluster={cluster}", "cluster.gpus=8", "train.deterministic=true")
+    config = load([*words, "task=plan"])
+    with caplog.at_level("INFO"):
+        prepare.trace(config, make_console(io.StringIO()), look(config, 0, plan_only=True))
+    said = [line for line in caplog.messages if "train.deterministic=true" in line]
+    assert len(said) == costs
+    assert all("steps take longer than predicted" in line for line in said)
