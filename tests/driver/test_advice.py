@@ -8,6 +8,7 @@ Advice with fixed values is read from the sources: its settings and options exis
 """
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -157,6 +158,7 @@ class Texts(ast.NodeVisitor):
             self.visit(one.value)
 
 
+@functools.cache
 def texts():
     collector = Texts()
     for _, text in sources():

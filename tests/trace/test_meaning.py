@@ -92,7 +92,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(4, rest="stress")
+@pytest.mark.sampled(8, rest="stress")
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     check(EQUAL[name], PARAMS, BATCH, 4)
