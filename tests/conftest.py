@@ -36,6 +36,9 @@ _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
 os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/launcher-tests-{_RUN}"
 # Its list of this machine's fonts takes seconds: made once, not once a process of tests.
 os.environ["MPLCONFIGDIR"] = f"{tempfile.gettempdir()}/launcher-tests-matplotlib-{os.getuid()}"
+# Each process of a test would make the same bytecode of hundreds of modules anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A script's background ignores it, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

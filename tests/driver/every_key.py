@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import wandb
 from layered import layered_step
 from PIL import Image
 from rich.console import Console
@@ -268,8 +267,8 @@ def run_told(config: Config, third: str = ""):
             "run_with_restarts",
             lambda *given: run_with_restarts(*given[:4], lambda seconds: None),
         )
-        patch.setattr(wandb, "init", init)
-        patch.setattr(wandb, "setup", lambda settings: None)
+        patch.setattr("wandb.init", init)
+        patch.setattr("wandb.setup", lambda settings: None)
         plan = PLAN()
         console = Console(file=file, width=200)
         job = training._Job(

@@ -8,6 +8,7 @@ Advice with fixed values is read from the sources: its settings and options exis
 """
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -62,22 +63,23 @@ BESIDE = {
 
 
 def sources():
-    """The modules of the launcher and its recipes by their paths, parsed."""
+    """The texts of the modules of the launcher and its recipes, by their paths."""
     for name in ("", "recipes"):  # a link, which is not followed
         root = (ROOT / name).resolve()
         for path in sorted(root.rglob("*.py")):
-            yield str(name / path.relative_to(root)), ast.parse(path.read_text())
+            yield str(name / path.relative_to(root)), path.read_text()
 
 
 def is_call(node):
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "to_type"
+    return isinstance(node, ast.Call) and getattr(node.func, "id", None) == "to_type"
 
 
-SOURCES = dict(sources())
+# When tests are collected, in each process of tests: only what has such a call is parsed.
 CALLS = {
     f"{name}:{ast.unparse(node)}": node
-    for name, tree in SOURCES.items()
-    for node in ast.walk(tree)
+    for name, text in sources()
+    if "to_type(" in text
+    for node in ast.walk(ast.parse(text))
     if is_call(node)
 }
 
@@ -156,10 +158,11 @@ class Texts(ast.NodeVisitor):
             self.visit(one.value)
 
 
+@functools.cache
 def texts():
     collector = Texts()
-    for tree in SOURCES.values():
-        collector.visit(tree)
+    for _, text in sources():
+        collector.visit(ast.parse(text))
     return collector.found
 
 

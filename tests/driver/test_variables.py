@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import pytest
-import wandb
 
 from launcher.base import OF_ANOTHER
 from launcher.cli import command
@@ -98,8 +97,8 @@ def begun(monkeypatch, tmp_path):
         given.update(named, settings=settings)
         return Begun()
 
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "setup", lambda *_: None)
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr("wandb.setup", lambda *_: None)
 
     def begin(**section):
         config = {"wandb": vars(Wandb(**{"mode": "offline", **section}))}

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from launched import Launcher, lines, train
 
+from launcher.__main__ import main
 from launcher.submit.points import read_points
 
 SWEEP = '''
@@ -153,15 +154,17 @@ def test_a_sweep_grows_and_what_failed_is_run_again(tmp_path: Path) -> None:
     assert other.returncode == 2
 
 
-def test_an_objective_that_no_run_will_have_is_refused(tmp_path: Path) -> None:
+def test_an_objective_that_no_run_will_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for words, error in (
         (("task=plan", "sweep.objective=mfu"), "sweep.objective=mfu is measured, but task=plan "),
         (("sweep.objective=eval_loss",), "sweep.objective=eval_loss, but train.eval_every=0 "),
         (("sweep.objective=mfu_",), "sweep.objective must be one of eval_loss, "),
     ):
-        sweep = start(ENDS, *words, "train.steps=1,2", cwd=tmp_path)
-        assert f"launcher: {error}" in sweep.communicate(timeout=60)[1]
-        assert sweep.returncode == 2
+        assert main(["-m", *SETTINGS, *words, "train.steps=1,2"]) == 2
+        assert f"launcher: {error}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []  # nothing was made
 
 

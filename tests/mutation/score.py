@@ -222,7 +222,7 @@ def run_tests(root: Path, files: Sequence[str], seconds: float) -> tuple[str, in
 def _pytest(root: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
     """Run tests until one fails; return the exit code, None if the time is over, and which."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     how = "-q", "-x", "-n", "0", "--tb=no", "-rfE", "-p", "no:cacheprovider"
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(

@@ -1,5 +1,7 @@
 """Where the parameter update runs, and what it sends."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ NUMBER = 4  # bytes of a float32
 SLICES = 2
 
 
+@functools.cache
 def traced_step(optimizer, tied=False):
     """The step of a stack of dense layers, its state in shapes."""
 
@@ -43,6 +46,7 @@ def traced_step(optimizer, tied=False):
     return state, trace_step(train, (state, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)))
 
 
+@functools.cache
 def placed(optimizer, *, tied=False, stages=4):
     """The step's plan, its placed outer program, and where its state lives."""
     state, traced = traced_step(optimizer, tied)

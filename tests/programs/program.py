@@ -79,7 +79,7 @@ SLOW = {
 }
 
 
-def cases(programs: Mapping[str, Program], every: int = 8) -> list[Any]:
+def cases(programs: Mapping[str, Program], every: int = 12) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
     Without being asked for one program in `every` runs, in two stages of two replicas each, which

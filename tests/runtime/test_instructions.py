@@ -1,6 +1,7 @@
 """The instruction list and the compiled programs: what is live, donated and communicated."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +45,12 @@ def step(state, x):
 X = np.linspace(-1, 1, 16 * WIDTH, dtype=np.float32).reshape(16, WIDTH)
 
 
+@functools.cache
 def traced_step():
     return trace_step(step, (jax.eval_shape(init, jax.random.key(0)), X))
 
 
+@functools.cache
 def planned(stages=4, devices=4, micro_batches=8, **how):
     traced = traced_step()
     method = PipeshardParallel(micro_batches, stage_option=UniformStageOption(stages), **how)

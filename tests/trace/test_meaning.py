@@ -92,7 +92,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(4, rest="stress")
+@pytest.mark.sampled(8, rest="stress")
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     check(EQUAL[name], PARAMS, BATCH, 4)
@@ -221,8 +221,8 @@ def test_a_random_mask_and_its_sum_are_of_the_same_draw():
 
 @pytest.mark.parametrize(
     "name",
-    [  # every third also without being asked for
-        pytest.param(name, marks=[pytest.mark.stress] if i % 5 else [])
+    [  # every tenth also without being asked for
+        pytest.param(name, marks=[pytest.mark.stress] if i % 10 else [])
         for i, name in enumerate(EQUAL)
     ],
 )
