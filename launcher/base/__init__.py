@@ -19,8 +19,6 @@ from launcher.base.files import read_text as read_text
 from launcher.base.files import set_aside as set_aside
 from launcher.base.files import sync_folder as sync_folder
 from launcher.base.files import write_whole as write_whole
-from launcher.base.kept_memory import KEPT as KEPT
-from launcher.base.kept_memory import keep_memory as keep_memory
 from launcher.base.libraries import CONF as CONF
 from launcher.base.libraries import DISTRIBUTION as DISTRIBUTION
 from launcher.base.libraries import installing as installing
@@ -47,7 +45,9 @@ from launcher.base.output import to_type as to_type
 from launcher.base.output import told as told
 from launcher.base.output import warn_once as warn_once
 from launcher.base.output import without_control as without_control
+from launcher.base.parent_death import KEPT as KEPT
 from launcher.base.parent_death import end_with_parent as end_with_parent
+from launcher.base.parent_death import keep_memory as keep_memory
 from launcher.base.spans import Clock as Clock
 from launcher.base.spans import Span as Span
 from launcher.base.spans import SpanRecorder as SpanRecorder

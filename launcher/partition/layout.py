@@ -11,7 +11,6 @@ plan, `data` means the first two.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -69,7 +68,7 @@ class Layout:
         explicit: of the step's arguments, and of the results that take their places.
 
     Attributes:
-        between: the medium between its replicas.
+        between: the medium between its replicas, which who places them on devices sets.
     """
 
     between = Between.LINKS
@@ -93,12 +92,6 @@ class Layout:
             spec = self._whole_of_data(i)
             cut = ((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
             self._inner.seed(var, tuple(cut))
-
-    def with_replicas(self, between: Between) -> Layout:
-        """Return it for replicas that have this between them."""
-        made = copy.copy(self)
-        made.between = between
-        return made
 
     def outer(self, var: Var) -> Spec:
         """A value outside of the loss."""

@@ -96,11 +96,8 @@ def _emit_part(
 ) -> Emitted:
     """Return the instructions of one loss, without donations and frees."""
     cut = partition(step.cut_at(plan.layer_ends), plan.assignment)
-    laid = [
-        layout.with_replicas(media(mesh, layout.sizes[DATA]))
-        for layout, mesh in zip(cut.layouts, plan.meshes, strict=True)
-    ]
-    cut = replace(cut, layouts=tuple(laid))
+    for layout, mesh in zip(cut.layouts, plan.meshes, strict=True):
+        layout.between = media(mesh, layout.sizes[DATA])
     pieces = in_pieces(cut)
     order = pieces.tasks([timed.task for timed in timeline(plan)])
     return _Emitter(pieces, order, here, rank, Slots(pieces.cut)).emit(plan.exchanges)

@@ -143,8 +143,11 @@ class SharedSum:
         for polls in itertools.count(1):
             if (self._turns >= self._met).all():
                 break
-            if polls % _PATIENCE == 0:
-                self._check()
+            for index, process in self._others.items() if polls % _PATIENCE == 0 else ():
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    raise ConnectionError(
+                        f"process {index} of this run ended in the middle of a step; see its log"
+                    )
             time.sleep(_POLL)
         self._order()
 
@@ -153,10 +156,3 @@ class SharedSum:
         for _ in range(2):  # a lock is released, then taken: a full barrier on every processor
             with self._fence:
                 pass
-
-    def _check(self) -> None:
-        for index, process in self._others.items():
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                raise ConnectionError(
-                    f"process {index} of this run ended in the middle of a step; its log says why"
-                )

@@ -154,8 +154,8 @@ class Transport:
         """
         self._passed += 1
         own = json.dumps([{**(together or {}), order: jax.process_count()}, about])
-        texts = all_gather_text(f"launcher/{type(self).__name__}/{self._passed}", own)
-        every = [json.loads(text) for text in texts]
+        name = f"launcher/{type(self).__name__}/{self._passed}"
+        every = list(map(json.loads, all_gather_text(name, own)))
         given = Counter(each for digests, _ in every for each in digests.items())
         if any(count != wanted for (_, wanted), count in given.items()):
             raise ProcessMismatchError(
