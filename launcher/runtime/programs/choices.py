@@ -99,7 +99,7 @@ class KernelChoices:
                     with suppress(Exception):  # it is compiled again, by who tells of the error
                         made[one.name] = compile_one(one, self._options(keeps=True))
                         self._done(one).touch()
-            files = self._folder.glob("*.*") if rank == me else ()
+            files = self._folder.glob("[!.]*.[pt]*[mo]") if rank == me else ()  # no half-written
             own = json.dumps({path.name: path.read_text() for path in files})
             for texts in all_gather_text(f"launcher/choices/{call} of {rank}", own):
                 self._write(json.loads(texts))
