@@ -188,12 +188,7 @@ def is_part(own, whole, here):
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [
-        *range(200, 206),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in range(300, 310)),
-        *(pytest.param(s, marks=pytest.mark.stress) for s in range(310, 330)),
-    ],
+    "seed", [*range(200, 206), *(pytest.param(s, marks=pytest.mark.slow) for s in range(300, 310))]
 )
 def test_each_process_has_its_part_of_a_random_plan(traced, seed):
     check(traced, planned(traced, seed)[0], *random_lists(traced, seed))
