@@ -95,42 +95,36 @@ class Liveness:
         for v, place in whole.items():
             self._made[place].append(v)
         self._dying = [ends.get(place, []) for place in range(end)]
-        # Copies of what is there from the start are made at the start.
-        self._first = [[v for v in copied if v not in defined] for copied in turned]
-        self._turned = [[v for v in copied if v in defined] for copied in turned]
+        self._turned = turned
         self._in_place = _in_place(self.equations, kept, on_gpu)
-        if on_gpu:
-            self._copy_ahead()
+        self._copy_ahead(defined, on_gpu)
         self._steps = [_in_steps(eqn, on_gpu) for eqn in self.equations]
         self._bodies = [
             [_of_body(body, as_soon, on_gpu) for body in bodies(eqn) if eqn.primitive.name in LOOPS]
             for eqn in self.equations
         ]
-        every = self._made, self._dying, self._first, self._turned, self._steps, self._bodies
+        every = self._made, self._dying, self._turned, self._steps, self._bodies
         self._events = [k for k, of in enumerate(zip(*every, strict=True)) if any(of)]
 
-    def _copy_ahead(self) -> None:
-        """Make copies where XLA:GPU does, so that they run under collectives.
+    def _copy_ahead(self, defined: Set[Var], on_gpu: bool) -> None:
+        """Make copies where the compiler does: those of inputs at the start.
 
-        That of an input is made when the one before it of this shape is read. Those of a value are
-        made with it, if something else reads it by the same kernel, which then does not write over
-        what it reads.
+        XLA:GPU runs them under collectives. That of an input is made when the one before it of this
+        shape is read. Those of a value are made with it, if something else reads it by the same
+        kernel, which then does not write over what it reads.
         """
         reads = Counter(v for eqn in self.equations for v in eqn.invars if is_var(v))
-        copies = Counter(v for copied in self._turned for v in copied)
+        copies = Counter(v for copied in self._turned for v in copied if on_gpu)
         made = {v: place for place, of in enumerate(self._made) for v in of if v in copies}
         self._in_place -= {place for v, place in made.items() if copies[v] < reads[v]}
         ahead: dict[object, int] = {}
-        for place, (first, copied) in enumerate(zip(self._first, self._turned, strict=True)):
-            for v in first:
-                self._made[ahead.get(v.aval.shape, place)].append(v)
+        for place, copied in enumerate(self._turned):
+            self._turned[place] = [v for v in copied if v in defined and v not in made]
+            for v in (v for v in copied if v in made or v not in defined):
+                before = ahead.get(v.aval.shape, place) if on_gpu else 0
+                self._made[made.get(v, before)].append(v)  # the copy
                 self._dying[place].append(v)
-                ahead[v.aval.shape] = place
-            for v in (v for v in copied if v in made):
-                self._made[made[v]].append(v)  # again: the copy
-                self._dying[place].append(v)
-            self._turned[place] = [v for v in copied if v not in made]
-        self._first = [[] for _ in self.equations]
+                ahead |= {} if v in made else {v.aval.shape: place}
 
     def peak(self, size: Size) -> float:
         """Return the most bytes that the values take at one time; `size` returns those of one."""
@@ -162,14 +156,14 @@ class Liveness:
 
     def _there(self, place: int) -> set[Var]:
         """Return the values just before the equation number `place`."""
-        there = {v for copied in self._first[place:] for v in copied}
+        there = set[Var]()
         for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
             there = there.union(made).difference(dying) if made or dying else there
         return there
 
     def _levels(self, size: Size) -> Iterator[tuple[int, float]]:
         """Yield equations, by number, and the bytes of all values while they run."""
-        level = sum(size(v) for copied in self._first for v in copied)
+        level = 0.0
         yield 0, level
         for place in self._events:
             made, dying = (list(map(size, of)) for of in (self._made[place], self._dying[place]))
@@ -179,11 +173,11 @@ class Liveness:
             if place in self._in_place:
                 beside -= sum((Counter(made) & Counter(dying)).elements())  # of one size alone
             yield place, level + beside
-            level -= sum(dying) + sum(map(size, self._first[place]))
+            level -= sum(dying)
 
     def held(self, place: int, size: Size) -> float:
         """Return the bytes that the values take just before the equation number `place`."""
-        level = sum(size(v) for copied in self._first[place:] for v in copied)
+        level = 0.0
         for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
             level += sum(map(size, made)) - sum(map(size, dying))
         return level
@@ -278,9 +272,9 @@ def _waiting(
 
 
 def computed_late(equations: Sequence[Equation], gradients_in: Iterable[Var]) -> list[Equation]:
-    """Return the equations, those of no gradient each just before the first that reads it.
+    """Return the equations, those that depend on no gradient each just before its first reader.
 
-    XLA:GPU computes again so what a backward pass needs again, unless a barrier keeps it.
+    XLA:GPU runs there what a backward pass recomputes. A barrier's results are taken one by one.
 
     Args:
         equations: a program, in order.
@@ -292,7 +286,7 @@ def computed_late(equations: Sequence[Equation], gradients_in: Iterable[Var]) ->
             after.update(v for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x in after)
         elif any(v in after for v in eqn.invars if is_var(v)):
             after.update(eqn.outvars)
-    late = [eqn for eqn in equations if after and after.isdisjoint(eqn.outvars)]
+    late = (eqn for eqn in equations if after and after.isdisjoint(eqn.outvars))
     return _before_readers(equations, late)
 
 
@@ -311,7 +305,7 @@ def _as_late(equations: Sequence[Equation]) -> list[Equation]:
     return _before_readers(equations, late)
 
 
-def _before_readers(equations: Sequence[Equation], moved: Sequence[Equation]) -> list[Equation]:
+def _before_readers(equations: Sequence[Equation], moved: Iterable[Equation]) -> list[Equation]:
     """Return the equations, the `moved` ones where something else first needs them."""
     late = {v: eqn for eqn in moved for v in eqn.outvars}
     found: dict[int, Equation] = {}
@@ -488,7 +482,7 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
             continue
         numbers = zip(*eqn.params["dimension_numbers"], strict=True)
         for k, (v, (contracted, batch)) in enumerate(zip(eqn.invars, numbers, strict=True)):
-            order = orders.get(v, [*range(v.aval.ndim)])
+            order = (is_var(v) and orders.get(v)) or [*range(v.aval.ndim)]
             rows = [d for d in order if d not in batch and d not in contracted]
             fits = [*batch, *rows, *contracted], [*batch, *contracted, *rows]
             if is_var(v) and order not in fits[: k + 1] and (v not in made or reads[v] > 1):
@@ -503,9 +497,7 @@ def _orders(equations: Iterable[Equation]) -> dict[Var, list[int]]:
     in order.
     """
     found: dict[Var, list[int]] = {}
-    for eqn in equations:
-        if not eqn.outvars:
-            continue
+    for eqn in (e for e in equations if e.outvars):
         out, known = eqn.outvars[0], [v for v in eqn.invars if is_var(v)]
         alike = [found.get(v) for v in known if v.aval.shape == out.aval.shape]
         if known and "permutation" in eqn.params:
