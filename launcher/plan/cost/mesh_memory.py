@@ -234,8 +234,9 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
         return Summed(afresh)
     # Where parameters are gathered, collectives run under the whole pass.
     buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
-    rest = set(operands).difference(*buckets, gathered) if layout.sizes[MODEL] > 1 else set()
-    return Summed(afresh - gathered, gathered, [*buckets, rest])
+    is_cut = layout.sizes[MODEL] > 1
+    rest = set(operands).difference(*buckets, gathered) if is_cut else set()
+    return Summed(afresh - gathered, gathered, [*buckets, rest], is_cut)
 
 
 class Sums(NamedTuple):
@@ -256,8 +257,8 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> Sums:
     """Return what the buckets that a stage sums once a step need.
 
     A bucket is packed, and what the collective makes of it unpacked before the pass continues,
-    except one alone that is all-reduced. The gradients of the only microbatch are there before they
-    are summed.
+    except one alone that is all-reduced: of that the sums alone are copied, by a program that does
+    nothing else. The gradients of the only microbatch are there before they are summed.
     """
     afresh, once, replicas = _is_afresh(cut), sync.once, layout.sizes[DATA]
     beside = sync.backward_sums_once
@@ -265,10 +266,11 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> Sums:
 
     def working(bucket: Bucket) -> float:
         scatters = bucket.collective == "reduce-scatter"
-        packed = packs and len(bucket.operands) > 1  # one alone is summed in its place
+        several = len(bucket.operands) > 1  # one alone is summed in its place
         if afresh:
-            return bucket.nbytes * (2 if packed or scatters else 1)
-        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if packed else 0)
+            return bucket.nbytes * (2 if (packs and several) or scatters else 1)
+        copies = several * (2 if packs else 0 if beside else 1)
+        return bucket.nbytes * (1 + 1 / replicas if scatters else copies)
 
     fresh = 0
     if not afresh:  # those of the only microbatch are counted as the gradients

@@ -21,7 +21,17 @@ from launcher.partition import (
 )
 from launcher.plan.cost.liveness import Liveness, Size, is_folded
 from launcher.schedule import Kind
-from launcher.trace import FUSED, Aval, Equation, Var, dependents, is_var, nbytes
+from launcher.trace import (
+    FORMS,
+    FUSED,
+    PRODUCTS,
+    Aval,
+    Equation,
+    Var,
+    dependents,
+    is_var,
+    nbytes,
+)
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 
@@ -65,11 +75,13 @@ class Summed(NamedTuple):
         afresh: those that are made, rather than added to an accumulator.
         gathered: those of parameters that a pass gathers.
         together: sets of those that are made when all of a set can be: they are summed together.
+        is_cut: whether activations are summed in the pass, since operands are cut along model.
     """
 
     afresh: Set[int] = frozenset()
     gathered: Set[int] = frozenset()
     together: Sequence[Set[int]] = ()
+    is_cut: bool = False
 
 
 class Stored:
@@ -97,10 +109,24 @@ class Stored:
         self._added = {v for v in self.gradients if by.get(v) in FUSED | {"dot_general"}}
         is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
         whole = [v for v, name in is_operand if name.of in how.gathered]
-        waits = [{v for v, i in self.gradients.items() if i in of} for of in how.together]
+        # Sums are fused with what they read. The sums of gradients come when the pass is over, and
+        # to hide them XLA keeps no convolutions: their time is unknown to it.
+        late = self._of_products(PRODUCTS if how.is_cut else {"dot_general"})
+        waits = [{v for v in late if self.gradients[v] in of} for of in how.together]
         adds = {v for v, i in self.gradients.items() if by.get(v) == "dot_general"}
         waits.append(adds.difference(*waits, self.apart(how.afresh)))
         self.liveness = Liveness(self.jaxpr.eqns, held, summed, whole, waits, on_gpu=True)
+
+    def _of_products(self, kinds: Set[str]) -> list[Var]:
+        """Return the gradients that are products of these kinds, in whatever form."""
+        made = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        found = []
+        for gradient in self.gradients:
+            eqn = made[gradient]
+            while eqn.primitive.name in FORMS and eqn.invars[0] in made:
+                eqn = made[eqn.invars[0]]
+            found += [gradient] * (eqn.primitive.name in kinds)
+        return found
 
     def apart(self, operands: Set[int]) -> frozenset[Var]:
         """Return the gradients of operands."""

@@ -80,11 +80,12 @@ ATTENTION_PRODUCTS = {
     "dot_product_attention_fwd": 2, "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd": 5, "dot_product_attention_bwd_wrapper": 5,
 }
-_CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
+# A product of two operands, in XLA's own terms.
+CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
 # Kernels that say themselves what a planner asks (`ir.kernels`), mostly products.
 OWN_KERNELS = frozenset(("kernel",))
 # Matrix products and convolutions: the FLOPs that MFU counts.
-PRODUCTS = _CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
+PRODUCTS = CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
 # They find the place of the largest or smallest element.
 SEARCHES = frozenset(("argmax", "argmin"))
 # They combine the elements along some dimensions into one.
@@ -98,7 +99,7 @@ FOLDS = {
     "reduce_or": "bitwise_or", "reduce_prod": "mul", "reduce_sum": "add",
 }
 # A device that has shards of the operands computes a partial sum of the result.
-PARTIAL_SUMS = _CONTRACTIONS | frozenset(("reduce_sum",))
+PARTIAL_SUMS = CONTRACTIONS | frozenset(("reduce_sum",))
 # Autodiff adds the parts of a gradient with these.
 GRADIENT_SUMS = frozenset(("add_any",))
 # An operand is used for many elements of the result: its gradient is a sum over them.

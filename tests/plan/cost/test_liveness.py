@@ -103,10 +103,16 @@ def turned_weight(x, w):
 
 
 def largest(x, w):
-    """The gradient, zeros, and for half of the elements the largest and two indices."""
+    """The gradient, zeros twice, and for half of the elements two indices and one of replicas."""
     window = {"window_dimensions": (1, 2), "window_strides": (1, 2), "padding": "VALID"}
     _, pull = jax.vjp(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, **window), x)
     return pull(w[:ROWS, : WIDTH // 2])
+
+
+def widened(x, w):
+    """Of what sums read in 32 bits, that it is made of in 16."""
+    wide = (x * jnp.exp(w[:ROWS])).astype(jnp.bfloat16).astype(jnp.float32)
+    return (wide + 1).sum(1), (wide * 2).sum(1), jnp.sin(wide).sum(1), (wide - 4).sum(0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,8 @@ def largest(x, w):
         (cast, 2),
         (read_twice, 0),
         (turned_weight, 3),
-        (largest, 4),
+        (largest, 5),
+        (widened, 0.8),
     ],
     ids=lambda of: getattr(of, "__name__", ""),
 )
