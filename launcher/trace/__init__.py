@@ -75,7 +75,7 @@ from launcher.trace.ir.primitive_kinds import PRODUCTS as PRODUCTS
 from launcher.trace.ir.primitive_kinds import REDUCTIONS as REDUCTIONS
 from launcher.trace.ir.primitive_kinds import SEARCHES as SEARCHES
 from launcher.trace.ir.primitive_kinds import SPREADING as SPREADING
-from launcher.trace.ir.wide_products import with_wide_products as with_wide_products
+from launcher.trace.ir.wide_products import products_in_fp32 as products_in_fp32
 from launcher.trace.open_scans import Stacks as Stacks
 from launcher.trace.open_scans import may_open as may_open
 from launcher.trace.open_scans import with_rows_apart as with_rows_apart

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load
-from launcher.trace import PRODUCTS, is_var, make_jaxpr, walk, with_wide_products
+from launcher.trace import PRODUCTS, is_var, make_jaxpr, products_in_fp32, walk
 from launcher.train.program import build_program
 
 WORDS = ("task=plan", "dataset=synthetic", "train.precision=bf16", "train.eval_every=0")
@@ -44,9 +44,9 @@ def attention(query, key):
 def test_values_and_gradients_are_those_of_32_bits():
     rng = np.random.default_rng(0)
     query, key = (jnp.asarray(rng.normal(size=(2, 8, 2, 4)), jnp.bfloat16) for _ in range(2))
-    wide = jax.value_and_grad(with_wide_products(attention), (0, 1))(query, key)
+    wide = jax.value_and_grad(products_in_fp32(attention), (0, 1))(query, key)
     exact = jax.value_and_grad(attention, (0, 1))(*(x.astype(jnp.float32) for x in (query, key)))
     for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, 0.05, 0.1)
-    backward = make_jaxpr(jax.grad(with_wide_products(attention)), query, key)
+    backward = make_jaxpr(jax.grad(products_in_fp32(attention)), query, key)
     assert not any(has_bf16(eqn) for eqn in products(backward.eqns))

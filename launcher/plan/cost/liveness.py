@@ -29,6 +29,7 @@ from launcher.trace import (
     MAX_POOL_GRADIENTS,
     OTHER_DIMS,
     PARTIAL_SUMS,
+    PRODUCTS,
     REDUCTIONS,
     Atom,
     Body,
@@ -247,6 +248,29 @@ def _waiting(
     found = at.get(0, [])
     for place, eqn in enumerate(rest, 1):
         found += [eqn, *at.get(place, ())]
+    return found
+
+
+def late_products(
+    equations: Iterable[Equation], gradients: Iterable[Var], is_cut: bool
+) -> list[Var]:
+    """Return the gradients that XLA:GPU makes late, to hide collectives behind: products.
+
+    Sums of rows are fused with what they read. Convolutions are kept for collectives of the pass
+    itself, not for the sums of gradients at its end.
+
+    Args:
+        equations: the program.
+        gradients: those of its results that are summed over the replicas.
+        is_cut: whether the pass has collectives of its own, since operands are cut along model.
+    """
+    made = {v: eqn for eqn in equations for v in eqn.outvars}
+    kinds, found = PRODUCTS if is_cut else {"dot_general"}, []
+    for gradient in gradients:
+        eqn = made[gradient]
+        while eqn.primitive.name in FORMS and eqn.invars[0] in made:
+            eqn = made[eqn.invars[0]]
+        found += [gradient] * (eqn.primitive.name in kinds)
     return found
 
 

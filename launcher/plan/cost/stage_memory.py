@@ -19,19 +19,9 @@ from launcher.partition import (
     TaskProgram,
     opened,
 )
-from launcher.plan.cost.liveness import Liveness, Size, is_folded
+from launcher.plan.cost.liveness import Liveness, Size, is_folded, late_products
 from launcher.schedule import Kind
-from launcher.trace import (
-    FORMS,
-    FUSED,
-    PRODUCTS,
-    Aval,
-    Equation,
-    Var,
-    dependents,
-    is_var,
-    nbytes,
-)
+from launcher.trace import FUSED, Aval, Equation, Var, dependents, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 
@@ -109,24 +99,11 @@ class Stored:
         self._added = {v for v in self.gradients if by.get(v) in FUSED | {"dot_general"}}
         is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
         whole = [v for v, name in is_operand if name.of in how.gathered]
-        # Sums are fused with what they read. The sums of gradients come when the pass is over, and
-        # to hide them XLA keeps no convolutions: their time is unknown to it.
-        late = self._of_products(PRODUCTS if how.is_cut else {"dot_general"})
+        late = late_products(self.jaxpr.eqns, self.gradients, how.is_cut)
         waits = [{v for v in late if self.gradients[v] in of} for of in how.together]
         adds = {v for v, i in self.gradients.items() if by.get(v) == "dot_general"}
         waits.append(adds.difference(*waits, self.apart(how.afresh)))
         self.liveness = Liveness(self.jaxpr.eqns, held, summed, whole, waits, on_gpu=True)
-
-    def _of_products(self, kinds: Set[str]) -> list[Var]:
-        """Return the gradients that are products of these kinds, in whatever form."""
-        made = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
-        found = []
-        for gradient in self.gradients:
-            eqn = made[gradient]
-            while eqn.primitive.name in FORMS and eqn.invars[0] in made:
-                eqn = made[eqn.invars[0]]
-            found += [gradient] * (eqn.primitive.name in kinds)
-        return found
 
     def apart(self, operands: Set[int]) -> frozenset[Var]:
         """Return the gradients of operands."""

@@ -8,7 +8,6 @@ knows it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,17 +25,22 @@ from launcher.trace.ir.jaxpr import (
 from launcher.trace.ir.primitive_kinds import CONTRACTIONS
 
 
-def with_wide_products(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of pytrees that computes its products of bfloat16 in float32.
+def products_in_fp32(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes the products of another's bfloat16 in float32.
 
-    Their results are of the types that they were. Rules for derivatives that `fun` brings itself
-    are left as they are.
+    Their results are of the types that they were, and so are those of their derivatives.
+
+    Args:
+        fun: takes and returns pytrees of arrays. Rules for derivatives that it brings itself are
+            left as they are.
+
+    Returns:
+        The same function of the same arguments. It traces `fun` whenever it is called.
     """
 
-    @functools.wraps(fun)
     def wide(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
-        traced, shape = make_jaxpr_and_shape(lambda *x: fun(*tree.unflatten(x)), *leaves)
+        traced, shape = make_jaxpr_and_shape(lambda *x: fun(*jax.tree.unflatten(tree, x)), *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), jaxpr_as_fun(_wide(traced))(*leaves))
 
     return wide
@@ -54,7 +58,7 @@ def _instead(eqn: Equation) -> Equation:
 
     def product(*operands: jax.Array) -> jax.Array:
         params = {**eqn.params, "precision": None, "preferred_element_type": jnp.dtype(jnp.float32)}
-        made = eqn.primitive.bind(*(x.astype(jnp.float32) for x in operands), **params)
+        made: jax.Array = eqn.primitive.bind(*(x.astype(jnp.float32) for x in operands), **params)
         return made.astype(eqn.outvars[0].aval.dtype)
 
     return called_instead(eqn, product, eqn.invars)
