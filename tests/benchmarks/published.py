@@ -4,8 +4,8 @@
 
 Prints a line a row, or those whose names hold one of the words: the memory that the plan is said to
 need, the device's, and whether it is refused. `published.json` holds the rows with their sources.
-Rows that our methods cannot say are left out of the shares: ZeRO-1 beside tensor parallel, and a
-vocabulary of another size is not one of these, since Megatron pads it as is done here.
+Left out of the shares are those that ran by ways that no method of ours has, ZeRO-1, and those
+whose microbatch is not told. Vocabularies are padded as Megatron pads them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Row:
         remat: "full" or "none".
         seconds: of a step; None: it ran out of memory.
         memory_gb: what its source says that a device holds, or None.
-        layers: of the model, as the rest.
+        layers: of the model, as what follows.
     """
 
     id: str
