@@ -64,7 +64,6 @@ from launcher.plan.stage_plan import (
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import (
     OWN_KERNELS,
-    PRODUCTS,
     BatchError,
     Loss,
     TracedStep,
@@ -492,7 +491,7 @@ def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]
 def _without_bf16(cut: PartitionedStep, cluster: ClusterShape) -> list[str]:
     """Return that products of bf16 are computed in fp32, in words, where they are."""
     if has_bf16(cluster.compute_capability) or not any(
-        use.eqn.primitive.name in PRODUCTS and use.eqn.invars[0].aval.dtype == jnp.bfloat16
+        any(v.aval.dtype == jnp.bfloat16 for v in use.eqn.invars)
         for layout in cut.layouts
         for use in layout.loss_dims.uses
     ):

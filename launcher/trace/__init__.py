@@ -58,6 +58,7 @@ from launcher.trace.ir.primitive_kinds import BARRIERS as BARRIERS
 from launcher.trace.ir.primitive_kinds import BROADCASTS as BROADCASTS
 from launcher.trace.ir.primitive_kinds import CALLS_WITH_RULES as CALLS_WITH_RULES
 from launcher.trace.ir.primitive_kinds import CHEAP as CHEAP
+from launcher.trace.ir.primitive_kinds import CONTRACTIONS as CONTRACTIONS
 from launcher.trace.ir.primitive_kinds import CONVERSIONS as CONVERSIONS
 from launcher.trace.ir.primitive_kinds import COSTLY as COSTLY
 from launcher.trace.ir.primitive_kinds import CUSTOM_VJPS as CUSTOM_VJPS
@@ -80,6 +81,7 @@ from launcher.trace.ir.primitive_kinds import REDUCTIONS as REDUCTIONS
 from launcher.trace.ir.primitive_kinds import SEARCHES as SEARCHES
 from launcher.trace.ir.primitive_kinds import SPREADING as SPREADING
 from launcher.trace.ir.primitive_kinds import UNPARTITIONED as UNPARTITIONED
+from launcher.trace.ir.wide_products import products_in_fp32 as products_in_fp32
 from launcher.trace.open_scans import Stacks as Stacks
 from launcher.trace.open_scans import may_open as may_open
 from launcher.trace.open_scans import with_rows_apart as with_rows_apart

@@ -367,7 +367,7 @@ def _kept(
             times = len(into[out])
             if on_gpu:
                 count = len([v for v in leaves[out] if v.aval.size >= out.aval.size])
-                dear = times * count > times + count + 1
+                dear = times * count > times + count + 1 and not _is_wider(eqn, defined)
             if dear and times > 1:
                 kept.add(out)
         for v in {v for v in eqn.invars if is_var(v) and v in defined}:
@@ -427,6 +427,13 @@ def _spreads(eqn: Equation) -> bool:
     return eqn.primitive.name in BROADCASTS and read < eqn.outvars[0].aval.size
 
 
+def _is_wider(eqn: Equation, defined: Set[Var]) -> bool:
+    """Return whether the result is a computed value, wider: that is stored in its stead."""
+    source, name = eqn.invars[0], eqn.primitive.name
+    narrow = is_var(source) and source in defined and nbytes(source.aval)
+    return name == "convert_element_type" and 0 < narrow < nbytes(eqn.outvars[0].aval)
+
+
 def _stored(v: Var, kept: Set[Var], turned: Set[Var]) -> set[object]:
     """Return a value as it is stored, and its copy in another layout; empty if it is not stored."""
     if v not in kept:
@@ -457,12 +464,13 @@ def _turned(eqn: Equation) -> list[Var]:
 def _in_steps(eqn: Equation, on_gpu: bool) -> list[Var]:
     """Return values, each as large as one that an equation stores only while it runs.
 
-    XLA:GPU finds the largest element of every window first: a number of 32 bits, and as many for
-    its place as there are dimensions. It then adds to zeros, which it makes twice.
+    XLA:GPU finds the place of the largest element of every window first: a number of 32 bits for
+    each dimension, one of which counts replicas. It then adds to zeros, in two copies, and writes
+    to a third place.
     """
     if on_gpu and eqn.primitive.name in MAX_POOL_GRADIENTS and is_var(source := eqn.invars[0]):
         words = (1 + len(source.aval.shape)) * 4 // source.aval.dtype.itemsize
-        return [source] * words + eqn.outvars
+        return [source] * words + eqn.outvars * 2
     return eqn.outvars * (0 if on_gpu else IN_STEPS.get(eqn.primitive.name, 0))
 
 

@@ -189,7 +189,8 @@ def mesh_memory(
         sums: the sums of the gradients of each of its stages, by stage.
         update: what the step's update stores.
         waiting: see `waiting_bytes`.
-        on_gpu: whether parameters that are gathered are counted in the footprints.
+        on_gpu: whether XLA:GPU compiles its programs; the footprints then count parameters that are
+            gathered.
     """
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
     gathered = max(
@@ -205,7 +206,7 @@ def mesh_memory(
     batch = 0 if _is_afresh(cut) else batch  # each task counts what it reads of its slice
     held = state + _result_bytes(cut, mesh) + exchanged
     own = graphs if cut.slicing.own_replicas > 1 else []
-    of_sums = {graph.index: _sums(cut, sums[graph.index], layout) for graph in own}
+    of_sums = {graph.index: _sums(cut, sums[graph.index], layout, on_gpu) for graph in own}
     made = summed if _is_afresh(cut) else grads
     beside = {s: one for s, one in of_sums.items() if one.beside}
     working = mesh_activation_bytes(footprints, cut.tasks[mesh], beside, waiting)
@@ -219,9 +220,9 @@ def mesh_memory(
 def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: bool) -> Summed:
     """Return how a stage's gradients are made and summed in its backward passes.
 
-    XLA:GPU puts off what gradients are made of, to run it under collectives: to where the program
-    ties a bucket to the pass, if there are several, else to the end. It runs under the collectives
-    of a model axis at once.
+    XLA:GPU puts off products of gradients, to run them under the sums: to where the program ties a
+    bucket to the pass, if there are several. Under the collectives of a model axis they run at
+    once, and convolutions are put off.
 
     Args:
         cut: the partitioned step.
@@ -237,9 +238,10 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
         return Summed(afresh)
     # Where parameters are gathered, collectives run under the whole pass.
     buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
-    if layout.sizes[MODEL] > 1:
+    is_cut = layout.sizes[MODEL] > 1
+    if is_cut:
         buckets = [{i} for i in {*operands} - gathered]
-    return Summed(afresh - gathered, gathered, buckets if len(buckets) > 1 else ())
+    return Summed(afresh - gathered, gathered, buckets if len(buckets) > 1 else (), is_cut)
 
 
 class Sums(NamedTuple):
@@ -256,12 +258,13 @@ class Sums(NamedTuple):
     beside: bool
 
 
-def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> Sums:
+def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout, on_gpu: bool) -> Sums:
     """Return what the buckets that a stage sums once a step need.
 
     A bucket is packed, and what the collective makes of it unpacked before the pass continues,
-    except one alone that is all-reduced. The gradients of the only microbatch are there before they
-    are summed, and their sums are not unpacked.
+    except one alone that is all-reduced: of that XLA:GPU copies the sums alone, in a program that
+    does nothing else. The gradients of the only microbatch are there before they are summed, and
+    their sums are not unpacked.
     """
     afresh, once, replicas = _is_afresh(cut), sync.once, layout.sizes[DATA]
     beside = sync.backward_sums_once
@@ -273,7 +276,8 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout) -> Sums:
         if afresh:
             unpacks = not stays_packed(bucket, together, cut.slicing, cut.leaving)
             return bucket.nbytes * (2 if scatters or (flat and unpacks) else 1)
-        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if flat else 0)
+        copies = 2 if flat else on_gpu and len(bucket.operands) > 1 and not beside
+        return bucket.nbytes * (1 + 1 / replicas if scatters else copies)
 
     fresh = 0
     if not afresh:  # those of the only microbatch are counted as the gradients

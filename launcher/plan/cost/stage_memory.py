@@ -21,7 +21,7 @@ from launcher.partition import (
 )
 from launcher.plan.cost.liveness import Liveness, Size, computed_late, is_folded
 from launcher.schedule import Kind
-from launcher.trace import FUSED, Aval, Equation, Var, dependents, is_var, nbytes
+from launcher.trace import CONTRACTIONS, FUSED, Aval, Equation, Var, dependents, is_var, nbytes
 
 # What XLA:CPU needs more than the values: copies, and places it cannot share.
 _SLACK = 1.06
@@ -68,11 +68,13 @@ class Summed(NamedTuple):
         afresh: those that are made, rather than added to an accumulator.
         gathered: those of parameters that a pass gathers.
         together: sets of those that are made when all of a set can be: they are summed together.
+        is_cut: whether the pass has collectives of its own, of what is cut along model.
     """
 
     afresh: Set[int] = frozenset()
     gathered: Set[int] = frozenset()
     together: Sequence[Set[int]] = ()
+    is_cut: bool = False
 
 
 class Stored:
@@ -102,9 +104,11 @@ class Stored:
         self._added = {v for v in self.gradients if by.get(v) in FUSED | {"dot_general"}}
         is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
         whole = [v for v, name in is_operand if name.of in how.gathered]
-        waits = [{v for v, i in self.gradients.items() if i in of} for of in how.together]
-        adds = {v for v, i in self.gradients.items() if by.get(v) == "dot_general"}
-        waits.append(adds.difference(*waits, self.apart(how.afresh)))
+        products = {v for v in self.gradients if by.get(v) == "dot_general"}
+        waits = [{v for v in products if self.gradients[v] in of} for of in how.together]
+        if how.is_cut:
+            waits.append({v for v in self.gradients if by.get(v) in CONTRACTIONS} - products)
+        waits.append(products.difference(*waits, self.apart(how.afresh)))
         after = [v for v, name in self.inputs.items() if name.kind in ("cotangent", "seed")]
         equations = computed_late(self.jaxpr.eqns, after)
         self.liveness = Liveness(equations, held, summed, whole, waits, on_gpu=True)

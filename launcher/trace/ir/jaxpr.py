@@ -137,9 +137,14 @@ def rewritten_as(old: Any, new: Jaxpr) -> Any:
     return old.replace(jaxpr=old.jaxpr.replace(**parts))
 
 
+def rewritten_params(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
+    """Return an equation's parameters with the programs in them rewritten."""
+    return {key: _rewritten(value, rewrite) for key, value in eqn.params.items()}
+
+
 def _rewritten(value: Any, rewrite: Callable[[Jaxpr], Jaxpr]) -> Any:
     """Return a parameter of an equation with the programs in it rewritten."""
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # not a named one of numbers
         return tuple(_rewritten(each, rewrite) for each in value)
     return rewritten_as(value, rewrite(read_jaxpr(value))) if is_jaxpr(value) else value
 
@@ -181,8 +186,7 @@ def _shown(jaxpr: Jaxpr) -> Jaxpr:
         if not _hides(Jaxpr((), [eqn], ())):
             return eqn
         if eqn.primitive.name != _HIDING:
-            params = {key: _rewritten(value, _shown) for key, value in eqn.params.items()}
-            return eqn.replace(params=params)
+            return eqn.replace(params=rewritten_params(eqn, _shown))
         hidden = eqn.params["_prim"]
 
         def fun(*flat: Any) -> list[Any]:

@@ -84,11 +84,12 @@ ATTENTION_PRODUCTS = {
     "dot_product_attention_fwd": 2, "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd": 5, "dot_product_attention_bwd_wrapper": 5,
 }
-_CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
+# A product of two operands, in XLA's own terms.
+CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
 # Kernels that say themselves what a planner asks (`ir.kernels`), mostly products.
 OWN_KERNELS = frozenset(("kernel",))
 # Matrix products and convolutions: the FLOPs that MFU counts.
-PRODUCTS = _CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
+PRODUCTS = CONTRACTIONS | OWN_KERNELS | frozenset(ATTENTION_PRODUCTS)
 # XLA's partitioner gathers the rows of all replicas for these.
 UNPARTITIONED = frozenset(("conv_general_dilated", "top_k"))
 # They find the place of the largest or smallest element.
@@ -104,7 +105,7 @@ FOLDS = {
     "reduce_or": "bitwise_or", "reduce_prod": "mul", "reduce_sum": "add",
 }
 # A device that has shards of the operands computes a partial sum of the result.
-PARTIAL_SUMS = _CONTRACTIONS | OWN_KERNELS | frozenset(("reduce_sum",))
+PARTIAL_SUMS = CONTRACTIONS | OWN_KERNELS | frozenset(("reduce_sum",))
 # Autodiff adds the parts of a gradient with these.
 GRADIENT_SUMS = frozenset(("add_any",))
 # An operand is used for many elements of the result: its gradient is a sum over them.

@@ -115,10 +115,16 @@ def scattered_and_summed(x, w):
 
 
 def largest(x, w):
-    """The gradient, zeros, and for half of the elements the largest and two indices."""
+    """The gradient, zeros twice, and for half of the elements two indices and one of replicas."""
     window = {"window_dimensions": (1, 2), "window_strides": (1, 2), "padding": "VALID"}
     _, pull = jax.vjp(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, **window), x)
     return pull(w[:ROWS, : WIDTH // 2])
+
+
+def widened(x, w):
+    """Of what sums read in 32 bits, that it is made of in 16."""
+    wide = (x * jnp.exp(w[:ROWS])).astype(jnp.bfloat16).astype(jnp.float32)
+    return (wide + 1).sum(1), (wide * 2).sum(1), jnp.sin(wide).sum(1), (wide - 4).sum(0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,8 @@ def largest(x, w):
         (turned_weight, 3),
         (summed, 2.1),
         (scattered_and_summed, 1.1),
-        (largest, 4),
+        (largest, 5),
+        (widened, 0.8),
     ],
     ids=lambda of: getattr(of, "__name__", ""),
 )
