@@ -162,7 +162,7 @@ _READ = _Read()
 _HIT = "/jax/compilation_cache/cache_hits"
 
 
-def overlap_options(platform: str, bucket_bytes: int, are_packed: bool) -> dict[str, Any]:
+def overlap_options(platform: str, bucket_bytes: int, are_several: bool) -> dict[str, Any]:
     """Return the compiler's options under which sums of gradients run beside the backward pass.
 
     XLA combines collectives of one kind. On CPUs it makes one of them all, which waits for the last
@@ -173,12 +173,12 @@ def overlap_options(platform: str, bucket_bytes: int, are_packed: bool) -> dict[
     Args:
         platform: "cpu", "cuda" and so on, as JAX names it.
         bucket_bytes: the bytes of the largest bucket.
-        are_packed: whether there are several sums, each of one packed array; none is combined then.
+        are_several: whether there are several sums, each of one array; none is combined then.
     """
     if platform == "cpu":
-        return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"} if are_packed else {}
+        return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"} if are_several else {}
     if platform in ("cuda", "gpu"):
-        most = 1 if are_packed else bucket_bytes
+        most = 1 if are_several else bucket_bytes
         return {
             "xla_gpu_all_reduce_combine_threshold_bytes": most,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": most,

@@ -14,7 +14,6 @@ from launcher.partition.assignment import validate as validate
 from launcher.partition.gradient_sync import Bucket as Bucket
 from launcher.partition.gradient_sync import GradientSync as GradientSync
 from launcher.partition.gradient_sync import SumPlace as SumPlace
-from launcher.partition.gradient_sync import are_packed as are_packed
 from launcher.partition.gradient_sync import gradient_order as gradient_order
 from launcher.partition.gradient_sync import is_flat as is_flat
 from launcher.partition.gradient_sync import is_summed_in_every as is_summed_in_every

@@ -211,24 +211,18 @@ def _chain(program: TaskProgram, made: Mapping[Var, int]) -> list[list[Var]]:
     return live
 
 
-def are_packed(buckets: Sequence[Bucket], between: Between = Between.LINKS) -> bool:
-    """Return whether a program packs the gradients of each bucket into one array.
-
-    XLA combines those of a single all-reduce without a copy; on CPUs they still cross one by one.
-    """
-    return len(buckets) > 1 or between is not Between.LINKS
-
-
 def is_flat(bucket: Bucket, buckets: Sequence[Bucket], between: Between = Between.LINKS) -> bool:
     """Return whether one flat array crosses, not each of a bucket's gradients in its own shape.
+
+    XLA combines those of a single all-reduce without a copy; through sockets they cross one by one.
 
     Args:
         bucket: the bucket.
         buckets: all of its program.
         between: the medium between the replicas.
     """
-    several = are_packed(buckets, between) and len(bucket.operands) > 1
-    return several or bucket.collective == "reduce-scatter"
+    packs = len(buckets) > 1 or between is not Between.LINKS
+    return (packs and len(bucket.operands) > 1) or bucket.collective == "reduce-scatter"
 
 
 def stays_packed(
@@ -243,12 +237,7 @@ def stays_packed(
     There it is a part of what reads it, where the pass would copy it. Of several microbatches it
     takes the accumulators' place: packed, it would be there beside them.
 
-    Args:
-        bucket: the bucket.
-        buckets: all of its program.
-        slicing: how the batch is cut.
-        leaving: see `PartitionedStep.leaving`.
-        between: the medium between the replicas.
+    `leaving`: see `PartitionedStep.leaving`; the others are as for `is_flat`.
     """
     alone = slicing.micro_batches == 1 and leaving.isdisjoint(bucket.operands)
     return alone and is_flat(bucket, buckets, between)

@@ -100,15 +100,11 @@ def taking(jaxpr: Jaxpr, types: Mapping[Var, str]) -> Jaxpr:
         pairs = [(v, to) for v, to in _moved(eqn) if is_var(v) and v in env]
         env.update((to, _of_type(to, env[v].aval.dtype)) for v, to in pairs)
         if any(v in env for v in eqn.invars if is_var(v)):
-            of_bodies = iter([_types(body, env) for body in _bodies(eqn)])
-            eqn = replace_bodies(eqn, functools.partial(_taking_next, of_bodies))
+            narrow = iter([taking(body.jaxpr, _types(body, env)) for body in _bodies(eqn)])
+            eqn = replace_bodies(eqn, functools.partial(next, narrow))
             eqn = eqn.replace(invars=named(eqn.invars), outvars=named(eqn.outvars))
         equations.append(eqn)
     return dataclasses.replace(jaxpr, invars=named(jaxpr.invars), eqns=equations)
-
-
-def _taking_next(of_bodies: Iterator[dict[Var, str]], body: Jaxpr) -> Jaxpr:
-    return taking(body, next(of_bodies))
 
 
 def _types(body: Body, env: Mapping[Var, Var]) -> dict[Var, str]:

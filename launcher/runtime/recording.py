@@ -79,9 +79,8 @@ class StepRecording:
         self._recorder = recorder
         profiled = profiled and (keep is not None or jax.default_backend() == "cpu")
         self._profile = DeviceProfile(keep) if profiled else None
-        self._ends: dict[
-            int, tuple[int, list[int], Future[int | None]]
-        ] = {}  # see `_seen_from_here`
+        # by place: when it was sent off, the places it reads of, and when it was there
+        self._ends: dict[int, tuple[int, list[int], Future[int | None]]] = {}
         self._watchers = ThreadPoolExecutor(_MOST_WATCHERS, thread_name_prefix="watcher")
         self.newest: Instruction | None = None
         self._runs: dict[int, Run] = {}
@@ -175,10 +174,9 @@ class StepRecording:
             spans += run_spans(instruction, numbered, programs[instruction.program])
             ends[place] = max(run.end, ends.get(place, 0))
             starts[place] = max(run.start, starts.get(place, 0))
-        if self._profile is None:
-            ends |= {place: end for place, end in arrived.items() if end}
-            spans += self._seen_from_here([[first + d for d in of] for of in devices_of], ends)
         ends |= {place: end for place, end in arrived.items() if end}
+        if self._profile is None:
+            spans += self._seen_from_here([[first + d for d in of] for of in devices_of], ends)
         for place, sent in self._transfers.items():
             ready = max([sent.start, *(ends[k] for k in sent.reads if k in ends)])
             there, read = arrived.get(place), starts.get(self._reader.get(place, -1))

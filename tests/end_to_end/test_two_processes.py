@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -151,3 +152,21 @@ def test_replicas_of_stages_on_two_hosts_are_checked_at_each_step(tmp_path: Path
         ),
     )
     assert len(losses(tmp_path / "outputs" / "here")) == 8
+
+
+@pytest.mark.slow
+def test_replicas_on_two_hosts_resume_to_the_bit(tmp_path: Path) -> None:
+    """Whose gradients are summed in memory that their processes share."""
+    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    words = typed(
+        "dataset=text dataset.path=fox.txt model.num_layers=2 model.num_heads=2 "
+        "model.hidden_size=32 model.sequence_length=16 model.dropout=0.1 "
+        "train.global_batch_size=8 train.eval_every=0 optimizer.decay=constant parallel=data "
+        "cluster=emulated cluster.hosts=2 cluster.gpus=2 report=none"
+    )
+    states = {}
+    for run, steps in ("whole", 6), ("resumed", 3), ("resumed", 6):
+        train(tmp_path, *words, f"run.id={run}", f"train.steps={steps}")
+        with ocp.CheckpointManager(tmp_path / "outputs" / run / "checkpoints") as manager:
+            states[run] = manager.restore(steps, args=ocp.args.StandardRestore())
+    jax.tree.map(np.testing.assert_array_equal, states["resumed"], states["whole"])

@@ -53,8 +53,8 @@ def prepared(words):
     plan = planned(traced, local_shape(COUNT * DEVICES, COUNT, "cpu"), settings)
     compilation, kept = COMPILING.Compilation, []
 
-    def compile_once(*args):
-        kept.extend([] if kept else [compilation(*args).result()])
+    def compile_once(*args, **kwargs):
+        kept.extend([] if kept else [compilation(*args, **kwargs).result()])
         return SimpleNamespace(programs=[], result=lambda: kept[0])
 
     return traced, plan, init, batches, compile_once

@@ -2,14 +2,17 @@
 
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collective_counts import collectives
 
 import launcher
+from launcher.partition import Between
 from launcher.plan import local_shape
 from launcher.plan.methods import (
     DataParallel,
@@ -230,6 +233,17 @@ def test_the_update_unpacks_the_sums_of_the_only_microbatch(kind):
     share = 4 if kind is Zero2Parallel else 1
     assert [emitted.slots[s].aval.shape for s in grads] == [(4, 2 * LAYER // 4 // share)] * 2
     close(trained(compile_step(TRACED, plan, jax.devices()[:4])), serial())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_one_flat_array_crosses_sockets(monkeypatch, micro_batches):
+    """Of a single bucket, too, whose sums XLA would combine: each array costs its round trips."""
+    through = (0, None, lambda devices, replicas: Between.SOCKETS)
+    monkeypatch.setattr(sys.modules[compile_step.__module__], "_here", lambda *_: through)
+    made = compiled(DataParallel(micro_batches))
+    crossing = [size for text in made.hlo_text().values() for _, size in collectives(text)]
+    assert [size for size in crossing if size > 4] == [LAYERS * LAYER]  # 4: the loss
+    close(trained(made), serial())
 
 
 EACH = {"bucket_bytes": LAYER}

@@ -4,11 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import launch
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from trainings import serial
+
+from launcher.base import SpanRecorder
+from launcher.runtime.emit.instructions import Exchange, ExchangeSpec
+from launcher.runtime.transport.shared_sum import SharedSum
+from launcher.runtime.transport.transport import Transport
 
 DATA = {"method": "data", "num_micro_batches": 1}
 ZERO2 = {"method": "zero2", "num_micro_batches": 2}
@@ -49,6 +59,56 @@ def test_two_processes_make_the_bits_of_sums_by_sockets():
         assert far["all_reduces"] == [1, 1]  # of all gradients, packed, and of the loss
     first, second = told
     assert first[0]["state"] == second[0]["state"]  # its replica
+
+
+def test_numbers_are_summed_and_parts_of_16_bits_added_in_32():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    shapes, dtypes = [(), (2, 0), (3,)], ["float32", "float32", "bfloat16"]
+    specs = map(ExchangeSpec, "abc", ["sum"] * 3, shapes, dtypes)
+    x = Exchange(0, tuple(specs), (1, 1, 1), (0, 1, 2), (3, 4, 5), turn=7)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    placement = SimpleNamespace(
+        owners=[{0}],
+        meshes=[mesh],
+        slots={s: SimpleNamespace(aval=aval) for s, aval in zip(x.outputs, avals, strict=True)},
+        sharding=lambda slot: NamedSharding(mesh, PartitionSpec()),
+    )
+    total = SharedSum(x, placement, {}, SpanRecorder())
+    total.open(total.path)
+    first = jnp.asarray([256.0, 1, 1, 1])  # 256 + 1 is 256 in 16 bits
+    parts = [first, jnp.zeros((4, 2, 0)), jnp.tile(first[:, None], 3)]
+    own = NamedSharding(mesh, PartitionSpec("data"))
+    for _ in range(2):  # in the same memory
+        number, nothing, several = total(*jax.device_put(parts, own))
+        assert (number.shape, float(number), nothing.shape) == ((), 259, (2, 0))
+        assert several.dtype == jnp.float32
+        np.testing.assert_array_equal(several, [260] * 3)  # 259, rounded once
+
+
+def connected(other, sees=True):
+    """A transport's neighbours, where another process says where it is, and whether it sees all."""
+
+    class Told(Transport):
+        def barrier(self, order, together=None, about=None):
+            return [about, other(*about) if order == "connect" else sees]
+
+    way = Told()
+    way.connect([])
+    return way.neighbours
+
+
+def test_processes_share_memory_that_see_one_another(monkeypatch):
+    me = os.getpid()
+    assert connected(lambda place, pid: [place, pid]) == {0: me, 1: me}
+    assert connected(lambda place, pid: [place, pid], sees=False) == {}
+    assert connected(lambda place, pid: [place, 2**22 + 1]) == {}  # no process has this number
+    assert connected(lambda place, pid: [[*place[:2], -1], pid], sees=False) == {0: me}
+
+    def hidden(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert connected(lambda place, pid: [place, pid]) == {}
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from launcher.partition import (
     Between,
     Bucket,
     Exchanged,
-    Layout,
     Name,
     PartitionedStep,
     Pieces,
@@ -396,7 +395,7 @@ class _Emitter:
                 self.keep(graph, Name("packed", each.bucket), operands, each.gradients)
             for i in operands:
                 if (name := Name("per_replica", i)) in left:
-                    self.keep(graph, name, (i,), functools.partial(_of_replicas, layout, i))
+                    self.keep(graph, name, (i,), lambda x, _, i=i: [of_replicas(layout, i, x)])
 
     def keep(
         self, graph: StageGraph, name: Name, operands: Sequence[int], read: Callable[..., Any]
@@ -517,10 +516,6 @@ class _Emitter:
         alike = self.shared.key(graph.index), "reduce"
         self.programs[name] = EmittedProgram(summed, alike, tuple(buckets))
         self.run(turn, graph.mesh, name, inputs, outputs)
-
-
-def _of_replicas(layout: Layout, operand: int, each: Any, _: object) -> list[Any]:
-    return [of_replicas(layout, operand, each)]
 
 
 def _spec(cut: PartitionedStep, x: Exchanged, by: ServerExchange) -> ExchangeSpec:

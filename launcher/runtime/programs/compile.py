@@ -25,7 +25,7 @@ from launcher.base.jax_compat import (
     overlap_options,
     with_barriers_kept,
 )
-from launcher.partition import Between, are_packed
+from launcher.partition import Between
 from launcher.plan import Plan, PlanError
 from launcher.runtime.dispatch_table import StepServices
 from launcher.runtime.emit.emit import emit
@@ -350,7 +350,7 @@ def _lower(
     options = {}
     if made.buckets:
         largest = max(bucket.nbytes for bucket in made.buckets)
-        options = overlap_options(platform, largest, are_packed(made.buckets))
+        options = overlap_options(platform, largest, len(made.buckets) > 1)
     if "optimization_barrier" in text:
         options = with_barriers_kept(platform, options)
     kind: Any = name

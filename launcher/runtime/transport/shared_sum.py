@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ import numpy as np
 import psutil
 
 from launcher.base import SpanRecorder
+from launcher.partition import accumulator_dtype
 from launcher.runtime.emit.instructions import Exchange
 from launcher.runtime.programs.device_meshes import DeviceMeshes
 
@@ -62,11 +64,15 @@ class SharedSum:
             (a.shape, placement.sharding(s)) for a, s in zip(avals, x.outputs, strict=True)
         ]
         self._indices = [s.addressable_devices_indices_map(shape) for shape, s in self._kinds]
+        self._crossing = [jnp.dtype(s.dtype) for s in x.specs]
+        types = [(t, a.dtype) for t, a in zip(self._crossing, avals, strict=True)]
         self._copied = jax.jit(
-            lambda views: [jnp.copy(v).astype(a.dtype) for v, a in zip(views, avals, strict=True)]
+            lambda views: [
+                jnp.copy(v).astype(t).astype(to) for v, (t, to) in zip(views, types, strict=True)
+            ]
         )
         # The turns of the processes, then the parts that they have of each array.
-        self._types = [((self._count, *s.shape), jnp.dtype(s.dtype)) for s in x.specs]
+        self._types = [((self._count, *s.shape), accumulator_dtype(s.dtype)) for s in x.specs]
         sizes = [-(-math.prod(shape) * t.itemsize // _LINE) * _LINE for shape, t in self._types]
         *self._starts, self._size = itertools.accumulate(sizes, initial=self._count * _LINE)
         self.path = ""
@@ -112,12 +118,12 @@ class SharedSum:
 
     def _write(self, arrays: Sequence[jax.Array]) -> None:
         """Write this process's part: the sums of its own replicas."""
-        for array, parts in zip(arrays, self._parts, strict=True):
-            part, filled = parts[self._rank], []
+        for array, parts, dtype in zip(arrays, self._parts, self._crossing, strict=True):
+            part, filled = parts[self._rank, ...], []  # a view, also of a number alone
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:  # once of what several devices hold of a replica
                     place = shard.index[1:]
-                    value = np.asarray(shard.data)[0].astype(part.dtype, copy=False)
+                    value = np.asarray(shard.data)[0].astype(dtype, copy=False)
                     part[place] = part[place] + value if place in filled else value
                     filled.append(place)
 
@@ -144,10 +150,12 @@ class SharedSum:
             if (self._turns >= self._met).all():
                 break
             for index, process in self._others.items() if polls % _PATIENCE == 0 else ():
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    raise ConnectionError(
-                        f"process {index} of this run ended in the middle of a step; see its log"
-                    )
+                with suppress(psutil.NoSuchProcess):
+                    if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                        continue
+                raise ConnectionError(
+                    f"process {index} of this run ended in the middle of a step; see its log"
+                )
             time.sleep(_POLL)
         self._order()
 

@@ -9,7 +9,6 @@ import importlib
 import json
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -112,11 +111,16 @@ class Transport:
             addresses: the addresses of all processes, in the order of `jax.process_index()`.
             first_key: what all keys are counted from, the same in all processes.
         """
-        if sys.platform == "linux" and jax.local_devices()[0].platform == "cpu":
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-            place = [boot, os.readlink("/proc/self/ns/pid"), os.getuid()]
-            found = self.barrier("connect", about=[place, os.getpid()])
-            self.neighbours = {i: pid for i, (where, pid) in enumerate(found) if where == place}
+        if jax.local_devices()[0].platform == "cpu":
+            place = None  # where processes see one another in /proc: on Linux, mostly
+            with suppress(OSError):
+                boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+                place = [boot, os.readlink("/proc/self/ns/pid"), os.getuid()]
+            told = enumerate(self.barrier("connect", about=[place, os.getpid()]))
+            near = {i: pid for i, (where, pid) in told if where == place is not None}
+            see = [os.path.exists(f"/proc/{pid}/root") for pid in near.values()]  # as a file's link
+            seen = self.barrier("neighbours", about=all(see))
+            self.neighbours = near if all(seen[i] for i in near) else {}
 
     def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
