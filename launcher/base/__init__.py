@@ -45,9 +45,9 @@ from launcher.base.output import to_type as to_type
 from launcher.base.output import told as told
 from launcher.base.output import warn_once as warn_once
 from launcher.base.output import without_control as without_control
-from launcher.base.parent_death import KEPT as KEPT
-from launcher.base.parent_death import end_with_parent as end_with_parent
-from launcher.base.parent_death import keep_memory as keep_memory
+from launcher.base.process_setup import KEPT as KEPT
+from launcher.base.process_setup import end_with_parent as end_with_parent
+from launcher.base.process_setup import keep_memory as keep_memory
 from launcher.base.spans import Clock as Clock
 from launcher.base.spans import Span as Span
 from launcher.base.spans import SpanRecorder as SpanRecorder

@@ -26,7 +26,15 @@ import jax
 import jax.numpy as jnp
 from filelock import FileLock
 
-from launcher.base import KEPT, LAUNCH, make_private, measurements, parent_death, to_type, warn_once
+from launcher.base import (
+    KEPT,
+    LAUNCH,
+    make_private,
+    measurements,
+    process_setup,
+    to_type,
+    warn_once,
+)
 from launcher.hardware import ClusterShape, gpu_memory_variables, is_nominal
 from launcher.partition import PlanError
 from launcher.plan.profile import measure_devices
@@ -306,7 +314,7 @@ def run_program(program: ModuleType, request: dict[str, Any], time_out: float) -
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
         done = subprocess.run(
-            [sys.executable, str(parent_death.__file__), str(program.__file__), str(path)],
+            [sys.executable, str(process_setup.__file__), str(program.__file__), str(path)],
             capture_output=True,
             text=True,
             timeout=time_out,

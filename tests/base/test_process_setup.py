@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from launcher.base import parent_death
+from launcher.base import process_setup
 
 PROGRAM = "import sys, time; print(sys.argv[1], flush=True); time.sleep(600)"
 STARTS_A_PROGRAM = """
@@ -28,7 +28,7 @@ def test_a_stopped_process_ends_with_the_one_that_started_it(parent, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     process = subprocess.Popen(
-        [sys.executable, "-c", parent, parent_death.__file__, str(program), "given"],
+        [sys.executable, "-c", parent, process_setup.__file__, str(program), "given"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

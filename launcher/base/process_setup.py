@@ -3,7 +3,7 @@
 The kernel kills it with the parent, even if it is stopped or busy. A process imports this module,
 or runs another program through this one:
 
-    python parent_death.py PROGRAM.py ARGUMENT ...
+    python process_setup.py PROGRAM.py ARGUMENT ...
 
 glibc gives large freed buffers back to the kernel, which zeroes a page at each first touch. A step
 frees and takes the same buffers each time: up to 30,000 faults and a sixth of its time, or none, by
