@@ -221,8 +221,8 @@ def build_decoder(options: MoEOptions, precision: str) -> Decoder:
     expert takes a token would depend on those read with it: on where a text is split into prompt
     and answer, and on later tokens, whose first choices come before its second one.
     """
-    # Texts have any length, so each token is a group of its own.
-    alone = dataclasses.replace(options, capacity_factor=0.0, group_size=1)
+    # Texts have any length, so each token is a group of its own; devices may have no kernels.
+    alone = dataclasses.replace(options, capacity_factor=0.0, group_size=1, attention="xla")
     shape = options.num_kv_heads, options.head_size
     return cached_decoder(MoE(alone, dtype_of(precision)), options, shape)
 
