@@ -41,7 +41,7 @@ def build_model(options: Any, precision: str, compute_capability: float | None =
     Args:
         options: the settings of the section `model`.
         precision: the type of activations and matrix products, "fp32" or "bf16"; parameters and
-            loss are float32 either way.
+            loss are float32 either way, and so are products on GPUs that have no others.
         compute_capability: of the GPUs that it is for, such as 9.0; None: of CPUs, or unknown.
 
     Raises:

@@ -23,13 +23,7 @@ from launcher.recipes import Model
 from launcher.recipes.models.blocks import INIT_SCALE, applied, dense, dtype_of, output_scale
 from launcher.recipes.models.decoding import Decoder
 from launcher.recipes.models.language_model import Packed, cached_decoder, packing_of
-from launcher.recipes.models.llama.model import (
-    ACTIVATIONS,
-    FeedForward,
-    attended,
-    embedded,
-    normed,
-)
+from launcher.recipes.models.llama.model import ACTIVATIONS, FeedForward, attended, embedded, normed
 from launcher.recipes.models.losses import Metrics, next_token_loss
 from launcher.recipes.models.moe import MoEOptions
 from launcher.recipes.models.moe.routed import routed
