@@ -79,7 +79,9 @@ class StepRecording:
         self._recorder = recorder
         profiled = profiled and (keep is not None or jax.default_backend() == "cpu")
         self._profile = DeviceProfile(keep) if profiled else None
-        self._ends: dict[int, tuple[int, list[int], Future[Any]]] = {}  # see `_seen_from_here`
+        self._ends: dict[
+            int, tuple[int, list[int], Future[int | None]]
+        ] = {}  # see `_seen_from_here`
         self._watchers = ThreadPoolExecutor(_MOST_WATCHERS, thread_name_prefix="watcher")
         self.newest: Instruction | None = None
         self._runs: dict[int, Run] = {}
