@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.base import not_run, source_of, told
 from launcher.config.families import builder_of, find_datasets, find_models
+from launcher.hardware import has_bf16
 from launcher.recipes.models.attention import with_attention
 from launcher.recipes.protocols import Batch, Batches, Dataset, InputError, Model, Tokenizer
 
@@ -40,7 +41,7 @@ def build_model(options: Any, precision: str, compute_capability: float | None =
     Args:
         options: the settings of the section `model`.
         precision: the type of activations and matrix products, "fp32" or "bf16"; parameters and
-            loss are float32 either way.
+            loss are float32 either way, and so are products on GPUs that have no others.
         compute_capability: of the GPUs that it is for, such as 9.0; None: of CPUs, or unknown.
 
     Raises:
@@ -49,7 +50,11 @@ def build_model(options: Any, precision: str, compute_capability: float | None =
     """
     chosen = with_attention(options, precision, compute_capability)
     model: Model = _function("model", options, "build")(_fields(chosen), precision)
-    return model
+    if has_bf16(compute_capability):
+        return model
+    from launcher.trace import products_in_fp32
+
+    return Model(model.init, products_in_fp32(model.loss), model.has_state)
 
 
 def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:

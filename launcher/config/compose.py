@@ -366,9 +366,7 @@ _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError
 
 
 def translated(
-    error: BaseException,
-    overrides: Sequence[Override],
-    folders: Sequence[Path],
+    error: BaseException, overrides: Sequence[Override], folders: Sequence[Path]
 ) -> ConfigError:
     """Return the ConfigError for an error of Hydra, OmegaConf or PyYAML; raise any other."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:

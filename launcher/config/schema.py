@@ -179,9 +179,7 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
         )
     if config.task == "sweep_status" and config.sweep.dir is None:
         yield ConfigError(
-            "task=sweep_status does not say which sweep",
-            "Give sweep.dir=multirun/ID.",
-            ["task"],
+            "task=sweep_status does not say which sweep", "Give sweep.dir=multirun/ID.", ["task"]
         )
     if config.task == "calibrate" and isinstance(cluster, SlurmCluster | RayCluster):
         yield ConfigError(

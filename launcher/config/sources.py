@@ -339,10 +339,7 @@ def without_leftovers(
 
 
 def _kinds(
-    tree: Tree,
-    files: Sequence[Source],
-    overrides: Sequence[Override],
-    options: Mapping[str, Any],
+    tree: Tree, files: Sequence[Source], overrides: Sequence[Override], options: Mapping[str, Any]
 ) -> dict[str, tuple[str, Any]]:
     """Return the kinds of sections whose kind the user sets; settings of other kinds are dropped.
 

@@ -40,13 +40,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.base import setting_word
-from launcher.config.compose import (
-    PRIMARY,
-    Asked,
-    no_option,
-    sources_of,
-    translated,
-)
+from launcher.config.compose import PRIMARY, Asked, no_option, sources_of, translated
 from launcher.config.errors import ConfigError
 from launcher.config.folders import search_folders
 from launcher.config.hydra_compat import Callbacks, searching
@@ -302,10 +296,7 @@ def _points_in_all(node: DictConfig) -> int | None:
 
 
 def _sources(
-    words: Sequence[str],
-    fixed: Sequence[Override],
-    folders: Sequence[Path],
-    loader: ConfigLoader,
+    words: Sequence[str], fixed: Sequence[Override], folders: Sequence[Path], loader: ConfigLoader
 ) -> list[Source]:
     """Return the users' files that will be merged.
 

@@ -144,11 +144,7 @@ def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
 
 
 def _lend(
-    config: Config,
-    allocation: Allocation,
-    connection: socket.socket,
-    answer: Answer,
-    token: str,
+    config: Config, allocation: Allocation, connection: socket.socket, answer: Answer, token: str
 ) -> None:
     """Run a node of the driver's Ray until the driver's head process ends."""
     slurm = slurm_of(config.cluster)

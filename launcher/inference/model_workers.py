@@ -95,8 +95,8 @@ def _means(
     config: Config, dataset: Dataset, model: Any, places: ModelPlaces, batches: int, rows: int
 ) -> Iterator[list[Means]]:
     """Yield what each held-out batch comes to, by pieces of `rows` rows."""
-    model_here = build_model(config.model, config.train.precision, _capability(jax.devices()[0]))
-    step = make_eval_step(model_here)
+    precision, capability = config.train.precision, places.compute_capability
+    step = make_eval_step(build_model(config.model, precision, capability))
     compiled = jax.jit(step, out_shardings=places.whole)
     assert dataset.validation is not None
     for number in range(batches):
@@ -111,12 +111,6 @@ def _means(
             values = jax.tree.map(lambda x: x.addressable_data(0), compiled(model, piece))
             found.append((_weighed(jax.device_get(values), here), here))
         yield found
-
-
-def _capability(device: jax.Device) -> float | None:
-    """Return a GPU's compute capability, which says what attention it has; None: no NVIDIA GPU."""
-    said = getattr(device, "compute_capability", None)
-    return said and float(said)
 
 
 def _weighed(values: dict[str, np.ndarray], count: int) -> dict[str, tuple[float, float]]:

@@ -147,9 +147,7 @@ def is_done(run_dir: Path) -> bool:
 
 
 def print_comparison(
-    console: Console,
-    run_dirs: Sequence[str | os.PathLike[str]],
-    jobs: Sequence[str] | None = None,
+    console: Console, run_dirs: Sequence[str | os.PathLike[str]], jobs: Sequence[str] | None = None
 ) -> None:
     """Print a row a run: its name, the settings in which the runs differ, its results, its end.
 
@@ -283,10 +281,7 @@ def _charts(key: str, runs: Sequence[ComparedRun], best: ComparedRun | None) -> 
         series("predicted_peak_memory_bytes", "predicted", "hollow"),
         series("peak_memory_bytes", "measured", "first"),
     ]
-    for title, both, shown in (
-        ("step time", times, seconds_text),
-        ("memory", memory, bytes_text),
-    ):
+    for title, both, shown in (("step time", times, seconds_text), ("memory", memory, bytes_text)):
         if drawn := chart(title, key, both, shown, labels, from_zero=True):
             yield drawn
 

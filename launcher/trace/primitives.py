@@ -351,9 +351,7 @@ _on_loss = ContextVar("on_loss", default=None)
 
 
 @contextlib.contextmanager
-def calling_at_losses(
-    reached: Callable[[Sequence[Any], dict[str, Any]], None],
-) -> Iterator[None]:
+def calling_at_losses(reached: Callable[[Sequence[Any], dict[str, Any]], None]) -> Iterator[None]:
     """Call a function at each loss that the traces inside reach; it may raise to end the trace.
 
     Such a loss may be one that the step does not hold, as under `jax.eval_shape`, or stand inside

@@ -296,11 +296,7 @@ def _of_slice(rows: int, size: int) -> Iterator[None]:
 
 
 def _chained(
-    whole: Interface,
-    parts: Sequence[Part],
-    constants: dict[Var, Any],
-    size: int,
-    fingerprint: str,
+    whole: Interface, parts: Sequence[Part], constants: dict[Var, Any], size: int, fingerprint: str
 ) -> TracedStep:
     """Return a step with one loss, or the chain of parts of one with several."""
     ends = [whole]

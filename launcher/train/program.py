@@ -20,17 +20,16 @@ from launcher.arrays.stacked_array import sharding_of, with_rows, with_stacks
 from launcher.base import source_of
 from launcher.checkpoint.train_state import ADAPTERS, TrainState, without_adapters
 from launcher.config.schema import Config
-from launcher.hardware import has_bf16
 from launcher.inference.eval_step import make_eval_step
-from launcher.recipes import Batches, InputError, Model, build_dataset, build_model
-from launcher.trace import TracedStep, described_cudnn, products_in_fp32, trace_step, trace_users
+from launcher.recipes import Batches, InputError, build_dataset, build_model
+from launcher.trace import TracedStep, described_cudnn, trace_step, trace_users
 from launcher.train.feed import num_batches, shapes_of
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
 from launcher.train.step import init_state, make_train_step
 
 if TYPE_CHECKING:
-    from launcher.recipes import Dataset
+    from launcher.recipes import Dataset, Model
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,6 @@ def build_program(config: Config, compute_capability: float | None = None) -> Pr
             "batches, or set train.eval_every=0"
         )
     model = build_model(config.model, config.train.precision, compute_capability)
-    if not has_bf16(compute_capability):
-        model = Model(model.init, products_in_fp32(model.loss), model.has_state)
     model = with_adapters(model, config.optimizer.lora)
     init, step = build_steps(config, model)
     init = described_cudnn()(init)

@@ -104,12 +104,7 @@ def make_train_step(
             extra = {**extra, "skipped": 1.0 - finite.astype(jnp.float32)}
             counted = count_updates(state.opt_state)
             updates_done = state.step if counted is None else counted
-        metrics = {
-            **extra,
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": rate(updates_done),
-        }
+        metrics = {**extra, "loss": loss, "grad_norm": norm, "learning_rate": rate(updates_done)}
         params = rejoined(params, fixed) if learns else params
         parts = params, opt_state, state.key, model_state, average
         return TrainState(state.step + 1, *parts), metrics

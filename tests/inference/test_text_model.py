@@ -19,6 +19,8 @@ from launcher.inference.placed_model import (
     layout_of,
     text_generator,
 )
+from launcher.recipes import build_model
+from launcher.trace import CONTRACTIONS, make_jaxpr, walk
 from launcher.train.program import build_program
 
 HERE = Path(__file__).parent
@@ -117,6 +119,31 @@ def test_processes_of_a_training_speak_as_one_device_does(words, share):
     assert all(of_device <= share for _, of_device in told)
 
 
-def test_an_evaluation_has_the_attention_of_its_gpu():
-    gpu, cpu = SimpleNamespace(compute_capability="8.6"), jax.devices("cpu")[0]
-    assert [model_workers._capability(device) for device in (gpu, cpu)] == [8.6, None]
+def test_a_finished_model_has_the_attention_and_the_products_of_its_gpu(monkeypatch):
+    """One without bfloat16 refuses the products of attention, whose algorithm has a name."""
+    places = ModelPlaces(ModelLayout({}, {}), jax.devices())
+    assert places.compute_capability is None
+    config = load([*GPT, "dataset=synthetic", "train.precision=bf16"])
+    model = build_model(config.model, "bf16")
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    batch = {name: np.zeros((2, 16), np.int32) for name in ("tokens", "targets")}
+    row, text, evaluated = np.zeros(2, np.int32), np.zeros((2, 4), np.int32), []
+    held_out = SimpleNamespace(validation=lambda number: batch)
+    monkeypatch.setattr(ModelPlaces, "whole", None)
+    monkeypatch.setattr(model_workers, "make_eval_step", lambda m: evaluated.append(m) or abs)
+
+    def products():
+        read = text_generator(config, places)._decoder
+        yield make_jaxpr(read.read, params, read.cache(2), text, row, row)
+        evaluated.clear()
+        assert [*model_workers._means(config, held_out, None, places, 0, 2)] == []
+        yield make_jaxpr(lambda p: evaluated[0].loss(p, batch, None), params)
+
+    for said, has in ("8.6", True), ("7.5", False):
+        gpu = SimpleNamespace(compute_capability=said)
+        monkeypatch.setattr(places, "_mesh", SimpleNamespace(devices=np.array([gpu])))
+        for program in products():
+            found = [eqn for eqn in walk(program.eqns) if eqn.primitive.name in CONTRACTIONS]
+            types = {v.aval.dtype for eqn in found for v in eqn.invars}
+            assert found
+            assert (np.dtype(jax.numpy.bfloat16) in types) == has

@@ -12,8 +12,10 @@ from filled import filled_params
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.recipes import build_model
+from launcher.recipes.models.decoding import build_decoder
 from launcher.recipes.models.moe import MoEOptions
 from launcher.recipes.models.moe.model import best_experts, places_of_tokens
+from launcher.trace import OWN_KERNELS, make_jaxpr, walk
 
 OPTIONS = MoEOptions(
     vocab_size=32,
@@ -111,6 +113,16 @@ def test_no_example_depends_on_another():
 
     alone = [float(of_first(slice(k, k + 1))) for k in range(4)]
     assert float(of_first(slice(0, 4))) == pytest.approx(np.mean(alone), rel=1e-6)
+
+
+def test_a_decoder_asks_for_no_kernels_wherever_the_model_was_trained():
+    """The devices that write a text may have none, and its numbers 32 bits."""
+    params = jax.eval_shape(build_model(OPTIONS, "bf16").init, jax.random.key(0))
+    decoder = build_decoder(dataclasses.replace(OPTIONS, attention="cudnn"), "fp32")
+    row = np.zeros(2, np.int32)
+    program = make_jaxpr(decoder.read, params, decoder.cache(2), np.zeros((2, 4), int), row, row)
+    ways = [e.params["of"].fused for e in walk(program.eqns) if e.primitive.name in OWN_KERNELS]
+    assert ways == [None] * 6
 
 
 def test_groups_and_choices_that_cannot_be_are_refused():

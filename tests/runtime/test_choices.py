@@ -19,6 +19,7 @@ class Group:
 
     def __init__(self, folders):
         self.folders, self.told, self.made = folders, {}, []
+        self.is_deterministic = False
         self.at_work, self.barrier = threading.Lock(), threading.Barrier(len(folders))
 
     def gather(self, rank):
@@ -38,19 +39,22 @@ class Group:
         device = SimpleNamespace(device_kind="T4")
         module.jax = SimpleNamespace(process_index=lambda: rank, local_devices=lambda: [device])
         module.all_gather_text = self.gather(rank)
-        own = module.KernelChoices(self.folders[rank], is_deterministic=False)
+        own = module.KernelChoices(self.folders[rank], self.is_deterministic)
 
         def compile_one(one, options):
             folder, mode = own._folder, options["xla_gpu_experimental_autotune_cache_mode"]
             keeps = mode == UPDATES
             if keeps:
                 assert self.at_work.acquire(blocking=False), "two choose at once"
-                (folder / f"{one.digest}.textproto").write_text(f"of process {rank}")
-                self.at_work.release()
+                try:
+                    (folder / f"{one.digest}.textproto").write_text(f"of process {rank}")
+                finally:
+                    self.at_work.release()
             self.made.append((rank, one.name, keeps))
             if one.name == "broken":
                 raise ValueError("it does not compile")
-            return (folder / f"{one.digest}.textproto").read_text()
+            kept = folder / f"{one.digest}.textproto"
+            return kept.read_text() if kept.exists() else "not kept"
 
         compiled = own.begin(programs, compile_one)
         for one in programs:
@@ -104,11 +108,23 @@ def test_a_program_that_does_not_compile_says_so_and_stops_no_other(tmp_path):
     assert found[0, "a"] == found[1, "a"] == "of process 0"
 
 
-def test_choices_are_kept_for_each_kind_of_gpu_apart(tmp_path):
+def test_choices_are_kept_for_each_kind_of_gpu_and_order_of_sums_apart(tmp_path):
     group = Group([tmp_path])
-    group.start([program("a")])
-    (kept,) = tmp_path.iterdir()
-    assert kept.name.startswith("T4_jaxlib_")
+    for group.is_deterministic in (False, True):
+        assert group.start([program("a")])[0]
+    plain, fixed = sorted(path.name for path in tmp_path.iterdir())
+    assert plain.startswith("T4_jaxlib_")
+    assert fixed == f"{plain}_deterministic"
+
+
+def test_what_cannot_be_kept_stops_no_run(tmp_path):
+    """Such as on a full disk; each start then chooses anew, and knows it."""
+    (tmp_path / "file").touch()
+    group = Group([tmp_path / "file"] * 2)
+    for _ in range(2):
+        found = group.start([program("a")], [program("a")])
+        assert found[0]
+        assert found[0, "a"] == found[1, "a"] == "not kept"
 
 
 def test_cpu_devices_have_no_choices(tmp_path):

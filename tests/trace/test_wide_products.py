@@ -1,12 +1,22 @@
 """Products of bfloat16, said in float32 where GPUs have no others."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from launcher.config.compose import load
-from launcher.trace import PRODUCTS, is_var, make_jaxpr, products_in_fp32, walk
+from launcher.trace import (
+    PRODUCTS,
+    inline_calls,
+    is_var,
+    make_jaxpr,
+    products_in_fp32,
+    source_line,
+    walk,
+)
 from launcher.train.program import build_program
 
 WORDS = ("task=plan", "dataset=synthetic", "train.precision=bf16", "train.eval_every=0")
@@ -48,5 +58,6 @@ def test_values_and_gradients_are_those_of_32_bits():
     exact = jax.value_and_grad(attention, (0, 1))(*(x.astype(jnp.float32) for x in (query, key)))
     for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, 0.05, 0.1)
-    backward = make_jaxpr(jax.grad(products_in_fp32(attention)), query, key)
+    backward = inline_calls(make_jaxpr(jax.grad(products_in_fp32(attention)), query, key))
     assert not any(has_bf16(eqn) for eqn in products(backward.eqns))
+    assert all(Path(__file__).name in source_line(eqn) for eqn in products(backward.eqns))

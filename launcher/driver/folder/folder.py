@@ -55,14 +55,7 @@ FORMAT = 1  # of the result of `contents`
 _CHECKPOINTS = "checkpoints"
 # A run with other values of these is another run. A checkpoint holds values from the environment as
 # their interpolation and as a fingerprint, which shows that a value has changed but not what it is.
-_FIXED = (
-    "model",
-    "dataset",
-    "optimizer",
-    "train.global_batch_size",
-    "train.precision",
-    "run.seed",
-)
+_FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "train.precision", "run.seed")
 # Settings by which batch k depends on other rows.
 _OF_DATA = ("dataset", "train.global_batch_size", "run.seed", "model.sequence_length")
 # Settings that a fork does not list: they are no part of the training, or always others.

@@ -153,24 +153,12 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     if problem and not plan_only:
         raise PlanError(problem)
     candidates = () if plan_only or len(plans) == 1 else tuple(plans)
-    return Prepared(
-        traced.inputs.pool,
-        chosen,
-        seconds,
-        traced.inputs.init_from,
-        program.eval_batches,
-        problem,
-        candidates,
-    )
+    pool, init_from = traced.inputs.pool, traced.inputs.init_from
+    return Prepared(pool, chosen, seconds, init_from, program.eval_batches, problem, candidates)
 
 
 def _problem(
-    config: Config,
-    console: Console,
-    traced: Traced,
-    chosen: Plan,
-    over: str,
-    plan_only: bool,
+    config: Config, console: Console, traced: Traced, chosen: Plan, over: str, plan_only: bool
 ) -> str:
     """Return why a plan cannot be trained, and what would fit; "" if it can be.
 

@@ -17,13 +17,7 @@ from launcher.config.schema import Config
 from launcher.driver.callback import Callback
 from launcher.driver.folder.folder import RunFolder
 from launcher.plan import Plan
-from launcher.report.breakdown import (
-    Goodput,
-    Known,
-    StepBreakdown,
-    break_down,
-    read_breakdown,
-)
+from launcher.report.breakdown import Goodput, Known, StepBreakdown, break_down, read_breakdown
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 

@@ -30,12 +30,7 @@ from launcher.driver.record.best import Best
 from launcher.driver.record.step_log import FINITE, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
 from launcher.report import breakdown as step_breakdown
-from launcher.report.breakdown import (
-    StepBreakdown,
-    breakdown_tables,
-    in_summary,
-    print_breakdown,
-)
+from launcher.report.breakdown import StepBreakdown, breakdown_tables, in_summary, print_breakdown
 from launcher.report.console import ConsoleTracker, line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.pages.plots import PlotProcess, plot_loss, plot_memory, plot_timeline

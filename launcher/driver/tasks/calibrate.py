@@ -10,12 +10,7 @@ from launcher.cluster.measure import measure_links, measure_servers
 from launcher.config.schema import Config
 from launcher.driver.tasks.task import TaskKind
 from launcher.plan import ClusterShape
-from launcher.plan.profile.calibration import (
-    HostLinks,
-    StoreRates,
-    keep_host_rates,
-    measure,
-)
+from launcher.plan.profile.calibration import HostLinks, StoreRates, keep_host_rates, measure
 from launcher.report.console import RunConsole, status, table_of
 from launcher.report.text import seconds_text
 

@@ -21,6 +21,7 @@ from launcher.trace import (
     BARRIERS,
     BROADCASTS,
     CHEAP,
+    CONVERSIONS,
     COSTLY,
     ELEMENTWISE,
     FORMS,
@@ -431,7 +432,7 @@ def _is_wider(eqn: Equation, defined: Set[Var]) -> bool:
     """Return whether the result is a computed value, wider: that is stored in its stead."""
     source, name = eqn.invars[0], eqn.primitive.name
     narrow = is_var(source) and source in defined and nbytes(source.aval)
-    return name == "convert_element_type" and 0 < narrow < nbytes(eqn.outvars[0].aval)
+    return name in CONVERSIONS and 0 < narrow < nbytes(eqn.outvars[0].aval)
 
 
 def _stored(v: Var, kept: Set[Var], turned: Set[Var]) -> set[object]:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -21,16 +21,6 @@ from launcher.base import write_whole
 from launcher.base.jax_compat import all_gather_text, autotune_options, deterministic_options
 from launcher.base.measurements import file_name
 
-
-class _Lowered(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def digest(self) -> str: ...
-
-
-P = TypeVar("P", bound=_Lowered)
 T = TypeVar("T")
 
 
@@ -42,16 +32,17 @@ class KernelChoices:
     processes that write to one folder at once can lose each other's files.
 
     Args:
-        folder: where the choices are kept, for each kind of GPU and version of XLA apart.
-        is_deterministic: whether XLA may use no operation whose order of sums can vary.
+        folder: where the choices are kept, apart for each kind of GPU and version of XLA.
+        is_deterministic: whether XLA may use no operation whose order of sums can vary; it takes
+            kept choices that do, so these are others.
 
     Attributes:
         are_new: whether some program's choices were made by this start.
     """
 
     def __init__(self, folder: Path, is_deterministic: bool) -> None:
-        kind = jax.local_devices()[0].device_kind
-        self._folder = folder / file_name(f"{kind} jaxlib {version('jaxlib')}")
+        kind, way = jax.local_devices()[0].device_kind, "deterministic" * is_deterministic
+        self._folder = folder / file_name(f"{kind} jaxlib {version('jaxlib')} {way}")
         self._extra = deterministic_options() if is_deterministic else {}
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="chooser")  # the same order in all
         self._count, self.are_new = 0, False
@@ -60,13 +51,11 @@ class KernelChoices:
     def _options(self, keeps: bool) -> dict[str, Any]:
         return {**self._extra, **autotune_options(self._folder, keeps)}
 
-    def begin(
-        self, programs: Sequence[P], compile_one: Callable[[P, Mapping[str, Any]], T]
-    ) -> Callable[[P], T]:
+    def begin(self, programs: Sequence[Any], compile_one: Callable[..., T]) -> Callable[[Any], T]:
         """Begin to choose for a step's programs; all processes begin the same steps in one order.
 
         Args:
-            programs: the programs of this process.
+            programs: the programs of this process, each with a `name` and a `digest`.
             compile_one: compiles one, with some more options.
 
         Returns:
@@ -75,14 +64,14 @@ class KernelChoices:
         self._count += 1
         turn = self._turns.submit(self._choose, str(self._count), programs, compile_one)
 
-        def by_choices(one: P) -> T:
-            made: dict[str, T] = turn.result()
+        def by_choices(one: Any) -> T:
+            made = turn.result()
             return made[one.name] if one.name in made else compile_one(one, self.options)
 
         return by_choices
 
     def _choose(
-        self, call: str, programs: Sequence[P], compile_one: Callable[[P, Mapping[str, Any]], T]
+        self, call: str, programs: Sequence[Any], compile_one: Callable[..., T]
     ) -> dict[str, T]:
         """Make, in turn, what choices are missing; return by name what was compiled for that."""
         me, kind, made = jax.process_index(), self._folder.name, dict[str, T]()
@@ -106,7 +95,7 @@ class KernelChoices:
         self.are_new |= bool(first)
         return made
 
-    def _done(self, one: _Lowered) -> Path:
+    def _done(self, one: Any) -> Path:
         """Return the empty file that is there once all choices for a program are."""
         return self._folder / f"{one.digest}.program"
 

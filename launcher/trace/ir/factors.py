@@ -16,12 +16,7 @@ from typing import TypeAlias
 
 from launcher.trace.ir.cudnn import attention_places
 from launcher.trace.ir.jaxpr import Equation
-from launcher.trace.ir.primitive_kinds import (
-    ATTENTION_PRODUCTS,
-    BARRIERS,
-    ELEMENTWISE,
-    OWN_KERNELS,
-)
+from launcher.trace.ir.primitive_kinds import ATTENTION_PRODUCTS, BARRIERS, ELEMENTWISE, OWN_KERNELS
 
 Place = tuple[int, int]  # (operand or result, its dimension)
 

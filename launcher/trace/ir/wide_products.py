@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from launcher.trace.ir.jaxpr import (
     Equation,
     Jaxpr,
-    called_instead,
     jaxpr_as_fun,
     make_jaxpr_and_shape,
     rewritten_params,
+    splice,
 )
 from launcher.trace.ir.primitive_kinds import CONTRACTIONS
 
@@ -47,18 +47,20 @@ def products_in_fp32(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wide(jaxpr: Jaxpr) -> Jaxpr:
-    return dataclasses.replace(jaxpr, eqns=list(map(_instead, jaxpr.eqns)))
+    return dataclasses.replace(jaxpr, eqns=[new for eqn in jaxpr.eqns for new in _instead(eqn)])
 
 
-def _instead(eqn: Equation) -> Equation:
+def _instead(eqn: Equation) -> list[Equation]:
     if eqn.primitive.name not in CONTRACTIONS:
-        return eqn.replace(params=rewritten_params(eqn, _wide))
+        return [eqn.replace(params=rewritten_params(eqn, _wide))]
     if all(v.aval.dtype != jnp.bfloat16 for v in eqn.invars):
-        return eqn
+        return [eqn]
 
-    def product(*operands: jax.Array) -> jax.Array:
+    def product(*operands: jax.Array) -> list[jax.Array]:
         params = {**eqn.params, "precision": None, "preferred_element_type": jnp.dtype(jnp.float32)}
         made: jax.Array = eqn.primitive.bind(*(x.astype(jnp.float32) for x in operands), **params)
-        return made.astype(eqn.outvars[0].aval.dtype)
+        return [made.astype(eqn.outvars[0].aval.dtype)]
 
-    return called_instead(eqn, product, eqn.invars)
+    *before, last = splice(product, eqn.invars)[0]
+    new = [*before, last.replace(outvars=eqn.outvars)]
+    return [each.replace(source_info=eqn.source_info) for each in new]

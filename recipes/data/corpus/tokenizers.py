@@ -339,10 +339,7 @@ def _tiktoken(path: Path) -> Tokenizer:
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     cut, end = _RANKS.get(len(ranks), ("cl100k", len(ranks)))
     found = tiktoken.Encoding(
-        path.stem,
-        pat_str=_CUTS[cut],
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": end},
+        path.stem, pat_str=_CUTS[cut], mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
     )
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:

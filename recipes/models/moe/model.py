@@ -23,13 +23,7 @@ from launcher.recipes import Model
 from launcher.recipes.models.blocks import INIT_SCALE, applied, dense, dtype_of, output_scale
 from launcher.recipes.models.decoding import Decoder
 from launcher.recipes.models.language_model import Packed, cached_decoder, packing_of
-from launcher.recipes.models.llama.model import (
-    ACTIVATIONS,
-    FeedForward,
-    attended,
-    embedded,
-    normed,
-)
+from launcher.recipes.models.llama.model import ACTIVATIONS, FeedForward, attended, embedded, normed
 from launcher.recipes.models.losses import Metrics, next_token_loss
 from launcher.recipes.models.moe import MoEOptions
 from launcher.recipes.models.moe.routed import routed
@@ -221,8 +215,8 @@ def build_decoder(options: MoEOptions, precision: str) -> Decoder:
     expert takes a token would depend on those read with it: on where a text is split into prompt
     and answer, and on later tokens, whose first choices come before its second one.
     """
-    # Texts have any length, so each token is a group of its own.
-    alone = dataclasses.replace(options, capacity_factor=0.0, group_size=1)
+    # Texts have any length, so each token is a group of its own; devices may have no kernels.
+    alone = dataclasses.replace(options, capacity_factor=0.0, group_size=1, attention="xla")
     shape = options.num_kv_heads, options.head_size
     return cached_decoder(MoE(alone, dtype_of(precision)), options, shape)
 
