@@ -32,6 +32,7 @@ from launcher.trace import (
     FUSED,
     REDUCTIONS,
     Equation,
+    Loss,
     TracedStep,
     Var,
     is_var,
