@@ -404,7 +404,7 @@ def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> se
     """Return the equations, by number, whose result may take the place of what they read.
 
     XLA:GPU computes a value in one kernel with the sums of it, and of what it is made of at once,
-    which may not write over what it reads.
+    which may not write over what it reads; nor may one that rounds it to fewer bits between.
     """
     summed = set[Var]()
     for eqn in reversed(equations):
@@ -414,7 +414,11 @@ def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> se
     found, in_sums = set[int](), summed - kept
     for place, eqn in enumerate(equations):
         name, reads = eqn.primitive.name, {v for v in eqn.invars if is_var(v)}
-        apart = on_gpu and name in FUSED and (summed & {*eqn.outvars} or in_sums & reads)
+        apart = (
+            on_gpu
+            and name in FUSED
+            and (summed & {*eqn.outvars} or in_sums & reads or (reads and _is_wider(eqn, reads)))
+        )
         if name in IN_PLACE and not apart:
             found.add(place)
     return found

@@ -195,8 +195,8 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     """Return how a stage's gradients are made and summed in its backward passes.
 
     XLA:GPU puts off products of gradients, to run them under the sums: to where the program ties a
-    bucket to the pass, if there are several. Under the collectives of a model axis they run at
-    once, and convolutions are put off.
+    bucket to the pass, if there are several. Under the collectives of a model axis it puts off all
+    of them, and convolutions too.
 
     Args:
         cut: the partitioned step.
@@ -214,8 +214,10 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
     is_cut = layout.sizes[MODEL] > 1
     if is_cut:
-        buckets = [{i} for i in {*operands} - gathered]
-    return Summed(afresh - gathered, gathered, buckets if len(buckets) > 1 else (), is_cut)
+        buckets = [{*operands} - gathered]
+    return Summed(
+        afresh - gathered, gathered, buckets if is_cut or len(buckets) > 1 else (), is_cut
+    )
 
 
 class Sums(NamedTuple):
