@@ -56,10 +56,8 @@ from launcher.partition.partitioned import PartitionedStep as PartitionedStep
 from launcher.partition.partitioned import exchanges as exchanges
 from launcher.partition.partitioned import partition as partition
 from launcher.partition.partitioned import shared_out as shared_out
-from launcher.partition.pieces import MOST_LAYERS as MOST_LAYERS
 from launcher.partition.pieces import Pieces as Pieces
 from launcher.partition.pieces import in_pieces as in_pieces
-from launcher.partition.pieces import may_have_pieces as may_have_pieces
 from launcher.partition.pieces import split_segment as split_segment
 from launcher.partition.remat import Recomputed as Recomputed
 from launcher.partition.remat import RematSegment as RematSegment

@@ -25,6 +25,7 @@ from launcher.partition import (
     Layout,
     NamedDims,
     PartitionedStep,
+    Pieces,
     Recomputed,
     Reduction,
     RematSegment,
@@ -32,6 +33,7 @@ from launcher.partition import (
     StageGraph,
     exchanges,
     gradient_order,
+    in_pieces,
     keeps,
     operand_types,
     outer_dims,
@@ -238,17 +240,23 @@ class PlanBuilder:
     ) -> tuple[StagePlan, ...]:
         """Return the stages with their predicted times and memory."""
         programs = [self._programs(cut, graph.index) for graph in cut.stages]
-        footprints = {s: own.memory for s, own in enumerate(programs)}
         sums = [own.sums for own in programs]
-        waiting = waiting_bytes(footprints, cut.tasks)
-        of = dict(enumerate(sums)), self._update_memory, waiting, self._cluster.is_gpu
-        peaks = [mesh_memory(cut, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
+        peaks = self._peaks(in_pieces(cut))
         timed, counts = self._seconds(cut, again, programs), _num_parameters(cut)
         through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)
         return tuple(
             self._stage(cut, graph, seconds, of_stage, peaks[graph.mesh], counts, through)
             for graph, seconds, of_stage in zip(cut.stages, timed, sums, strict=True)
         )
+
+    def _peaks(self, pieces: Pieces) -> list[int]:
+        """Return the peak memory of each mesh, whose stages run in pieces."""
+        cut = pieces.cut
+        programs = [self._programs(cut, graph.index) for graph in cut.stages]
+        footprints = {s: own.memory for s, own in enumerate(programs)}
+        waiting = waiting_bytes(footprints, cut.tasks)
+        of = [own.sums for own in programs], self._update_memory, waiting, self._cluster.is_gpu
+        return [mesh_memory(pieces, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
 
     def _seconds(
         self,

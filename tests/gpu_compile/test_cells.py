@@ -20,9 +20,10 @@ CELLS = {sweep.name_of(cell): cell for cell in cells()}
 # Of the tier `slow`, in three minutes: convolutions of many channels take a minute a cell.
 _QUICK = [name for name in sorted(CELLS) if "unet" not in name and "wide_resnet" not in name]
 DRAWN = random.Random(37).sample(_QUICK, 20)
-BOUNDS = 0.87, 1.25  # predicted over compiled memory
-OF_CONVOLUTIONS = 0.82, 1.35
-CONVOLUTIONS = {"model=resnet", "model=wide_resnet", "model=unet"}
+BOUNDS = 0.92, 1.19  # predicted over compiled memory
+# Where a kernel sums columns, as batch norms do, XLA may store in 32 bits what it would fuse.
+OF_COLUMN_SUMS = 0.80, 1.35
+COLUMN_SUMS = {"model=resnet", "model=wide_resnet", "model=unet", "model=toy"}
 REDUCING = "all-reduce", "reduce-scatter"
 
 pytestmark = pytest.mark.skipif(
@@ -55,7 +56,7 @@ def summed(report, stage):
 def test_memory_and_gradient_sums_are_as_planned(cell):
     plan, report = compiled = sweep.compile_cell(cell)
     assert report.errors == ()
-    least, most = BOUNDS if CONVOLUTIONS.isdisjoint(cell.words) else OF_CONVOLUTIONS
+    least, most = BOUNDS if COLUMN_SUMS.isdisjoint(cell.words) else OF_COLUMN_SUMS
     assert all(least < ratio < most for ratio in compiled.ratios), compiled.ratios
     for number, stage in enumerate(plan.stages):
         planned = sum(bucket.bytes for bucket in stage.buckets)

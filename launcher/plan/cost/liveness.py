@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from launcher.trace import (
+    ADDITIONS,
     BARRIERS,
     BROADCASTS,
     CHEAP,
@@ -33,6 +34,7 @@ from launcher.trace import (
     OTHER_DIMS,
     PARTIAL_SUMS,
     REDUCTIONS,
+    SCATTERED_SUMS,
     Atom,
     Body,
     Equation,
@@ -71,6 +73,8 @@ class Liveness:
         on_gpu: bool = False,
     ) -> None:
         self.equations = _once(equations)
+        if on_gpu:
+            self.equations = _scattered_into(self.equations)
         if waits:
             self.equations = _waiting(self.equations, [*outs, *at_once], waits)
         if as_soon or on_gpu:
@@ -221,6 +225,26 @@ def _once(equations: Sequence[Equation]) -> list[Equation]:
             done[key] = eqn
         found.append(eqn)
     return found
+
+
+def _scattered_into(equations: Sequence[Equation]) -> list[Equation]:
+    """Return the equations, scattered into what is added where they scatter into zeros before.
+
+    So XLA:GPU simplifies them.
+    """
+    reads = Counter(v for eqn in equations for v in eqn.invars if is_var(v))
+    maker = {v: eqn for eqn in equations for v in eqn.outvars}
+    into: dict[int, list[Equation]] = {}
+    for add in (eqn for eqn in equations if eqn.primitive.name in ADDITIONS):
+        for v, other in zip(add.invars, add.invars[::-1], strict=True):
+            made = maker.get(v) if is_var(v) and reads[v] == 1 else None
+            if made and made.primitive.name in SCATTERED_SUMS and is_var(other):
+                zeros = maker.get(made.invars[0]) if is_var(made.invars[0]) else None
+                if zeros and zeros.primitive.name in BROADCASTS and id(made) not in into:
+                    scatter = made.replace(invars=[other, *made.invars[1:]], outvars=add.outvars)
+                    into |= {id(made): [], id(add): [scatter]}
+                    break
+    return [one for eqn in equations for one in into.get(id(eqn), [eqn])]
 
 
 def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
@@ -380,20 +404,24 @@ def _kept(
 def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> set[int]:
     """Return the equations, by number, whose result may take the place of what they read.
 
-    XLA:GPU computes a value in one kernel with the sums of it, which may not write over what it
-    reads, but for what is added to a scattered value: that is scattered into it.
+    XLA:GPU computes a value in one kernel with the sums of it, and of what it is made of at once,
+    which may not write over what it reads; nor may one that rounds it to fewer bits between.
     """
-    scattered = {v for e in equations if e.primitive.name in IN_PLACE - FUSED for v in e.outvars}
-    found, summed = set[int](), set[Var]()
-    for place in reversed(range(len(equations))):
-        eqn = equations[place]
+    summed = set[Var]()
+    for eqn in reversed(equations):
         name, outs = eqn.primitive.name, {*eqn.outvars}
-        apart = on_gpu and name in FUSED and summed & outs
-        reads = {v for v in eqn.invars if is_var(v)}
-        if name in IN_PLACE and (not apart or scattered & reads):
-            found.add(place)
         if name in REDUCTIONS or (name in FUSED and summed & outs and kept.isdisjoint(outs)):
-            summed |= reads
+            summed.update(v for v in eqn.invars if is_var(v))
+    found, in_sums = set[int](), summed - kept
+    for place, eqn in enumerate(equations):
+        name, reads = eqn.primitive.name, {v for v in eqn.invars if is_var(v)}
+        apart = (
+            on_gpu
+            and name in FUSED
+            and (summed & {*eqn.outvars} or in_sums & reads or (reads and _is_wider(eqn, reads)))
+        )
+        if name in IN_PLACE and not apart:
+            found.add(place)
     return found
 
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from launcher.partition import (
     DATA,
     MODEL,
-    MOST_LAYERS,
     ROWS,
     Bucket,
     GradientSync,
     Layout,
     PartitionedStep,
+    Pieces,
     StageGraph,
     accumulator_dtype,
     gradients,
     is_flat,
     is_summed_in_every,
     is_summed_in_place,
-    may_have_pieces,
     parts,
     stays_packed,
 )
@@ -69,38 +67,32 @@ class UpdateMemory:
         stored = self._liveness.peak(lambda v: 0.0 if v in self._results else nbytes(v.aval))
         return stored / whole if whole else 0.0
 
-    def bytes(self, cut: PartitionedStep, mesh: int, in_pieces: bool) -> float:
+    def bytes(self, pieces: Pieces, mesh: int) -> float:
         """Return what the update needs on a device of a mesh, beside the state and gradients.
 
+        Every piece of a stage has an update of its own.
+
         Args:
-            cut: the partitioned step.
+            pieces: the partitioned step, its stages cut into pieces where they are.
             mesh: the mesh.
-            in_pieces: whether every piece of a stage has an update of its own.
         """
-        layout = cut.layouts[mesh]
-        groups = self._of_pieces(cut, mesh) if in_pieces else [self._of_mesh(cut, mesh)]
+        layout, owners = pieces.cut.layouts[mesh], pieces.owners
+        groups = self._of_pieces(owners) if owners else [self._of_mesh(pieces.cut, mesh)]
 
         def peak(of: set[Var]) -> float:
             return self._liveness.peak(
                 lambda v: _bytes(v, layout) if v in of and v not in self._results else 0.0
             )
 
-        return max(map(peak, groups), default=0.0) + _fresh_bytes(cut, mesh)
+        return max(map(peak, groups), default=0.0) + _fresh_bytes(pieces.cut, mesh)
 
     def _of_mesh(self, cut: PartitionedStep, mesh: int) -> set[Var]:
         segments = [of for of in cut.update.after if of.mesh == mesh]
         return {v for of in segments for eqn in of.equations for v in eqn.outvars}
 
-    def _of_pieces(self, cut: PartitionedStep, mesh: int) -> list[set[Var]]:
-        """Return what is computed from the gradients of so many layers as a piece may have."""
-        piece: dict[Var, int] = {}
-        number = 0
-        for graph in cut.on_mesh(mesh):
-            for i, layers in layers_reading(graph, cut.loss).items():
-                gradient = self._gradients.get(cut.step.operands[i])
-                if gradient is not None:
-                    piece[gradient] = number + layers[0] // MOST_LAYERS
-            number += 1 + len(graph.layers) // MOST_LAYERS
+    def _of_pieces(self, owners: Mapping[Var, int]) -> list[set[Var]]:
+        """Return what is computed from the gradients of each piece."""
+        piece = {g: owners[v] for v, g in self._gradients.items() if v in owners}
         found: dict[int, set[Var]] = {}
         for eqn in self._liveness.equations:
             own = next((piece[v] for v in eqn.invars if is_var(v) and v in piece), None)
@@ -108,25 +100,6 @@ class UpdateMemory:
                 piece.update(dict.fromkeys(eqn.outvars, own))
                 found.setdefault(own, set()).update(eqn.outvars)
         return list(found.values())
-
-
-def layers_reading(graph: StageGraph, loss: Loss) -> dict[int, list[int]]:
-    """Return for every operand that a stage differentiates those of its layers that read it."""
-    index = {loss.invars[i]: i for i in graph.wrt}
-    found: dict[int, list[int]] = {}
-    for layer, equations in enumerate(graph.layers):
-        for v in dict.fromkeys(v for eqn in equations for v in eqn.invars if is_var(v)):
-            if v in index:
-                found.setdefault(index[v], []).append(layer)
-    return found
-
-
-def accumulators(layers: Sequence[int]) -> int:
-    """Return how many accumulators a gradient has where stages run in pieces.
-
-    Neighbouring layers are taken to be a piece.
-    """
-    return 1 + sum(b > a + 1 for a, b in itertools.pairwise(layers))
 
 
 def _stores(eqn: Equation, as_soon: bool) -> bool:
@@ -166,10 +139,10 @@ def _bytes(v: Var, layout: Layout) -> float:
 
 
 def mesh_memory(
-    cut: PartitionedStep,
+    pieces: Pieces,
     mesh: int,
     footprints: Mapping[int, Footprint],
-    sums: Mapping[int, GradientSync],
+    sums: Sequence[GradientSync],
     update: UpdateMemory,
     waiting: Mapping[Task, float],
     on_gpu: bool,
@@ -183,22 +156,23 @@ def mesh_memory(
     stores.
 
     Args:
-        cut: the partitioned step.
+        pieces: the partitioned step, its stages cut into pieces where they are.
         mesh: index of the submesh.
-        footprints: the footprint of each of its stages, by stage.
-        sums: the sums of the gradients of each of its stages, by stage.
+        footprints: the footprint of each piece.
+        sums: the sums of the gradients of each piece.
         update: what the step's update stores.
         waiting: see `waiting_bytes`.
         on_gpu: whether XLA:GPU compiles its programs; the footprints then count parameters that are
             gathered.
     """
+    cut = pieces.cut
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
     gathered = max(
         _scattered_bytes(sums[graph.index]) if on_gpu else _gathered_bytes(graph, loss, layout)
         for graph in graphs
     )
-    pieces = may_have_pieces(cut)
-    used = [i for graph in graphs for i in accumulated(cut, graph)] if loss.wrt else []
+    stages = {graph.index for graph in graphs}
+    used = [i for i, stage in cut.update.grad_parts if stage in stages]
     grads = sum(_gradient_bytes(i, cut, layout, summed=False) for i in used)
     summed = sum(_gradient_bytes(i, cut, layout, summed=True) for i in used)
     exchanged = _exchanged_bytes(cut, grads)
@@ -213,7 +187,7 @@ def mesh_memory(
     running = batch + gathered + made + working
     after = (one.fresh + one.working for s, one in of_sums.items() if s not in beside)
     summing = max(after, default=0.0)
-    updating = summed + update.bytes(cut, mesh, pieces)
+    updating = summed + update.bytes(pieces, mesh)
     return int(held + max(running, grads + summing, updating))
 
 
@@ -221,8 +195,8 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     """Return how a stage's gradients are made and summed in its backward passes.
 
     XLA:GPU puts off products of gradients, to run them under the sums: to where the program ties a
-    bucket to the pass, if there are several. Under the collectives of a model axis they run at
-    once, and convolutions are put off.
+    bucket to the pass, if there are several. Under the collectives of a model axis it puts off all
+    of them, and convolutions too.
 
     Args:
         cut: the partitioned step.
@@ -240,8 +214,10 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
     is_cut = layout.sizes[MODEL] > 1
     if is_cut:
-        buckets = [{i} for i in {*operands} - gathered]
-    return Summed(afresh - gathered, gathered, buckets if len(buckets) > 1 else (), is_cut)
+        buckets = [{*operands} - gathered]
+    return Summed(
+        afresh - gathered, gathered, buckets if is_cut or len(buckets) > 1 else (), is_cut
+    )
 
 
 class Sums(NamedTuple):
@@ -293,14 +269,6 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout, on_gpu: bool
 def _is_afresh(cut: PartitionedStep) -> bool:
     """Return whether the only microbatch makes the gradients, and nothing is accumulated."""
     return cut.slicing.micro_batches == 1
-
-
-def accumulated(cut: PartitionedStep, graph: StageGraph) -> Iterator[int]:
-    """Yield the operands whose gradients a stage accumulates, once for each accumulator."""
-    layers = layers_reading(graph, cut.loss) if may_have_pieces(cut) else {}
-    for i in graph.wrt:
-        if (i, graph.index) in cut.update.grad_parts:
-            yield from [i] * (accumulators(layers[i]) if i in layers else 1)
 
 
 def mesh_activation_bytes(

@@ -114,6 +114,23 @@ def scattered_and_summed(x, w):
     return y, y.sum(0)
 
 
+def summed_beside(x, w):
+    """So does one that adds up what it computes it of."""
+    y = jnp.tanh(x @ w)
+    return y * 2, y.sum(0)
+
+
+def rounded(x, w):
+    """One that rounds to fewer bits on the way does not, either."""
+    return (x @ w).astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def scattered_and_narrowed(x, w):
+    """What is scattered into took the place of what it is made of."""
+    y = jnp.zeros_like(x).at[jnp.arange(ROWS), 0].add(w[:ROWS, 0]) + jnp.tanh(x @ w)
+    return y.astype(jnp.bfloat16)
+
+
 def largest(x, w):
     """The gradient, zeros twice, and for half of the elements two indices and one of replicas."""
     window = {"window_dimensions": (1, 2), "window_strides": (1, 2), "padding": "VALID"}
@@ -138,6 +155,9 @@ def widened(x, w):
         (turned_weight, 3),
         (summed, 2.1),
         (scattered_and_summed, 1.1),
+        (summed_beside, 2.1),
+        (rounded, 2),
+        (scattered_and_narrowed, 1.5),
         (largest, 5),
         (widened, 0.8),
     ],
