@@ -165,7 +165,7 @@ def test_a_checkpoint_is_that_of_one_device_and_of_any_plan(tmp_path):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_plan_is_that_of_the_same_model_unrolled(count):
-    """Only the names of the layers' parameters differ, and memory is that of the pieces that run."""
+    """Only the names of its parameters differ, and memory is that of the pieces that run."""
     shapes = jax.eval_shape(init, jax.random.key(0))
     batch = jax.ShapeDtypeStruct(BATCHES[0].shape, jnp.float32)
     apart = jax.eval_shape(lambda: unrolled_state(jax.random.key(0)))
