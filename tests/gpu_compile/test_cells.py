@@ -20,7 +20,7 @@ CELLS = {sweep.name_of(cell): cell for cell in cells()}
 # Of the tier `slow`, in three minutes: convolutions of many channels take a minute a cell.
 _QUICK = [name for name in sorted(CELLS) if "unet" not in name and "wide_resnet" not in name]
 DRAWN = random.Random(37).sample(_QUICK, 20)
-BOUNDS = 0.92, 1.19  # predicted over compiled memory
+BOUNDS = 0.89, 1.30  # predicted over compiled memory
 # Where a kernel sums columns, as batch norms do, XLA may store in 32 bits what it would fuse.
 OF_COLUMN_SUMS = 0.80, 1.35
 COLUMN_SUMS = {"model=resnet", "model=wide_resnet", "model=unet", "model=toy"}

@@ -22,7 +22,6 @@ from launcher.trace import (
     BARRIERS,
     BROADCASTS,
     CHEAP,
-    CONVERSIONS,
     COSTLY,
     ELEMENTWISE,
     FORMS,
@@ -418,7 +417,7 @@ def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> se
         apart = (
             on_gpu
             and name in FUSED
-            and (summed & {*eqn.outvars} or in_sums & reads or (reads and _is_wider(eqn, reads)))
+            and (summed & {*eqn.outvars} or in_sums & reads or _is_wider(eqn, reads))
         )
         if name in IN_PLACE and not apart:
             found.add(place)
@@ -458,9 +457,9 @@ def _spreads(eqn: Equation) -> bool:
 
 def _is_wider(eqn: Equation, defined: Set[Var]) -> bool:
     """Return whether the result is a computed value, wider: that is stored in its stead."""
-    source, name = eqn.invars[0], eqn.primitive.name
-    narrow = is_var(source) and source in defined and nbytes(source.aval)
-    return name in CONVERSIONS and 0 < narrow < nbytes(eqn.outvars[0].aval)
+    source = eqn.invars[0] if eqn.primitive.name in FORMS else None
+    narrow = source in defined and nbytes(source.aval) if source and is_var(source) else 0
+    return 0 < narrow < nbytes(eqn.outvars[0].aval)
 
 
 def _stored(v: Var, kept: Set[Var], turned: Set[Var]) -> set[object]:
