@@ -71,7 +71,7 @@ REFUSED = (
     "model.vocab_size=100",
     "optimizer.clip_norm=0",
     "--frozen nowhere.yaml",
-    "task=plan model=mlp dataset=synthetic cluster=h100_8 cluster.device.memory_gib=0.0001",
+    "task=plan model=mlp dataset=synthetic cluster=h100_8 cluster.device.memory_gib=0.00435",
     "task=plan parallel=replay parallel.plan=nowhere.json",
     "task=generate run.id=nowhere",
 )
