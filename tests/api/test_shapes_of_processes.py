@@ -110,31 +110,18 @@ def test_a_step_of_rate_one_is_that_of_one_device_to_the_bit_each_time(shape, wa
         np.testing.assert_allclose(moved, expected[name] - params[name], rtol=1e-4, atol=1e-6)
 
 
-@ON_TWO_BY_TWO  # in one process `tests/runtime/test_buckets.py` does
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        (launcher.DataParallel(bucket_bytes=buckets.TWO), [("all-reduce", 2 * buckets.LAYER)] * 2),
-        (
-            launcher.Zero2Parallel(bucket_bytes=buckets.TWO),
-            [("reduce-scatter", 2 * buckets.LAYER // 4)] * 2,
-        ),
-    ],
-    ids=["data", "zero2"],
-)
-def test_each_process_sums_each_bucket_once_under_its_backward_pass(shape, method, expected):
-    train = launcher.parallelize(buckets.step, method=method)
+@ON_TWO_BY_TWO
+@pytest.mark.parametrize("method", [launcher.DataParallel, launcher.Zero2Parallel])
+def test_processes_of_one_machine_sum_in_memory_that_they_share(shape, method):
+    """No program does; in one process programs sum, see `tests/runtime/test_buckets.py`."""
+    train = launcher.parallelize(buckets.step, method=method(bucket_bytes=buckets.TWO))
     state = jax.eval_shape(buckets.init, jax.random.key(0))
     texts = train.executable(state, buckets.BATCH).on_workers("hlo_text")
     assert len(texts) == 2
     for programs in texts:
-        ops = buckets.operations(programs["stage.0.forward_backward"])
-        assert [op for op in ops if op[0] == expected[0][0]] == expected
-        names = [name for name, _ in ops]
-        last_product = len(names) - 1 - names[::-1].index("dot")
-        assert names.index(expected[0][0]) < last_product
-        update = [name for name, _ in buckets.operations(programs["update.0"])]
-        assert not {"all-reduce", "reduce-scatter"} & set(update)
+        found = {name for text in programs.values() for name, _ in buckets.operations(text)}
+        assert "dot" in found
+        assert not {"all-reduce", "reduce-scatter"} & found
     plan = train.plan(state, buckets.BATCH)
     assert [bucket.bytes for bucket in plan.stages[0].buckets] == [2 * buckets.LAYER] * 2
 

@@ -39,7 +39,7 @@ def recorded(folder: Path, *words: str) -> dict:
 
 
 @pytest.mark.slow
-def test_the_first_sum_of_gradients_begins_before_the_backward_pass_ends(
+def test_processes_sum_gradients_together_between_the_pass_and_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -56,11 +56,11 @@ def test_the_first_sum_of_gradients_begins_before_the_backward_pass_ends(
             continue
         mine = [event for event in events if event["pid"] == pid]
         (whole,) = (event for event in mine if event["cat"] == "forward_backward")
-        crossing = sorted((e for e in mine if e["cat"] == "gradient sum"), key=lambda e: e["ts"])
-        assert [event["name"] for event in crossing] == ["bucket 0", "bucket 1"]
-        assert whole["ts"] < crossing[0]["ts"] < whole["ts"] + whole["dur"]
+        crossing = [event for event in mine if event["cat"] == "gradient sum"]
+        assert {event["name"] for event in crossing} == {"sum"}  # in memory that they share
+        assert all(whole["ts"] + whole["dur"] <= event["ts"] for event in crossing)
         (update,) = (event for event in mine if event["cat"] == "update")
-        assert crossing[1]["ts"] + crossing[1]["dur"] <= update["ts"]
+        assert all(event["ts"] + event["dur"] <= update["ts"] for event in crossing)
         passes[pid], sums[pid] = whole, crossing
     # A sum ends in both processes at about the same time: none can end before all have begun it.
     first, second = sums.values()

@@ -104,7 +104,7 @@ def test_auto_shows_the_nearest_plan_and_advises_what_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = [f"run.dir={tmp_path}", "run.id=one", *MLP, "parallel=auto"]
-    assert main([*words, "cluster.device.memory_gib=0.001", "task=plan"]) == 1
+    assert main([*words, "cluster.device.memory_gib=0.00525", "task=plan"]) == 1
     out, err = capsys.readouterr()
     assert out.index("plan: auto") < out.index(
         "\nthis plan needs more memory than the devices have\n"
