@@ -243,7 +243,9 @@ def inline_calls(jaxpr: Jaxpr) -> Jaxpr:
                 eqn = eqn.replace(source_info=own.replace(name_stack=stack))
             operands = [read(v) for v in eqn.invars]
             results: list[Any]
-            called = eqn.params.get("jaxpr") if eqn.primitive.name in CALLS else None
+            called = None
+            if eqn.primitive.name in CALLS:
+                called = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
             if called is None:
                 results = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=operands, outvars=results))

@@ -167,7 +167,7 @@ CONSTRAINTS = frozenset(("shard_map", "sharding_constraint"))
 # Hand-written kernels: reads and writes of their own buffers are no side effects of the program.
 KERNELS = frozenset(("pallas_call",))
 # Plain calls, which can be inlined.
-CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
+CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"))
 # Calls of what the backward pass recomputes (`jax.checkpoint`).
 RECOMPUTED = frozenset(("checkpoint", "remat", "remat2"))
 # Calls with their own rules for differentiation or rematerialization.
