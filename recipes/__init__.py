@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.base import not_run, source_of, told
 from launcher.config.families import builder_of, find_datasets, find_models
-from launcher.hardware import has_bf16
 from launcher.recipes.models.attention import with_attention
 from launcher.recipes.protocols import Batch, Batches, Dataset, InputError, Model, Tokenizer
 
@@ -48,6 +47,8 @@ def build_model(options: Any, precision: str, compute_capability: float | None =
         InputError: there is no such model, or no such module of the user's, or it asks for what the
             devices do not have.
     """
+    from launcher.hardware import has_bf16
+
     chosen = with_attention(options, precision, compute_capability)
     model: Model = _function("model", options, "build")(_fields(chosen), precision)
     if has_bf16(compute_capability):
