@@ -21,12 +21,10 @@ from launcher.arrays.stacked_array import StackedArray
 from launcher.checkpoint import FinishedModel
 from launcher.checkpoint.train_state import flat_name
 from launcher.config.schema import Config
-from launcher.hardware import has_bf16
 from launcher.partition import Spec, axes, mesh_sizes, without
 from launcher.plan import Plan
-from launcher.recipes.models.decoding import Decoder, Generator, Sampling, build_decoder
+from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
 from launcher.runtime.programs.collectives import partition_spec
-from launcher.trace import products_in_fp32
 
 Shape = tuple[int, ...]
 _HEADS_THEN_ROWS = (-2, -4, -1)  # of a cache: [..., rows, positions, heads, size]
@@ -216,9 +214,8 @@ def text_generator(settings: Config, places: ModelPlaces) -> Generator:
     """
     asked = settings.generate
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
-    decoder = build_decoder(settings.model, settings.train.precision)
-    if not has_bf16(places.compute_capability):
-        decoder = Decoder(decoder.cache, products_in_fp32(decoder.read), decoder.length)
+    precision, capability = settings.train.precision, places.compute_capability
+    decoder = build_decoder(settings.model, precision, capability)
     return Generator(decoder, sampling, places)
 
 

@@ -68,7 +68,7 @@ class Layout:
         explicit: of the step's arguments, and of the results that take their places.
 
     Attributes:
-        between: the medium between its replicas, which who places them on devices sets.
+        between: the medium between its replicas, known once they are placed on devices.
     """
 
     between = Between.LINKS

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from launcher.hardware import has_bf16
 from launcher.recipes import further_function
 from launcher.recipes.protocols import InputError
+from launcher.trace import products_in_fp32
 
 _SHORT = 16  # tokens that take less time one by one than a program takes to compile for them
 
@@ -57,8 +59,8 @@ class Sampling:
     seed: int = 0
 
 
-def build_decoder(options: Any, precision: str) -> Decoder:
-    """Return the decoder of the model that `options` describe.
+def build_decoder(options: Any, precision: str, compute_capability: float | None = None) -> Decoder:
+    """Return the decoder of the model that `options` describe, as `build_model` returns the model.
 
     Raises:
         InputError: the family has none.
@@ -66,7 +68,9 @@ def build_decoder(options: Any, precision: str) -> Decoder:
     build = further_function("model", options, "build_decoder")
     if build is not None:
         decoder: Decoder = build(precision)
-        return decoder
+        if has_bf16(compute_capability):
+            return decoder
+        return decoder._replace(read=products_in_fp32(decoder.read))
     if options.name == "custom":
         raise InputError(
             f"model.module={options.module} cannot generate text: it has no function "

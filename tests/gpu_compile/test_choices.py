@@ -3,7 +3,6 @@
 Choices are timed on a GPU, and here is none: a file stands for what one would have measured.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -13,14 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(
-        not importlib.util.find_spec("jax_plugins")
-        or not importlib.util.find_spec("jax_plugins.xla_cuda12"),
-        reason="XLA's compiler for NVIDIA GPUs is not installed: pip install '.[plan-cuda]'",
-    ),
-]
+pytestmark = pytest.mark.slow
 
 CELL = Path(__file__).parent / "cell.py"
 WORDS = ("model=gpt", "model.size=nano", "model.num_layers=1", "cluster=h100_8", "cluster.gpus=1")

@@ -1,7 +1,6 @@
 """Gathers and other collectives of both passes, as XLA's compiler for GPUs makes them."""
 
 import collections
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,14 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sweep
 from cells import Cell
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not importlib.util.find_spec("jax_plugins")
-        or not importlib.util.find_spec("jax_plugins.xla_cuda12"),
-        reason="XLA's compiler for NVIDIA GPUs is not installed: pip install '.[plan-cuda]'",
-    ),
-]
+pytestmark = pytest.mark.slow
 FIXED = "cluster=h100_8 train.precision=bf16 train.global_batch_size=64 model.num_layers=2"
 LLAMA = (
     "model=llama model.size=micro model.hidden_size=1024 model.num_heads=16 model.num_kv_heads=8"

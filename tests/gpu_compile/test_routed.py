@@ -1,6 +1,5 @@
 """Experts without a capacity as XLA's compiler for GPUs has them: what they compute and hold."""
 
-import importlib.util
 import re
 
 import jax
@@ -19,11 +18,6 @@ MOST_IN_TILES = {"8": 1_401, "128": 4_494}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.devices,
-    pytest.mark.skipif(
-        not importlib.util.find_spec("jax_plugins")
-        or not importlib.util.find_spec("jax_plugins.xla_cuda12"),
-        reason="XLA's compiler for NVIDIA GPUs is not installed: pip install '.[plan-cuda]'",
-    ),
 ]
 
 

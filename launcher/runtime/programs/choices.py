@@ -7,6 +7,7 @@ chooses for it, once; all others, and every later start, take those choices from
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +89,8 @@ class KernelChoices:
                     with suppress(Exception):  # it is compiled again, by who tells of the error
                         made[one.name] = compile_one(one, self._options(keeps=True))
                         self._done(one).touch()
-            files = self._folder.glob("[!.]*.[pt]*[mo]") if rank == me else ()  # no half-written
+            kinds = ("[!.]*.program", "[!.]*.textproto") if rank == me else ()  # none half-written
+            files = itertools.chain(*map(self._folder.glob, kinds))
             own = json.dumps({path.name: path.read_text() for path in files})
             for texts in all_gather_text(f"launcher/choices/{call} of {rank}", own):
                 self._write(json.loads(texts))
