@@ -70,7 +70,7 @@ def build_decoder(options: Any, precision: str, compute_capability: float | None
         decoder: Decoder = build(precision)
         if has_bf16(compute_capability):
             return decoder
-        return decoder._replace(read=products_in_fp32(decoder.read))
+        return Decoder(decoder.cache, products_in_fp32(decoder.read), decoder.length)
     if options.name == "custom":
         raise InputError(
             f"model.module={options.module} cannot generate text: it has no function "
