@@ -209,7 +209,9 @@ def autotune_options(folder: Path, keeps: bool) -> dict[str, Any]:
     Those that are missing there it makes by timing. By default, XLA shares that out among the
     processes of a program, each of which waits for the others, also for one that has found the
     program in JAX's cache and compiles nothing; here each process can choose alone. JAX's cache
-    tells programs apart by the folder. The names are as in `overlap_options`.
+    tells programs apart by the folder: up to 0.11 by the first option, and from 0.12 on, which
+    leaves that out, by the second, which XLA reads only without the first. The names are as in
+    `overlap_options`.
 
     Args:
         folder: the folder.
@@ -218,6 +220,7 @@ def autotune_options(folder: Path, keeps: bool) -> dict[str, Any]:
     mode = "UPDATE" if keeps else "READ"
     return {
         "xla_gpu_per_fusion_autotune_cache_dir": str(folder),
+        "xla_gpu_experimental_autotuner_cache_dir": str(folder),
         "xla_gpu_experimental_autotune_cache_mode": f"AUTOTUNE_CACHE_MODE_{mode}",
         "xla_gpu_shard_autotuning": False,
     }

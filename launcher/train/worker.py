@@ -442,13 +442,17 @@ class Compiling:
     def __init__(self, program: Program, plan: Plan, services: StepServices) -> None:
         self._started, devices = time.perf_counter(), jax.devices()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler")
-        self._train = StepCompilation(program.train, plan, devices, services, self._pool)
         self._evaluate = None
-        if program.evaluate:
-            forward = make_forward_plan(program.evaluate, like=plan)
-            # A recorded step holds no evaluation.
-            silent = StepServices(*services[:2], SpanRecorder(), services.choices)
-            self._evaluate = StepCompilation(program.evaluate, forward, devices, silent, self._pool)
+        try:
+            self._train = StepCompilation(program.train, plan, devices, services, self._pool)
+            if program.evaluate:
+                like = make_forward_plan(program.evaluate, like=plan)
+                # A recorded step holds no evaluation.
+                rest = StepServices(*services[:2], SpanRecorder(), services.choices)
+                self._evaluate = StepCompilation(program.evaluate, like, devices, rest, self._pool)
+        finally:  # what is begun waits for it
+            if services.choices:
+                services.choices.choose()
         steps = filter(None, (self._train, self._evaluate))
         self.programs = [future for step in steps for future in step.programs]
 
@@ -476,6 +480,8 @@ class TriedPlan:
         gc.collect()  # what the trial before has held
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compilation = StepCompilation(program.train, plan, jax.devices(), services, pool)
+            if services.choices:
+                services.choices.choose(in_turns=True)
             self._step = compilation.result()
         self._state = self._step.create(program.init, program.seed)
         rows = self._step.batch_rows()

@@ -40,7 +40,10 @@ def compiled(words, choices=None):
     emitted = emit(step.cut_at(plan.layer_ends), plan)
     placement = place_on_devices(plan, described.devices, emitted.slots)
     with ThreadPoolExecutor(1) as pool:
-        return Compilation(emitted, placement, pool, choices=choices).result()
+        compilation = Compilation(emitted, placement, pool, choices=choices)
+        if choices:
+            choices.choose()
+        return compilation.result()
 
 
 def main(words):

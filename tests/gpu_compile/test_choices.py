@@ -30,7 +30,9 @@ def compiled(folder, cache, *words):
         **os.environ,
         **LOGGED,
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XDG_CACHE_HOME": str(cache),
     }
     command = [sys.executable, CELL, "--choices", folder, *WORDS, *words]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -38,25 +40,44 @@ def compiled(folder, cache, *words):
     return json.loads(done.stdout.splitlines()[-1]), MISSED.findall(done.stderr)
 
 
+def kept_in(cache):
+    """The names of the step's programs that JAX keeps, by their keys."""
+    found = (cache / "compiled").glob("jit_*.*-cache")
+    return {path.name: path.name.split("-")[0] for path in found}
+
+
 def test_kept_choices_are_those_of_each_later_compilation(tmp_path):
     """In another process, with another cache of compiled programs; without them it is not so."""
-    kept = tmp_path / "kept"
+    kept, cache, another = tmp_path / "kept", tmp_path / "b", tmp_path / "c"
     before, missed = compiled(kept, tmp_path / "a")
-    products = [Path(path) for path, key in missed if " dot(" in key]
+    products = {Path(path).name for path, key in missed if " dot(" in key}
     assert before["are_new"]
     assert products
-    assert {path.parent.parent for path in products} == {kept}
-    for path in products:
-        path.write_text(TILES)
-    (first, _), (again, missed) = (compiled(kept, tmp_path / name) for name in "bc")
-    assert not first["are_new"]
-    assert not again["are_new"]
-    assert first["texts"] == again["texts"]
-    assert not {path for path, _ in missed} & set(map(str, products))
+    (own,) = kept.glob("*/*")
+    for name in products:
+        (own / name).write_text(TILES)
+    first, _ = compiled(kept, cache)
+    programs = kept_in(cache)
+    assert sorted(programs.values()) == ["jit_stage.0.forward_backward", "jit_update.0"]
+    # Another run, which finds what was compiled; and the run, where nothing is.
+    found, _ = compiled(tmp_path / "other", cache)
+    assert kept_in(cache) == programs
+    again, missed = compiled(tmp_path / "other", another)
+    for one in (first, found, again):
+        assert not one["are_new"]
+        assert one["texts"] == first["texts"]
+    assert not {Path(path).name for path, _ in missed} & products
     tiles = '"output_tiles":[{"sizes":["16","32"]}]'
     without, by_them = ("".join(one["texts"].values()) for one in (before, first))
     assert by_them.count(tiles) > without.count(tiles) == 0
     assert " sort(" not in without
+    # A run with other choices finds nothing.
+    own.rename(own.with_name("others"))
+    for name in products:
+        (own.with_name("others") / name).write_text(TILES.replace("32", "64"))
+    others, _ = compiled(kept, cache)
+    assert others["texts"] != first["texts"]
+    assert sorted(kept_in(cache).values()) == sorted([*programs.values()] * 2)
 
 
 def test_deterministic_programs_sort_what_they_scatter(tmp_path):

@@ -374,6 +374,9 @@ def _adopt(parent: Parent, config: Config, home: RunFolder) -> None:
     home.checkpoints.mkdir(exist_ok=True)
     position = {"next_batch": next_batch, "fingerprint": data, "taken": taken}
     about = contents(config, plan, step, position)
+    if (kept := path.parents[1] / "autotune").is_dir():  # what XLA chose for the same programs
+        whole = shutil.ignore_patterns("*.partial", "tmp")
+        shutil.copytree(kept, home.path / kept.name, ignore=whole, dirs_exist_ok=True)
     copy_checkpoint(path, home.checkpoints / path.name, about, not config.run.shared)
 
 

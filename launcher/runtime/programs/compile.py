@@ -186,7 +186,7 @@ class Compilation:
         compile_one: Callable[[Lowered], Any] | None = None,
         choices: KernelChoices | None = None,
     ) -> None:
-        self._pool, self._options = pool, choices.options if choices else {}
+        self._pool, self._choices = pool, choices
         runs: dict[str, Run] = {}
         for x in emitted.instructions:
             if isinstance(x, Run):
@@ -235,7 +235,8 @@ class Compilation:
                 return executable
             if loaded := loaded_for(executable, *x.placed, kept):
                 return loaded
-            return _compiled(x.lower(), self._options)[0]
+            one = x.lower()
+            return _compiled(one, self._choices.options(one) if self._choices else None)[0]
 
         executables = dict(zip(distinct, self._pool.map(placed, distinct.values()), strict=True))
         return {name: executables[x.lowered.kind, x.placed] for name, x in self._programs.items()}

@@ -55,7 +55,13 @@ def links(home):
 
 def test_a_fork_needs_its_parent_only_to_begin(tmp_path, said):
     path = saved(*WORDS)
+    chosen = Path("autotune/T4/set/a.textproto")
+    (path.parent / chosen).parent.mkdir(parents=True)
+    for half in ("", ".0123.partial"):
+        path.parent.joinpath(f"{chosen}{half}").write_text(f"by its parent{half}")
     home = fork(run="outputs/a@4")
+    assert (home.path / chosen).read_text() == "by its parent"
+    assert len(os.listdir((home.path / chosen).parent)) == 1
     began = f"{tmp_path}/outputs/a@4"
     assert (home.finished_steps, home.next_batch, home.forked_from) == (4, 4, began)
     assert 2 in links(home)  # it takes no room
