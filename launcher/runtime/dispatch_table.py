@@ -142,9 +142,9 @@ def build_table(
         described = {n: x.description for n, x in shipments.items()}
         together = digests(emitted.instructions, owners, emitted.slots, described)
         order = digest(emitted.turns, owners)
-        transport.open(list(shipments.values()), order, together)
         sums = [entry.call for entry in entries if isinstance(entry.call, SharedSum)]
-        every = transport.barrier("memory", about={x.turn: x.path for x in sums})
+        memory = {x.turn: x.path for x in sums}
+        every = transport.open([*shipments.values()], order, together, about=memory)
         for x in sums:
             x.open(next(path for paths in every if (path := paths.get(str(x.turn)))))
     slots: list[Any] = [None] * len(emitted.slots)

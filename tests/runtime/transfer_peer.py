@@ -137,7 +137,7 @@ class NotingTransport(PermuteTransport):
 
     def barrier(self, order, *together):
         self.orders.append(order)
-        super().barrier(order, *together)
+        return super().barrier(order, *together)
 
 
 def barriers():

@@ -97,7 +97,8 @@ class PermuteTransport(Transport):
         order: str,
         together: Mapping[str, int] | None = None,
         by_all: bool = False,
-    ) -> None:
+        about: Any = None,
+    ) -> list[Any]:
         """Compile the exchanges, then open the communicator of each group of devices.
 
         They are opened one after another, once all processes have compiled. See `Transport`.
@@ -106,7 +107,7 @@ class PermuteTransport(Transport):
         new = [x for x in programs if x.is_here and x.run is None]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = list(pool.map(_Program.compiled, new))
-        self.barrier(order, together)
+        told = self.barrier(order, together, about)
         for program, run in zip(new, compiled, strict=True):
             program.run = self._throttle.wrap(run, program.local)
         if by_all:
@@ -116,6 +117,7 @@ class PermuteTransport(Transport):
         for devices in sorted(groups.keys() - self._opened, key=lambda g: [d.id for d in g]):
             self._opened.add(devices)
             jax.block_until_ready(groups[devices].first(self._zero))
+        return told
 
     def _zero(self, device: jax.Device, of: Round) -> jax.Array:
         """Return zeros of a round's kind, one array that all its users share."""

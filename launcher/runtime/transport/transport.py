@@ -116,11 +116,13 @@ class Transport:
             with suppress(OSError):
                 boot = Path("/proc/sys/kernel/random/boot_id").read_text()
                 place = [boot, os.readlink("/proc/self/ns/pid"), os.getuid()]
-            told = enumerate(self.barrier("connect", about=[place, os.getpid()]))
-            near = {i: pid for i, (where, pid) in told if where == place is not None}
-            see = [os.path.exists(f"/proc/{pid}/root") for pid in near.values()]  # as a file's link
-            seen = self.barrier("neighbours", about=all(see))
-            self.neighbours = near if all(seen[i] for i in near) else {}
+            told = self.barrier("connect", about=[place, os.getpid()])
+            near = {i: pid for i, (where, pid) in enumerate(told) if where == place is not None}
+            if len({str(where) for where, _ in told}) < len(told):  # some are on one machine
+                see = [os.path.exists(f"/proc/{pid}/root") for pid in near.values()]  # as its files
+                seen = self.barrier("neighbours", about=all(see))
+                near = near if all(seen[i] for i in near) else {}
+            self.neighbours = near
 
     def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
@@ -132,16 +134,18 @@ class Transport:
         order: str,
         together: Mapping[str, int] | None = None,
         by_all: bool = False,
-    ) -> None:
-        """Make exchanges ready to be called, then pass the `barrier`.
+        about: Any = None,
+    ) -> list[Any]:
+        """Make exchanges ready to be called, then pass the `barrier`; return what that does.
 
         Args:
             exchanges: those that this process takes part in.
             order: see `barrier`.
             together: see `barrier`.
             by_all: whether every process opens these very exchanges, those too that take no part.
+            about: see `barrier`.
         """
-        self.barrier(order, together)
+        return self.barrier(order, together, about)
 
     def barrier(
         self, order: str, together: Mapping[str, int] | None = None, about: Any = None
