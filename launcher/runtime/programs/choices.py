@@ -130,11 +130,9 @@ class KernelChoices:
             given = {x.digest: self._sets[x.digest] for x, _ in here if x.digest in self._sets}
             files = {at: _read(self._cache / at) for at in given.values()}
             own = json.dumps([kind, given, files])
-            for of, given, files in map(
-                json.loads, all_gather_text(f"launcher/choices/{call} of {giver}", own)
-            ):
+            told = all_gather_text(f"launcher/choices/{call} of {giver}", own)
+            for of, given, files in map(json.loads, told):
                 for at in files if of == kind else ():
-                    self.are_new |= not self._agrees(files[at])
                     self._take(at, {x for x in sets if given.get(x) == at}, files[at])
         return made | self._make(begun)
 
@@ -149,11 +147,9 @@ class KernelChoices:
             there = {each for each in lacking if (folder / f"{each}{_DONE}").exists()}
             if there and (folder in own or len(there) * 2 >= len(lacking)):
                 with suppress(OSError, ValueError):  # a set that cannot be read is none
-                    if self._agrees(files := _read(folder)):
+                    files = _read(folder)
+                    if all(self._choices.get(name, text) == text for name, text in files.items()):
                         self._take(folder.name, there, files)
-
-    def _agrees(self, files: Mapping[str, str]) -> bool:
-        return all(self._choices.get(name, text) == text for name, text in files.items())
 
     def _take(self, name: str, digests: Set[str], files: Mapping[str, str]) -> None:
         """Compile these programs by a set from now on, and keep it."""
