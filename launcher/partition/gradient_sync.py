@@ -2,7 +2,7 @@
 
 - How: gradients are packed into buckets in the order in which the backward pass makes them, so that
   a bucket's sum can run under the rest of the pass (Li et al., "PyTorch Distributed", VLDB 2020).
-  Before a large one that would be last, such as an embedding's, others wait, to hide its sum.
+  Behind a large one that would be last, such as an embedding's, others follow to hide its sum.
 - When: in every microbatch or once a step, inside a backward pass or after it (`GradientSync`).
   XLA's schedulers would make all gradients of weights last, to hide sums behind them, so a pass
   states where each bucket must be complete and the sums before it done (`sum_places`).

@@ -96,7 +96,8 @@ class PartitionedStep:
         inside = layout.inside(of.joint.equations, seeds)
         if at_once and runs_as_one(of.programs[Kind.FORWARD], inside):
             of = as_one(of, kinds)
-        if self.slicing.own_replicas > 1:
+        # Among accumulators, XLA would sum the largest later all the same.
+        if self.slicing.micro_batches == 1 < self.slicing.own_replicas:
             how = self.loss, layout, self.assignment.reduction
             programs = {kind: largest_ahead(one, *how) for kind, one in of.programs.items()}
             of = dataclasses.replace(of, programs=programs)
