@@ -73,8 +73,8 @@ class Reduction:
     """How gradients are summed over the replicas.
 
     Attributes:
-        bucket_bytes: the most bytes that one collective sums; a larger gradient is summed alone. 0:
-            each gradient alone.
+        bucket_bytes: the most bytes that one collective sums, but for a larger gradient, and those
+            behind the largest (`gradient_sync.in_buckets`). 0: each gradient alone.
         dtype: "fp32": gradients cross in 32 bits, or in 64 if they have so many; "bf16": those of
             at most 32 bits cross in 16.
         workers: the number of workers that hold equal shares of the replicas, each a JAX of its

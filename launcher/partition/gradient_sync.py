@@ -2,6 +2,7 @@
 
 - How: gradients are packed into buckets in the order in which the backward pass makes them, so that
   a bucket's sum can run under the rest of the pass (Li et al., "PyTorch Distributed", VLDB 2020).
+  Behind a large one that would be last, such as an embedding's, others follow to hide its sum.
 - When: in every microbatch or once a step, inside a backward pass or after it (`GradientSync`).
   XLA's schedulers would make all gradients of weights last, to hide sums behind them, so a pass
   states where each bucket must be complete and the sums before it done (`sum_places`).
@@ -13,6 +14,7 @@ Pure. The cost model prices these decisions and the runtime carries them out.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -30,7 +32,9 @@ from launcher.trace import (
     Var,
     dependents,
     is_var,
+    matmul_flops,
     nbytes,
+    needed,
 )
 
 
@@ -121,6 +125,43 @@ def _complete(gradient: Var, made: Mapping[Var, tuple[int, Equation]]) -> int:
     return last
 
 
+def largest_ahead(program: TaskProgram, loss: Loss, layout: Layout, by: Reduction) -> TaskProgram:
+    """Return a task program that makes its largest gradient before others, if it is a bucket alone.
+
+    An embedding's is complete when the pass is over, and its sum would run beside nothing. So
+    gradients before it that are products of matrices follow it, until they have as many bytes.
+
+    Args:
+        program: the task program.
+        loss: the loss, of one slice of the batch.
+        layout: the specs on the submesh.
+        by: how the gradients are summed.
+    """
+    order = gradient_order(program)
+    sizes = [_crossing(loss, layout, i, by)[1] for i in order]
+    at, late = _largest(sizes, by.bucket_bytes), set[int]()
+    behind = sum(sizes[at + 1 :])
+    for i, size in reversed([*zip(order[:at], sizes[:at], strict=True)]):
+        if behind < sizes[at] and matmul_flops(_only_of(program, {i})):
+            behind += size
+            late.add(i)
+    equations = sorted(program.closed.eqns, key=_only_of(program, late).__contains__)
+    return dataclasses.replace(program, closed=dataclasses.replace(program.closed, eqns=equations))
+
+
+def _largest(sizes: Sequence[int], limit: int) -> int:
+    """Return the place of the largest gradient, the last of equal ones; 0 if it is in a bucket."""
+    at = max(range(len(sizes)), key=lambda n: (sizes[n], n), default=0)
+    return at if at and sizes[at] > limit > 0 else 0
+
+
+def _only_of(program: TaskProgram, gradients: Set[int]) -> set[Equation]:
+    """Return the equations that nothing but the gradients of these operands needs."""
+    outs = zip(program.outputs, program.closed.outvars, strict=True)
+    others = [v for name, v in outs if name.kind != "grad" or name.of not in gradients]
+    return {*program.closed.eqns} - {*needed(program.closed.eqns, others)}
+
+
 def in_buckets(
     operands: Iterable[int], loss: Loss, layout: Layout, by: Reduction
 ) -> tuple[Bucket, ...]:
@@ -128,7 +169,8 @@ def in_buckets(
 
     A bucket has one dtype and one collective. It is complete when its last gradient is made. One
     too large for a bucket is alone, and those around it share one: wide layers would else sum
-    each bias by itself, at the latency of a large sum.
+    each bias by itself, at the latency of a large sum. Behind the largest, which their products
+    hide (`largest_ahead`), each bucket has about half of what is left, for the next to hide it.
 
     Args:
         operands: the operands that the gradients belong to, in the order in which they are made.
@@ -139,14 +181,18 @@ def in_buckets(
     done: list[tuple[int, Bucket]] = []  # with the place of its last gradient
     filling: dict[tuple[str, str], tuple[int, Bucket]] = {}
     sized = [(i, *_crossing(loss, layout, i, by)) for i in operands]
-    limit = by.bucket_limit(sum(size for *_, size in sized))
+    sizes = [size for *_, size in sized]
+    limit = by.bucket_limit(sum(sizes))
+    at = _largest(sizes, limit)
+    halves = at and sum(sizes[at + 1 :]) <= 2 * sizes[at]
     for place, (i, dtype, size) in enumerate(sized):
         kind = "all-reduce" if scatter_dim(layout, i) is None else "reduce-scatter", dtype
-        if size > limit:
+        if size > limit and not (halves and place > at):
             done.append((place, Bucket(*kind, (i,), size)))
             continue
         last, bucket = filling.get(kind, (-1, Bucket(*kind, (), 0)))
-        if bucket.nbytes and bucket.nbytes + size > limit:
+        least = sum(sizes[place:]) if halves and last > at else 1
+        if bucket.nbytes + size > limit and bucket.nbytes >= least:
             done.append((last, bucket))
             bucket = Bucket(*kind, (), 0)
         filling[kind] = place, Bucket(*kind, (*bucket.operands, i), bucket.nbytes + size)
@@ -176,7 +222,7 @@ def sum_places(program: TaskProgram, buckets: Sequence[Bucket]) -> tuple[SumPlac
     """Return where a task program sums its buckets, in order.
 
     Buckets that are complete together are summed together: where the fewest bytes of the chain of
-    cotangents are live before the next ones are complete.
+    cotangents are live before the next ones are complete, or at once where the chain is over.
     """
     equations, outs = program.closed.eqns, program.closed.outvars
     named = zip(program.outputs, outs, strict=True)
@@ -190,10 +236,10 @@ def sum_places(program: TaskProgram, buckets: Sequence[Bucket]) -> tuple[SumPlac
     chain = _chain(program, made)
     found = []
     for end, following in itertools.pairwise([*sorted(by_end), len(equations)]):
-        places = [n for n in range(end, following) if chain[n]]
+        goes_on = not {*chain[following]} <= {*chain[end]}
+        places = [n for n in range(end, following) if goes_on and chain[n]]
         place = min(places, key=lambda n: sum(nbytes(v.aval) for v in chain[n]), default=end)
-        ties = chain[place] if places else ()
-        found.append(SumPlace(place, tuple(by_end[end]), tuple(ties)))
+        found.append(SumPlace(place, tuple(by_end[end]), tuple(chain[place])))
     return tuple(found)
 
 
@@ -203,7 +249,7 @@ def _chain(program: TaskProgram, made: Mapping[Var, int]) -> list[list[Var]]:
     named = zip(program.inputs, given, strict=True)
     back = [v for name, v in named if name.kind in ("seed", "cotangent")]
     last = {v: n for n, eqn in enumerate(equations) for v in eqn.invars if is_var(v)}
-    live: list[list[Var]] = [[] for _ in equations]
+    live: list[list[Var]] = [[] for _ in (*equations, None)]
     reached = dependents(equations, back)
     for v in (v for v in made if v in reached):  # in order: all processes run the same program
         for n in range(made[v], last.get(v, 0) + 1):

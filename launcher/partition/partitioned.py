@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from launcher.partition.assignment import Assignment, PlanError, Slicing, validate
-from launcher.partition.gradient_sync import Bucket, GradientSync, in_buckets, is_summed_in_every
+from launcher.partition.gradient_sync import (
+    Bucket,
+    GradientSync,
+    in_buckets,
+    is_summed_in_every,
+    largest_ahead,
+)
 from launcher.partition.joint_graph import Known, Name, input_spec
 from launcher.partition.layout import Layout, layouts, outer_dims
 from launcher.partition.named_dims import NamedDims, Sharding, Spec
@@ -90,6 +96,11 @@ class PartitionedStep:
         inside = layout.inside(of.joint.equations, seeds)
         if at_once and runs_as_one(of.programs[Kind.FORWARD], inside):
             of = as_one(of, kinds)
+        # Among accumulators, XLA would sum the largest later all the same.
+        if self.slicing.micro_batches == 1 < self.slicing.own_replicas:
+            how = self.loss, layout, self.assignment.reduction
+            programs = {kind: largest_ahead(one, *how) for kind, one in of.programs.items()}
+            of = dataclasses.replace(of, programs=programs)
         return of, inside
 
     def gradient_sync(self, stage: int, orders: Iterable[Sequence[int]]) -> GradientSync:

@@ -10,10 +10,10 @@ import pytest
 
 pytestmark = pytest.mark.slow
 WORDS = [
-    *("model=gpt", "model.hidden_size=1024", "model.num_heads=16", "model.vocab_size=1024"),
-    *("model.sequence_length=1024", "dataset=synthetic", "train.global_batch_size=128"),
-    *("train.precision=bf16", "train.eval_every=0", "parallel.remat=full", "cluster=h100_8"),
+    *("model=gpt", "model.sequence_length=1024", "dataset=synthetic", "train.eval_every=0"),
+    *("train.global_batch_size=128", "train.precision=bf16", "cluster=h100_8"),
 ]
+NARROW = "model.hidden_size=1024 model.num_heads=16 model.vocab_size=1024 parallel.remat=full"
 # The Triton tiles that stand in where no GPU can time them do not suit all shapes.
 ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -21,8 +21,8 @@ ENVIRONMENT = {
 }
 
 
-def compiled(method, layers):
-    words = [*WORDS, f"parallel={method}", f"model.num_layers={layers}"]
+def compiled(method, layers, more):
+    words = [*WORDS, f"parallel={method}", f"model.num_layers={layers}", *more.split()]
     script = Path(__file__).parent / "cell.py"
     command = [sys.executable, script, *words]
     said = subprocess.run(
@@ -35,7 +35,7 @@ def compiled(method, layers):
 def test_recomputed_layers_take_the_memory_of_one(method, most, updates):
     """A layer's gradients are made, packed and summed before the layers below it are recomputed:
     each more would take 514 MiB. Four layers have three buckets each."""
-    programs = compiled(method, 4)
+    programs = compiled(method, 4, NARROW)
     found = programs["stage.0.backward"]
     assert found["sums"] == 12
     assert found["temporaries"] < most
@@ -43,3 +43,11 @@ def test_recomputed_layers_take_the_memory_of_one(method, most, updates):
     # the update. What is left cuts queries, keys and values apart.
     assert found["kernels"].get("slice", 0) <= 4
     assert programs["update.0"]["kernels"]["all"] <= updates
+
+
+def test_the_sum_of_an_embedding_runs_under_products_of_other_gradients():
+    """Its gradient is complete last. Alone behind the pass, its 419 MB took 2.2 ms of 2.3."""
+    found = compiled("data", 8, "model.size=1.3b")
+    waits = found["stage.0.backward"]["waits"]
+    assert waits < 0.44e-3
+    assert waits == pytest.approx(found["exposed"], rel=0.2)

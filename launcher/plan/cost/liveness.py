@@ -14,6 +14,7 @@ computed for a sum.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
@@ -261,7 +262,7 @@ def _waiting(
     """Return the equations, those of gradients that wait for one another in their new place.
 
     They are those that nothing but one gradient follows from. They run when all that the gradients
-    of their set are made of is there.
+    of their set are made of is there, and not before what stands before the first of them.
 
     Args:
         equations: the program, in order.
@@ -284,10 +285,12 @@ def _waiting(
             of_set.setdefault(number[gradient], []).append(eqn)
     rest = [eqn for eqn in equations if id(eqn) not in alone]
     made = {v: place for place, eqn in enumerate(rest, 1) for v in eqn.outvars}
+    runs = itertools.accumulate((id(eqn) not in alone for eqn in equations), initial=0)
+    before = {id(eqn): count for eqn, count in zip(equations, runs, strict=False)}
     at: dict[int, list[Equation]] = {}
     for of in of_set.values():
         reads = (v for eqn in of for v in eqn.invars if is_var(v))
-        place = max((made.get(v, 0) for v in reads), default=0)
+        place = max(before[id(of[-1])], 0, *(made.get(v, 0) for v in reads))
         at.setdefault(place, []).extend(reversed(of))
     found = at.get(0, [])
     for place, eqn in enumerate(rest, 1):

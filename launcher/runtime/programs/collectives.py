@@ -252,6 +252,8 @@ def with_sums(
             ties = [known[v] for v in here.ties]
             if ties:
                 _, latest, ties = jax.lax.optimization_barrier((packed, latest, ties))
+            elif latest:  # nothing else keeps the order of the last two
+                packed, latest = jax.lax.optimization_barrier((packed, latest))
             known.update(zip(here.ties, ties, strict=True))
             totals |= latest
             latest = {}
