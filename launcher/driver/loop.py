@@ -18,7 +18,7 @@ from launcher.cluster.errors import HungError
 from launcher.config.sections import Checkpoint, Train
 from launcher.driver.record.best import Best
 from launcher.driver.record.samples import Samples
-from launcher.driver.record.step_log import StepLog, is_evaluated, profiled_step
+from launcher.driver.record.step_log import Pace, StepLog, is_evaluated, profiled_step
 from launcher.report.text import shown_path
 from launcher.stop import Stop
 
@@ -80,7 +80,7 @@ def train(
         is_best = bool(best and best.is_to_keep(step))
         if step < settings.steps and (cadence.is_due(step, clock()) or is_best):
             calls.finish()  # a step that diverged must not be saved
-            calls.append(("saving", save(step)))
+            calls.append(("saving", save(step), 0))
             saved = step
         calls.record(IN_FLIGHT - 1)
     calls.finish()
@@ -95,16 +95,28 @@ def train(
     step_log.wall.lap("saving")
 
 
-class _Calls(deque[tuple[str, "Answers"]]):
-    """Calls under way, the oldest first, each with what it is part of: a phase of `Goodput`."""
+class _Calls(deque[tuple[str, "Answers", int]]):
+    """Calls under way, the oldest first.
+
+    Each is with what it is part of, a phase of `Goodput`, and the step by whose pace it is judged;
+    0: by none.
+    """
 
     def __init__(self, workers: Workers, step_log: StepLog) -> None:
         super().__init__()
         self._workers, self._step_log = workers, step_log
+        self._step, self._reads = 0, False  # the newest step; whether what it recorded is read
 
     def send(self, phase: str, method: str, *arguments: Any) -> None:
         """Call a method of all workers."""
-        self.append((phase, self._workers.submit(method, *arguments)))
+        judged = method == "step" or (method == "flush" and not self._reads)
+        if method == "step":
+            self._step, _, *recorded = arguments
+            self._reads |= any(recorded)
+        elif method == "flush":
+            self._reads = False
+        answers = self._workers.submit(method, *arguments)
+        self.append((phase, answers, self._step if judged else 0))
 
     def finish(self) -> None:
         """Wait for all calls that were sent, and record their results."""
@@ -113,11 +125,11 @@ class _Calls(deque[tuple[str, "Answers"]]):
 
     def record(self, most: int) -> None:
         """Wait for the oldest calls and record their results, until `most` are under way."""
-        step_log = self._step_log
+        step_log, pace = self._step_log, self._step_log.callbacks.of(Pace)
         while len(self) > most:
-            phase, answers = self.popleft()
+            phase, answers, step = self.popleft()
             with step_log.timelines.spans.span("loop", "wait for the workers"):
-                result = answers.result()
+                result = answers.result(limit=pace.limit(step) if pace and step else None)
             with step_log.timelines.spans.span("loop", "log"):
                 if phase == "sampling":
                     step_log.lap("evaluating")

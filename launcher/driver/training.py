@@ -244,7 +244,7 @@ class _Job:
         cluster, reduction = machines_of(self._config.cluster), self.plan.reduction
         transport = getattr(cluster, "transport", "auto")
         servers = session.serve(reduction.servers, reduction.workers)
-        workers = Workers(handles, self.plan, check, cluster.step_timeout, transport, servers)
+        workers = Workers(handles, self.plan, check, cluster.answer_timeout, transport, servers)
         workers.connect(advance)
         return workers
 

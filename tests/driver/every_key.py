@@ -212,7 +212,7 @@ class FakeWorkers:
         if method == "save":
             self._told.append(("save", arguments[1]))
         return SimpleNamespace(
-            result=lambda advance=None: self._answer(method, *arguments),
+            result=lambda advance=None, limit=None: self._answer(method, *arguments),
             each=lambda: [] if method == "create" else [False],
         )
 

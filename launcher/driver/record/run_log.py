@@ -21,13 +21,14 @@ from rich.console import Console
 from launcher.base import LAUNCH, to_type, write_whole
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.commands import SCRIPT
+from launcher.config.cluster import machines_of
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.accounting import Accounting, batch_tokens
 from launcher.driver.record.best import Best
-from launcher.driver.record.step_log import FINITE, StepLog, Timelines, warm_up
+from launcher.driver.record.step_log import FINITE, Pace, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
 from launcher.report import breakdown as step_breakdown
 from launcher.report.breakdown import StepBreakdown, breakdown_tables, in_summary, print_breakdown
@@ -152,9 +153,10 @@ class RunLog:
             lambda *table: self._trackers.table(*table),
         )
         timelines = Timelines(home.path, steps, traced, self.accounting.record)
-        self._callbacks = Callbacks(
-            home.status, self.accounting.wall, self.best, timelines, samples
-        )
+        by_pace = machines_of(config.cluster).step_timeout is None
+        pace = Pace(self._warm_up) if by_pace else None
+        own = home.status, self.accounting.wall, self.best, timelines, samples, pace
+        self._callbacks = Callbacks(*own)
         self.step_log = StepLog(
             self._log,
             config.train.log_every,
