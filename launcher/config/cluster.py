@@ -219,6 +219,8 @@ class Cluster:
         gpus: the number of devices in total.
         hosts: the number of hosts.
         price_per_device_hour: what a device costs an hour, in any currency; None: not known.
+        hours_between_faults: the mean time between two faults of all hosts together; None: by their
+            number (`report.faults`).
         clause: why the kind has no other settings, for messages.
     """
 
@@ -226,6 +228,7 @@ class Cluster:
     gpus: int | None = number(None, minimum=1)
     hosts: int = number(1, minimum=1)
     price_per_device_hour: float | None = number(None, minimum=0.0)
+    hours_between_faults: float | None = automatic(None, minimum=0.001)
     clause: ClassVar[str] = ""
 
     @property

@@ -63,7 +63,8 @@ def train(
         WorkerError: and the other errors of `Workers.result`.
     """
     profiled = profiled_step(settings.steps, finished, step_log.timelines.all)
-    cadence, calls = Cadence(settings.checkpoint, clock()), _Calls(workers, step_log)
+    cadence = Cadence(settings.checkpoint, clock(), lambda: step_log.wall.faults.save_interval)
+    calls = _Calls(workers, step_log)
     best, samples = step_log.callbacks.of(Best), step_log.callbacks.of(Samples)
     step = saved = finished
     while step < settings.steps and not stop.requested and not (best and best.reason):
@@ -80,7 +81,7 @@ def train(
         is_best = bool(best and best.is_to_keep(step))
         if step < settings.steps and (cadence.is_due(step, clock()) or is_best):
             calls.finish()  # a step that diverged must not be saved
-            calls.append(("saving", save(step), 0))
+            calls.append(("saving", save(step, beside=True), 0))
             saved = step
         calls.record(IN_FLIGHT - 1)
     calls.finish()
@@ -141,17 +142,25 @@ class _Calls(deque[tuple[str, "Answers", int]]):
 
 
 class Cadence:
-    """The times at which the state is saved during training, in seconds."""
+    """The times at which the state is saved during training, in seconds.
 
-    def __init__(self, settings: Checkpoint, now: float) -> None:
-        self._settings = settings
+    Args:
+        settings: `train.checkpoint`.
+        now: the time.
+        interval: returns the time between saves that loses the least, for `every_minutes` None.
+    """
+
+    def __init__(self, settings: Checkpoint, now: float, interval: Callable[[], float]) -> None:
+        self._settings, self._interval = settings, interval
         self._saved_at = now
 
     def is_due(self, step: int, now: float) -> bool:
         """Return whether to save after `step`; if so, `every_minutes` counts from `now`."""
         settings = self._settings
         by_step = settings.every_steps > 0 and step % settings.every_steps == 0
-        late = settings.every_minutes > 0 and now - self._saved_at >= 60 * settings.every_minutes
+        minutes = settings.every_minutes
+        every = self._interval() if minutes is None else 60 * minutes
+        late = every > 0 and now - self._saved_at >= every
         if by_step or late:
             self._saved_at = now
         return by_step or late
@@ -194,8 +203,12 @@ class Saving:
         self._workers, self._folder, self._settings = workers, folder.absolute(), settings
         self._describe, self._failures, self._sync = describe, failures, sync
 
-    def __call__(self, step: int) -> Answers:
+    def __call__(self, step: int, beside: bool = False) -> Answers:
         """Begin to save the state after `step` steps, once the save before it is complete.
+
+        Args:
+            step: the number of finished steps.
+            beside: whether training continues, so that another process is worth its start.
 
         Returns:
             The workers' answers, which arrive when the state is copied: training can then
@@ -207,7 +220,8 @@ class Saving:
         self.finish(final=False)
         self._sync()
         token, self._step = secrets.token_hex(4), step
-        return self._workers.submit("save", str(self._folder), step, self._describe(step), token)
+        about = str(self._folder), step, self._describe(step), token
+        return self._workers.submit("save", *about, *([True] if beside else []))
 
     def finish(self, final: bool) -> None:
         """Wait until the save under way is complete.

@@ -302,7 +302,9 @@ class TrainWorker(Peer):
         params = averaged_model(self._state, self._placed())["params"]
         return self._sampler.sample(step, params, prompts, most)
 
-    def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
+    def save(
+        self, folder: str, step: int, metadata: dict[str, Any], token: str, beside: bool = False
+    ) -> None:
         """Begin to write this process's part of the newest state; return once it is copied.
 
         `saved` must have been called for the save before.
@@ -312,9 +314,12 @@ class TrainWorker(Peer):
             step: the number of finished steps.
             metadata: JSON-able metadata of the checkpoint.
             token: a new string for every save, the same in all processes.
+            beside: whether training continues.
         """
         if self._servers and self._rank > 0:  # whose state is the first worker's
             return
+        if beside:
+            self._saver.start_process()
         keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
         self._saver.begin(Path(folder), step, self._state, metadata, keep, writers)
@@ -384,8 +389,8 @@ class Saver:
         self._save: Future[None] | None = None
 
     def start_process(self) -> None:
-        """Start the process of low priority that writes the saves from now on."""
-        self._process = checkpoint.Background()
+        """Start the process of low priority that writes the saves from now on; only once."""
+        self._process = self._process or checkpoint.Background()
 
     def begin(self, folder: Path, step: int, state: TrainState, *rest: Any) -> None:
         """Begin to write a state, like `checkpoint.save`; return once it is copied.

@@ -26,7 +26,7 @@ from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
-from launcher.driver.record.accounting import Accounting, batch_tokens
+from launcher.driver.record.accounting import Accounting, batch_tokens, expected_fields, faults_of
 from launcher.driver.record.best import Best
 from launcher.driver.record.step_log import FINITE, Pace, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
@@ -46,6 +46,7 @@ from launcher.report.summary import (
     print_summary,
     write_summary,
 )
+from launcher.report.text import seconds_text
 from launcher.report.trackers.tracker import (
     CompositeTracker,
     Metrics,
@@ -82,6 +83,7 @@ def write_planned(
         **predicted(plan),
         plan_seconds=plan_seconds,
         predicted_cost=predicted_cost(config, plan),
+        **expected_fields(config, faults_of(config, plan), plan.predicted_step_seconds),
     )
     write_summary(home.path, summary)
     write_report(home.path, summary, plan, redacted(config))
@@ -208,7 +210,15 @@ class RunLog:
     def show(self, finished_steps: int) -> None:
         """Show the steps of the attempt on the console from now on."""
         self.accounting.started(self.compile_seconds)
-        steps = self._config.train.steps
+        steps, faults = self._config.train.steps, self.accounting.wall.faults
+        left = (steps - finished_steps) * self._plan.predicted_step_seconds
+        saves = self._config.train.checkpoint
+        if saves.every_minutes is None and left > faults.save_interval:
+            _log.info(
+                f"a checkpoint about every {seconds_text(faults.save_interval)}, the newest "
+                f"{saves.keep} kept: a fault is expected every "
+                f"{faults.between_seconds / 3600:,.4g} h (cluster.hours_between_faults)"
+            )
         self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
     def close(self, finished_steps: int, why: str) -> None:
@@ -301,6 +311,10 @@ class RunLog:
         allocation = self._allocation
         found = measured(records, self._performance(), before, self._warm_up)
         accounting = self.accounting.finish(path, self.step_log.finished_steps, found)
+        step_seconds = found["step_seconds_median"] or plan.predicted_step_seconds
+        faults = self.accounting.wall.faults
+        if first_step_at is not None:
+            faults = replace(faults, restart_seconds=first_step_at - started)
         summary = Summary(
             run_id=self._home.id,
             exit_reason=reason,
@@ -314,6 +328,7 @@ class RunLog:
             **in_summary(accounting),
             **predicted(plan),
             predicted_cost=predicted_cost(self._config, plan),
+            **expected_fields(self._config, faults, step_seconds),
             plan_seconds=self._plan_seconds,
             compile_seconds=self.compile_seconds,
             time_to_first_step_seconds=first_step_at and first_step_at - started,
