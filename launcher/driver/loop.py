@@ -18,6 +18,7 @@ from launcher.cluster.errors import HungError
 from launcher.config.sections import Checkpoint, Train
 from launcher.driver.record.best import Best
 from launcher.driver.record.samples import Samples
+from launcher.driver.record.slowness import Slowness
 from launcher.driver.record.step_log import Pace, StepLog, is_evaluated, profiled_step
 from launcher.report.text import shown_path
 from launcher.stop import Stop
@@ -66,10 +67,13 @@ def train(
     cadence = Cadence(settings.checkpoint, clock(), lambda: step_log.wall.faults.save_interval)
     calls = _Calls(workers, step_log)
     best, samples = step_log.callbacks.of(Best), step_log.callbacks.of(Samples)
+    slowness = step_log.callbacks.of(Slowness)
     step = saved = finished
     while step < settings.steps and not stop.requested and not (best and best.reason):
         step += 1
-        calls.send("training", "step", step, step == profiled, *step_log.timelines.start(step))
+        how = step == profiled, *step_log.timelines.start(step)
+        watched = [True] if slowness and slowness.is_watched(step) else []
+        calls.send("training", "step", step, *how, *watched)
         if is_evaluated(step, settings):
             for batch in range(settings.eval_batches or 0):
                 calls.send("evaluating", "evaluate", batch)
@@ -112,8 +116,8 @@ class _Calls(deque[tuple[str, "Answers", int]]):
         """Call a method of all workers."""
         judged = method == "step" or (method == "flush" and not self._reads)
         if method == "step":
-            self._step, _, *recorded = arguments
-            self._reads |= any(recorded)
+            self._step, _, record, trace_in, *_ = arguments
+            self._reads |= bool(record or trace_in)
         elif method == "flush":
             self._reads = False
         answers = self._workers.submit(method, *arguments)

@@ -151,4 +151,5 @@ def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
         metrics["pipeline/bubble_fraction"] = measured_bubble(plan, seconds)
     copies = tuple(each for part in parts for each in part.copies)
     recordings = tuple(each for part in parts for each in part.recordings)
-    return StepResult(main.step, metrics, main.completed_at, copies=copies, recordings=recordings)
+    spent = tuple(each for part in parts for each in part.spent)
+    return StepResult(main.step, metrics, main.completed_at, {}, copies, recordings, spent)

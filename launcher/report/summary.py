@@ -62,6 +62,7 @@ class Summary:
         expected_seconds: the time that all steps take then.
         accounting: measured minus predicted seconds of a step, of each of its parts.
         differs: where the measured step differs from the predicted one by over 25 %: why.
+        slow: what has slowed the run the most, with its cost; "" if nothing was found.
         forked_from: the checkpoint of another run that it began with, `<folder>@<step>`.
         job_id: the id of the Slurm job, None outside of one.
         nodes: the nodes of the Slurm job.
@@ -98,6 +99,7 @@ class Summary:
     expected_seconds: float | None = None
     accounting: dict[str, float] = field(default_factory=dict)
     differs: str = ""
+    slow: str = ""
     restarts: int = 0
     skipped_steps: int = 0
     failed_saves: int = 0
@@ -185,8 +187,16 @@ def results(summary: Summary) -> list[tuple[str, str, str]]:
             if summary.predicted_peak_memory_bytes is not None:
                 note = f"predicted {bytes_text(summary.predicted_peak_memory_bytes)}"
         lines.append(("model", size, note))
+    return lines + _of_the_run(summary)
+
+
+def _of_the_run(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return where a run's time has gone and will go, like `results`."""
+    lines = []
     if summary.goodput is not None:
         lines.append(("goodput", *_goodput(summary)))
+    if summary.slow:
+        lines.append(("slow", summary.slow, ""))
     if summary.expected_goodput is not None and summary.exit_reason != "done":
         lines.append(("expected", *expected_text(summary)))
     if summary.cost is not None:

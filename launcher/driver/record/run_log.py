@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from launcher.base import LAUNCH, to_type, write_whole
+from launcher.base import LAUNCH, Clock, to_type, write_whole
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.commands import SCRIPT
 from launcher.config.cluster import machines_of
@@ -28,6 +28,7 @@ from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.accounting import Accounting, batch_tokens, expected_fields, faults_of
 from launcher.driver.record.best import Best
+from launcher.driver.record.slowness import Slowness
 from launcher.driver.record.step_log import FINITE, Pace, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
 from launcher.report import breakdown as step_breakdown
@@ -157,7 +158,9 @@ class RunLog:
         timelines = Timelines(home.path, steps, traced, self.accounting.record)
         by_pace = machines_of(config.cluster).step_timeout is None
         pace = Pace(self._warm_up) if by_pace else None
-        own = home.status, self.accounting.wall, self.best, timelines, samples, pace
+        tell = home.status.tell if home.status else lambda **fields: None
+        self._slowness = Slowness(plan, self._warm_up, tell)
+        own = home.status, self.accounting.wall, self.best, timelines, samples, pace, self._slowness
         self._callbacks = Callbacks(*own)
         self.step_log = StepLog(
             self._log,
@@ -200,6 +203,11 @@ class RunLog:
             self._trackers.table(name, *table)
         self._callbacks.add_hooks(self._config.hooks)
         self._callbacks.call("on_start", finished_steps, path)
+
+    def begin(self, clocks: Sequence[Clock]) -> None:
+        """Begin the steps of an attempt, whose workers have these clocks."""
+        self.step_log.timelines.begin(clocks)
+        self._slowness.begin(clocks)
 
     @property
     def _trackers(self) -> CompositeTracker:
@@ -322,6 +330,7 @@ class RunLog:
             failed_saves=len(self.failed_saves),
             save_error=self.failed_saves[-1] if self.failed_saves else None,
             forked_from=self._home.forked_from,
+            slow=self._slowness.worst,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
             **found,

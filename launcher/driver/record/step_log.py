@@ -15,6 +15,7 @@ from launcher.base import Clock, SpanRecorder
 from launcher.config.sections import Train
 from launcher.driver.callback import Callback, Callbacks
 from launcher.driver.record.accounting import WallClock
+from launcher.driver.record.slowness import Slowness
 from launcher.report.breakdown import Goodput
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 from launcher.report.trackers.tracker import Metrics
@@ -104,7 +105,10 @@ class StepLog:
             return
         self.finished_steps = result.step
         self.first_step_at = self.first_step_at or result.completed_at
-        self.timelines.add(result.recordings)
+        kept = [each for each in result.recordings if each.step in self.timelines.steps]
+        self.timelines.add(kept)
+        if slowness := self.callbacks.of(Slowness):
+            slowness.add(result, [each for each in result.recordings if each not in kept])
         rates = self._performance(result.metrics["perf/step_seconds"])
         metrics: Metrics = {**result.metrics, **rates}
         self._unlogged = result.step, metrics
