@@ -123,6 +123,8 @@ def _print(console: Console, records: Sequence[RunRecord]) -> None:
     left = ("run", "state", "plan", "from", "note")
     console.print(table_of(headers + begins + notes, rows, left))
     for record in records:
+        if record.slow:
+            console.print(f"{record.id}: {record.slow}", soft_wrap=True)
         if record.problem:
             console.print(f"{record.id}: {record.problem}", soft_wrap=True)
 
@@ -275,6 +277,8 @@ def _line(record: RunRecord) -> str:
         parts.append(f"{seconds_text(record.step_seconds)}/step")
     if record.is_live and record.eta_seconds is not None:
         parts.append(f"{clock_text(record.eta_seconds)} left")
+    if record.slow:
+        parts.append(record.slow)
     if record.exit_reason and record.state == "failed":
         parts.append(record.exit_reason)
     return "  ".join(parts)

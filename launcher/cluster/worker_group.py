@@ -319,6 +319,7 @@ class WorkerGroup:
         *,
         starting: bool = False,
         advance: Advance | None = None,
+        limit: float | None = None,
     ) -> list[Any]:
         """Return the results of calls, in their order, once all are there.
 
@@ -327,6 +328,7 @@ class WorkerGroup:
             starting: whether this is before the first step.
             advance: called meanwhile with the MiB that the workers have read, or the number that
                 answered.
+            limit: the seconds that they may take, in place of the group's.
 
         Raises:
             WorkerError: a worker failed; it is the first one that did.
@@ -335,7 +337,7 @@ class WorkerGroup:
         """
         try:
             method = futures[0].method if starting and futures else ""
-            watch = self.watch(starting=starting, method=method, advance=advance)
+            watch = self.watch(starting=starting, method=method, advance=advance, limit=limit)
             return gather(futures, watch, self._servers)
         except BaseException as error:
             self._end_looks()  # what follows may be Ray's end
@@ -354,7 +356,12 @@ class WorkerGroup:
         return error
 
     def watch(
-        self, *, starting: bool, method: str = "", advance: Advance | None = None
+        self,
+        *,
+        starting: bool,
+        method: str = "",
+        advance: Advance | None = None,
+        limit: float | None = None,
     ) -> Callable[[list[WorkerHandle]], None]:
         """Return a function that watches one wait; it is called every `WATCH_SECONDS`.
 
@@ -365,11 +372,12 @@ class WorkerGroup:
             starting: whether this is before the first step.
             method: the method that they were asked to run.
             advance: see `gather`.
+            limit: see `gather`.
         """
         self.check_open()
         wait = wait_of(method)
         by_time = not starting or wait.progresses is Progresses.STEP
-        limit = self._timeout if by_time else STILL_SECONDS
+        limit = (limit or self._timeout) if by_time else STILL_SECONDS
         seen, calls, most = Progress(limit, Progresses.STEP if by_time else wait.progresses), 0, 0
         self._progress = seen
 

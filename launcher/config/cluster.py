@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from launcher.base import TRANSPORTS
 from launcher.config.errors import ConfigError
-from launcher.config.fields import Switch, choice, number
+from launcher.config.fields import Switch, automatic, choice, number
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,8 @@ class Cluster:
         gpus: the number of devices in total.
         hosts: the number of hosts.
         price_per_device_hour: what a device costs an hour, in any currency; None: not known.
+        hours_between_faults: the mean time between two faults of all hosts together; None: by their
+            number (`report.faults`).
         clause: why the kind has no other settings, for messages.
     """
 
@@ -226,6 +228,7 @@ class Cluster:
     gpus: int | None = number(None, minimum=1)
     hosts: int = number(1, minimum=1)
     price_per_device_hour: float | None = number(None, minimum=0.0)
+    hours_between_faults: float | None = automatic(None, minimum=0.001)
     clause: ClassVar[str] = ""
 
     @property
@@ -248,19 +251,28 @@ class Cluster:
             )
 
 
+_ANSWER_SECONDS = 600.0  # of an evaluation, a save, or a step before the pace is known
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machines(Cluster):
     """Settings of every cluster that can be trained on.
 
     Attributes:
         start_timeout: seconds until Ray is up, and then until one more process is up.
-        step_timeout: seconds without an answer after which workers are taken to hang.
+        step_timeout: seconds without an answer after which workers are taken to hang; None: by the
+            pace of the newest steps (`driver.record.step_log.Pace`).
         max_restarts: how often the workers are started again when they die, hang or lose Ray.
     """
 
     start_timeout: float = number(120.0, minimum=1.0)
-    step_timeout: float = number(600.0, minimum=1.0)
+    step_timeout: float | None = automatic(None)
     max_restarts: int = number(3, minimum=0)
+
+    @property
+    def answer_timeout(self) -> float:
+        """The seconds that an answer may take where no pace is known."""
+        return _ANSWER_SECONDS if self.step_timeout is None else self.step_timeout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ def number(default: Any, minimum: float | None = None, maximum: float | None = N
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
-def automatic(default: int | None = None, minimum: float = 1) -> Any:
+def automatic(default: float | None = None, minimum: float = 1) -> Any:
     """Make a number field that `auto`, or null, leaves at its default."""
     return field(default=default, metadata={"minimum": minimum, "maximum": None, "auto": True})
 

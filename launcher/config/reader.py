@@ -29,7 +29,7 @@ _MEANING = {**TYPE_NAMES, dict: "a table of names and values"}
 def build(cls: type[T], tree: Any, key: str = "") -> T:
     """Return a `cls` from `tree`; missing names take the fields' defaults.
 
-    In `parallel`, whose settings know `auto`, a setting of another method is allowed if it is null,
+    In `parallel` a setting of another method is allowed if it is null,
     or `auto` where that method knows the word. A sweep over methods needs that.
 
     Args:
@@ -253,13 +253,13 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
 
 
 def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
-    """Return whether a setting of another kind of the section has its default there."""
+    """Return whether a setting of another method of `parallel` has its default there."""
+    if section != "parallel":
+        return False
     classes = _variants(cls, section).classes.values()
     fields = [field for one in classes for field in settings_of(one)]
-    automatic = {key_of(field) for field in fields if "auto" in field.metadata}
-    if value is None:
-        return bool(automatic) and any(key_of(field) == name for field in fields)
-    return bool(value == "auto") and name in automatic
+    known = [field for field in fields if value is None or "auto" in field.metadata]
+    return bool(value in ("auto", None)) and any(key_of(field) == name for field in known)
 
 
 def _variants(cls: type, section: str) -> Variants:

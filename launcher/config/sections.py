@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from launcher.base import to_type
 from launcher.config.cluster import Cluster
 from launcher.config.errors import ConfigError, advice
-from launcher.config.fields import Switch, choice, number
+from launcher.config.fields import Switch, automatic, choice, number
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Run:
 class Checkpoint:
     """Checkpoint intervals, retention, and the response to a failed save.
 
-    Checkpoints of `every_steps` are kept forever, of `every_minutes` the newest `keep`. A failed
-    save at the end is always an error.
+    Checkpoints of `every_steps` are kept forever, of `every_minutes` the newest `keep`; None: as
+    often as loses the least time. A failed save at the end is always an error.
     """
 
     at_end: bool = True
     every_steps: int = number(0, minimum=0)  # 0: never
-    every_minutes: float = number(0.0, minimum=0.0)  # 0: never
+    every_minutes: float | None = automatic(None, minimum=0.0)  # 0: never
     keep: int = number(2, minimum=1)
     on_error: str = choice("continue", "continue", "stop")
 
@@ -98,14 +98,14 @@ class Train:
         Switch(
             ("train.checkpoint.keep",),
             ("train.checkpoint.every_minutes",),
-            lambda c: c.train.checkpoint.every_minutes > 0,
+            lambda c: c.train.checkpoint.every_minutes != 0,
             "only what train.checkpoint.every_minutes saves is ever deleted, and it is 0",
             "set train.checkpoint.every_minutes",
         ),
         Switch(
             ("train.checkpoint.on_error",),
             ("train.checkpoint.every_steps", "train.checkpoint.every_minutes"),
-            lambda c: bool(c.train.checkpoint.every_steps or c.train.checkpoint.every_minutes),
+            lambda c: c.train.checkpoint.every_steps > 0 or c.train.checkpoint.every_minutes != 0,
             "nothing is saved before the end, where a save that fails is an error in any case",
             "set train.checkpoint.every_steps or every_minutes",
         ),

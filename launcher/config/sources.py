@@ -458,7 +458,8 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
     untracked = () if _at(tree, "report.trackers") else ("report", "report.trackers")
     for key in _counting(origin):
         ours, theirs = _at(tree, key), _at(run, key)
-        repeats = run and (ours == theirs or str(ours) == str(theirs))
+        same = ours == theirs or str(ours) == ("auto" if theirs is None else str(theirs))
+        repeats = run and same
         if repeats or key in untracked or below(key, reads):
             continue
         why = f"task={task} does not read it"

@@ -18,7 +18,8 @@ from launcher.cluster.errors import HungError
 from launcher.config.sections import Checkpoint, Train
 from launcher.driver.record.best import Best
 from launcher.driver.record.samples import Samples
-from launcher.driver.record.step_log import StepLog, is_evaluated, profiled_step
+from launcher.driver.record.slowness import Slowness
+from launcher.driver.record.step_log import Pace, StepLog, is_evaluated, profiled_step
 from launcher.report.text import shown_path
 from launcher.stop import Stop
 
@@ -63,12 +64,16 @@ def train(
         WorkerError: and the other errors of `Workers.result`.
     """
     profiled = profiled_step(settings.steps, finished, step_log.timelines.all)
-    cadence, calls = Cadence(settings.checkpoint, clock()), _Calls(workers, step_log)
+    cadence = Cadence(settings.checkpoint, clock(), lambda: step_log.wall.faults.save_interval)
+    calls = _Calls(workers, step_log)
     best, samples = step_log.callbacks.of(Best), step_log.callbacks.of(Samples)
+    slowness = step_log.callbacks.of(Slowness)
     step = saved = finished
     while step < settings.steps and not stop.requested and not (best and best.reason):
         step += 1
-        calls.send("training", "step", step, step == profiled, *step_log.timelines.start(step))
+        how = step == profiled, *step_log.timelines.start(step)
+        watched = [True] if slowness and slowness.is_watched(step) else []
+        calls.send("training", "step", step, *how, *watched)
         if is_evaluated(step, settings):
             for batch in range(settings.eval_batches or 0):
                 calls.send("evaluating", "evaluate", batch)
@@ -80,7 +85,7 @@ def train(
         is_best = bool(best and best.is_to_keep(step))
         if step < settings.steps and (cadence.is_due(step, clock()) or is_best):
             calls.finish()  # a step that diverged must not be saved
-            calls.append(("saving", save(step)))
+            calls.append(("saving", save(step, beside=True), 0))
             saved = step
         calls.record(IN_FLIGHT - 1)
     calls.finish()
@@ -95,16 +100,28 @@ def train(
     step_log.wall.lap("saving")
 
 
-class _Calls(deque[tuple[str, "Answers"]]):
-    """Calls under way, the oldest first, each with what it is part of: a phase of `Goodput`."""
+class _Calls(deque[tuple[str, "Answers", int]]):
+    """Calls under way, the oldest first.
+
+    Each is with what it is part of, a phase of `Goodput`, and the step by whose pace it is judged;
+    0: by none.
+    """
 
     def __init__(self, workers: Workers, step_log: StepLog) -> None:
         super().__init__()
         self._workers, self._step_log = workers, step_log
+        self._step, self._reads = 0, False  # the newest step; whether what it recorded is read
 
     def send(self, phase: str, method: str, *arguments: Any) -> None:
         """Call a method of all workers."""
-        self.append((phase, self._workers.submit(method, *arguments)))
+        judged = method == "step" or (method == "flush" and not self._reads)
+        if method == "step":
+            self._step, _, record, trace_in, *_ = arguments
+            self._reads |= bool(record or trace_in)
+        elif method == "flush":
+            self._reads = False
+        answers = self._workers.submit(method, *arguments)
+        self.append((phase, answers, self._step if judged else 0))
 
     def finish(self) -> None:
         """Wait for all calls that were sent, and record their results."""
@@ -113,11 +130,11 @@ class _Calls(deque[tuple[str, "Answers"]]):
 
     def record(self, most: int) -> None:
         """Wait for the oldest calls and record their results, until `most` are under way."""
-        step_log = self._step_log
+        step_log, pace = self._step_log, self._step_log.callbacks.of(Pace)
         while len(self) > most:
-            phase, answers = self.popleft()
+            phase, answers, step = self.popleft()
             with step_log.timelines.spans.span("loop", "wait for the workers"):
-                result = answers.result()
+                result = answers.result(limit=pace.limit(step) if pace and step else None)
             with step_log.timelines.spans.span("loop", "log"):
                 if phase == "sampling":
                     step_log.lap("evaluating")
@@ -129,17 +146,25 @@ class _Calls(deque[tuple[str, "Answers"]]):
 
 
 class Cadence:
-    """The times at which the state is saved during training, in seconds."""
+    """The times at which the state is saved during training, in seconds.
 
-    def __init__(self, settings: Checkpoint, now: float) -> None:
-        self._settings = settings
+    Args:
+        settings: `train.checkpoint`.
+        now: the time.
+        interval: returns the time between saves that loses the least, for `every_minutes` None.
+    """
+
+    def __init__(self, settings: Checkpoint, now: float, interval: Callable[[], float]) -> None:
+        self._settings, self._interval = settings, interval
         self._saved_at = now
 
     def is_due(self, step: int, now: float) -> bool:
         """Return whether to save after `step`; if so, `every_minutes` counts from `now`."""
         settings = self._settings
         by_step = settings.every_steps > 0 and step % settings.every_steps == 0
-        late = settings.every_minutes > 0 and now - self._saved_at >= 60 * settings.every_minutes
+        minutes = settings.every_minutes
+        every = self._interval() if minutes is None else 60 * minutes
+        late = every > 0 and now - self._saved_at >= every
         if by_step or late:
             self._saved_at = now
         return by_step or late
@@ -182,8 +207,12 @@ class Saving:
         self._workers, self._folder, self._settings = workers, folder.absolute(), settings
         self._describe, self._failures, self._sync = describe, failures, sync
 
-    def __call__(self, step: int) -> Answers:
+    def __call__(self, step: int, beside: bool = False) -> Answers:
         """Begin to save the state after `step` steps, once the save before it is complete.
+
+        Args:
+            step: the number of finished steps.
+            beside: whether training continues, so that another process is worth its start.
 
         Returns:
             The workers' answers, which arrive when the state is copied: training can then
@@ -195,7 +224,8 @@ class Saving:
         self.finish(final=False)
         self._sync()
         token, self._step = secrets.token_hex(4), step
-        return self._workers.submit("save", str(self._folder), step, self._describe(step), token)
+        about = str(self._folder), step, self._describe(step), token
+        return self._workers.submit("save", *about, *([True] if beside else []))
 
     def finish(self, final: bool) -> None:
         """Wait until the save under way is complete.

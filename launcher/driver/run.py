@@ -37,7 +37,7 @@ from launcher.driver.tasks.task import TaskKind, task_named
 from launcher.recipes import InputError
 from launcher.report.console import RunConsole, line_printer, make_console
 from launcher.report.pages.plots import PlotProcess
-from launcher.report.summary import REPORT
+from launcher.report.summary import REPORT, expected_text
 from launcher.stop import Stop
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ class PlanOnly(TaskKind):
         if planned.predicted_cost is not None:
             steps, cost = config.train.steps, planned.predicted_cost
             console.print(f"{steps} steps: predicted cost {cost:,.2f}", soft_wrap=True)
+        took, note = expected_text(planned)
+        console.print(f"expected: {took} ({note})", soft_wrap=True)
         console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
         console.print(f"its timeline is in {home.path / TIMELINE}", soft_wrap=True)
         console.print(f"its report is in {home.path / REPORT}", soft_wrap=True)

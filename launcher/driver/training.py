@@ -244,7 +244,7 @@ class _Job:
         cluster, reduction = machines_of(self._config.cluster), self.plan.reduction
         transport = getattr(cluster, "transport", "auto")
         servers = session.serve(reduction.servers, reduction.workers)
-        workers = Workers(handles, self.plan, check, cluster.step_timeout, transport, servers)
+        workers = Workers(handles, self.plan, check, cluster.answer_timeout, transport, servers)
         workers.connect(advance)
         return workers
 
@@ -305,9 +305,7 @@ class _Job:
             with status(self._console, "warming up", Phase.WARMING_UP):
                 for _ in range(dry_steps):
                     workers.submit("dry_step", finished + 1).result()
-        timelines = self.run_log.step_log.timelines
-        if any(step > finished for step in timelines.steps):
-            timelines.begin(workers.clocks())
+        self.run_log.begin(workers.clocks())
         self.run_log.show(finished)
         settings = replace(self._config.train, eval_batches=self._ready.eval_batches)
         with self._stop.heeded(self._say, _SAVING, until="done"):

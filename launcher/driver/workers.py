@@ -27,16 +27,17 @@ class Answers:
     futures: tuple[Future, ...]
     workers: Workers
 
-    def result(self, advance: Advance | None = None) -> Any:
+    def result(self, advance: Advance | None = None, limit: float | None = None) -> Any:
         """Return the merged result of a step, or else the first worker's answer.
 
         Takes and raises the same as `WorkerGroup.gather`.
         """
-        return self.workers.merged(self.each(advance))
+        return self.workers.merged(self.each(advance, limit))
 
-    def each(self, advance: Advance | None = None) -> list[Any]:
+    def each(self, advance: Advance | None = None, limit: float | None = None) -> list[Any]:
         """Return every worker's answer; raise like `result`."""
-        return self.workers.gather(self.futures, starting=not self.workers.trained, advance=advance)
+        starting = not self.workers.trained
+        return self.workers.gather(self.futures, starting=starting, advance=advance, limit=limit)
 
 
 class Workers(WorkerGroup):
@@ -150,4 +151,5 @@ def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
         metrics["pipeline/bubble_fraction"] = measured_bubble(plan, seconds)
     copies = tuple(each for part in parts for each in part.copies)
     recordings = tuple(each for part in parts for each in part.recordings)
-    return StepResult(main.step, metrics, main.completed_at, copies=copies, recordings=recordings)
+    spent = tuple(each for part in parts for each in part.spent)
+    return StepResult(main.step, metrics, main.completed_at, {}, copies, recordings, spent)

@@ -73,7 +73,7 @@ def model_answers(
     pool = replace(pool, hosts=-(-layout.num_devices // pool.devices_per_host))
     _log.info(f"{reading} onto {layout.num_devices} devices, as its plan shards it")
     with PrivateRay(pool, None) as session:
-        timeout = machines_of(settings.cluster).step_timeout
+        timeout = machines_of(settings.cluster).answer_timeout
         with status(console, "starting Ray and the workers") as advance:
             workers = session.spawn(kind, advance=advance)
             group = WorkerGroup(workers, session.check, timeout, "cluster.step_timeout")

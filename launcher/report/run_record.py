@@ -53,6 +53,7 @@ class RunRecord:
         restarts: restarts after failures.
         plan: the plan in words.
         exit_reason: the full reason of its end.
+        slow: what slows it or, once it has ended, has slowed it the most, with its cost.
         host: the host of its driver.
         forked_from: the checkpoint of another run that it began with, `<folder>@<step>`.
         job_id: its Slurm job.
@@ -77,6 +78,7 @@ class RunRecord:
     restarts: int | None = None
     plan: str | None = None
     exit_reason: str | None = None
+    slow: str | None = None
     host: str | None = None
     forked_from: str | None = None
     job_id: str | None = None

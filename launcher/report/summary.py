@@ -58,8 +58,11 @@ class Summary:
         goodput_seconds: that wall time by activity: see `Goodput`.
         cost: what the devices cost for it, where `cluster.price_per_device_hour` is set.
         predicted_cost: what all steps cost, if each takes what was predicted.
+        expected_goodput: the share of the time that trains, of all steps with saves and faults.
+        expected_seconds: the time that all steps take then.
         accounting: measured minus predicted seconds of a step, of each of its parts.
         differs: where the measured step differs from the predicted one by over 25 %: why.
+        slow: what has slowed the run the most, with its cost; "" if nothing was found.
         forked_from: the checkpoint of another run that it began with, `<folder>@<step>`.
         job_id: the id of the Slurm job, None outside of one.
         nodes: the nodes of the Slurm job.
@@ -92,8 +95,11 @@ class Summary:
     goodput_seconds: dict[str, float] = field(default_factory=dict)
     cost: float | None = None
     predicted_cost: float | None = None
+    expected_goodput: float | None = None
+    expected_seconds: float | None = None
     accounting: dict[str, float] = field(default_factory=dict)
     differs: str = ""
+    slow: str = ""
     restarts: int = 0
     skipped_steps: int = 0
     failed_saves: int = 0
@@ -181,8 +187,18 @@ def results(summary: Summary) -> list[tuple[str, str, str]]:
             if summary.predicted_peak_memory_bytes is not None:
                 note = f"predicted {bytes_text(summary.predicted_peak_memory_bytes)}"
         lines.append(("model", size, note))
+    return lines + _of_the_run(summary)
+
+
+def _of_the_run(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return where a run's time has gone and will go, like `results`."""
+    lines = []
     if summary.goodput is not None:
         lines.append(("goodput", *_goodput(summary)))
+    if summary.slow:
+        lines.append(("slow", summary.slow, ""))
+    if summary.expected_goodput is not None and summary.exit_reason != "done":
+        lines.append(("expected", *expected_text(summary)))
     if summary.cost is not None:
         lines.append(("cost", f"{summary.cost:,.2f}", ""))
     return lines
@@ -229,6 +245,15 @@ def _goodput(summary: Summary) -> tuple[str, str]:
     rest = [(s, name) for name, s in spent.items() if name != "training" and s >= 0.01 * wall]
     words = ", ".join(f"{name} {seconds_text(s)}" for s, name in sorted(rest, reverse=True))
     return f"{percent_text(summary.goodput)} of {clock_text(wall)} trained", words
+
+
+def expected_text(summary: Summary) -> tuple[str, str]:
+    """Return the time that all steps are expected to take, and what is counted."""
+    share = percent_text(summary.expected_goodput)
+    return (
+        f"{clock_text(summary.expected_seconds or 0.0)} for all steps",
+        f"goodput {share}, with faults",
+    )
 
 
 def _throughput(summary: Summary) -> str:

@@ -138,7 +138,7 @@ class Executable:
         return self._results(slots), times
 
     def record(
-        self, *args: Any, profiled: bool = True, keep: Path | None = None
+        self, *args: Any, profiled: bool = True, keep: Path | None = None, waits: bool = True
     ) -> tuple[Any, Callable[[], list[Span]]]:
         """Run one step and record when each of its parts ran; see `runtime.recording`.
 
@@ -147,6 +147,7 @@ class Executable:
             profiled: whether JAX's profiler is used. Without it the lanes of the devices are
                 missing.
             keep: the folder that the profiler's trace is kept in, if it is.
+            waits: whether to wait for the results. Otherwise the profiler must not be used.
 
         Returns:
             The results, which are there, and a function that returns the spans: it may take a
@@ -163,7 +164,9 @@ class Executable:
             with jax.transfer_guard_device_to_device("allow"):
                 recording.run(self._table.entries, slots, self._first_key())
             results = self._results(slots)
-            jax.block_until_ready([x for x in jax.tree.leaves(results) if x.addressable_shards])
+            if waits:
+                leaves = jax.tree.leaves(results)
+                jax.block_until_ready([x for x in leaves if x.addressable_shards])
         except BaseException as error:
             recording.cancel()
             if isinstance(error, Exception) and is_nan_error(error):

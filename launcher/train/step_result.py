@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import sys
@@ -66,6 +67,8 @@ class StepResult:
         task_seconds: the time of each task here, if the step was profiled.
         copies: digests of the replicas of the state after it, where they are checked: a process's.
         recordings: what was recorded and has not been handed on yet.
+        spent: of each process, the seconds for which its devices waited for the batch ("data"), and
+            those of garbage collection ("garbage").
     """
 
     step: int
@@ -74,6 +77,31 @@ class StepResult:
     task_seconds: dict[Task, float] = field(default_factory=dict)
     copies: tuple[Copies, ...] = ()
     recordings: tuple[Recording, ...] = ()
+    spent: tuple[dict[str, float], ...] = ()
+
+
+class GarbageTime:
+    """The seconds that Python's garbage collection takes in this process, until `close`."""
+
+    def __init__(self) -> None:
+        self._began = self._seconds = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._began = now
+        else:
+            self._seconds += now - self._began
+
+    def take(self) -> float:
+        """Return those since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Stop counting."""
+        gc.callbacks.remove(self._note)
 
 
 def with_stage_times(result: StepResult, times: StageTimes) -> StepResult:

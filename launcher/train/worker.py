@@ -6,6 +6,7 @@ plain data.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -48,6 +49,7 @@ from launcher.train.feed import Feeder, filled, own_rows
 from launcher.train.program import Program, averaged_model, build_program, with_stored_model
 from launcher.train.sampling import Sample, Sampler
 from launcher.train.step_result import (
+    GarbageTime,
     RecordingReader,
     Sent,
     StepResult,
@@ -83,6 +85,7 @@ class TrainWorker(Peer):
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._recording_reader = RecordingReader()
+        self._garbage = GarbageTime()
         self._spans = SpanRecorder()
         self._saver = Saver(self._spans)
         self._before_evaluation: StepResult | None = None
@@ -221,7 +224,12 @@ class TrainWorker(Peer):
         self._train.warm_up(self._state, self._feeder.peek(step - 1 + self._passed_over))
 
     def step(
-        self, step: int, profile: bool = False, record: bool = False, trace_in: str | None = None
+        self,
+        step: int,
+        profile: bool = False,
+        record: bool = False,
+        trace_in: str | None = None,
+        watch: bool = False,
     ) -> StepResult | None:
         """Send a step to the devices and return the result of the one before.
 
@@ -232,6 +240,7 @@ class TrainWorker(Peer):
             record: drain the pipeline, then run and record one normal step. A later result has the
                 recording.
             trace_in: the folder to keep the trace of JAX's profiler in, if there is to be one.
+            watch: record it beside the steps around it, without the profiler.
 
         Returns:
             The result of the step before, or None if there is none outstanding.
@@ -242,6 +251,7 @@ class TrainWorker(Peer):
         result = self._finish() if profile or alone else None
         if alone:
             self._recording_reader.wait()  # there is one session of JAX's profiler at a time
+        if alone or watch:
             self._spans.start()
         with self._spans.span("data", f"batch of step {step}"):
             batch, waited = self._feeder.get(step - 1 + self._passed_over)
@@ -253,7 +263,12 @@ class TrainWorker(Peer):
             (self._state, metrics), read = self._train.record(self._state, batch, keep=keep)
             self._recording_reader.add(step, self._rank, read, hand_on=record)
         else:
-            self._state, metrics = self._train(self._state, batch)
+            if watch:
+                run = functools.partial(self._train.record, profiled=False, waits=False)
+                (self._state, metrics), read = run(self._state, batch)
+                self._recording_reader.add(step, self._rank, read)
+            else:
+                self._state, metrics = self._train(self._state, batch)
             result = self._finish()
         every, digests = self._config.train.check_replicas_every, []
         if every and step % every == 0:
@@ -302,7 +317,9 @@ class TrainWorker(Peer):
         params = averaged_model(self._state, self._placed())["params"]
         return self._sampler.sample(step, params, prompts, most)
 
-    def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
+    def save(
+        self, folder: str, step: int, metadata: dict[str, Any], token: str, beside: bool = False
+    ) -> None:
         """Begin to write this process's part of the newest state; return once it is copied.
 
         `saved` must have been called for the save before.
@@ -312,9 +329,12 @@ class TrainWorker(Peer):
             step: the number of finished steps.
             metadata: JSON-able metadata of the checkpoint.
             token: a new string for every save, the same in all processes.
+            beside: whether training continues.
         """
         if self._servers and self._rank > 0:  # whose state is the first worker's
             return
+        if beside:
+            self._saver.start_process()
         keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
         self._saver.begin(Path(folder), step, self._state, metadata, keep, writers)
@@ -332,6 +352,7 @@ class TrainWorker(Peer):
         self._saver.close()
         self._fetcher.shutdown()
         self._recording_reader.close()
+        self._garbage.close()
         self._feeder.close()
         if self._transport is not None:
             jax.distributed.shutdown()
@@ -360,7 +381,8 @@ class TrainWorker(Peer):
         copies = self._digester.finish if sent.digests else None
         counted = self._train.peak_bytes
         result, self._completed = finished(sent, self._completed, copies, counted)
-        return result
+        spent = {"data": sent.stall_seconds, "garbage": self._garbage.take()}
+        return replace(result, spent=(spent,))
 
     def _with_times(self, result: StepResult | None) -> StepResult | None:
         """Return a result with the stage times, and with what was recorded and has been read."""
@@ -384,8 +406,8 @@ class Saver:
         self._save: Future[None] | None = None
 
     def start_process(self) -> None:
-        """Start the process of low priority that writes the saves from now on."""
-        self._process = checkpoint.Background()
+        """Start the process of low priority that writes the saves from now on; only once."""
+        self._process = self._process or checkpoint.Background()
 
     def begin(self, folder: Path, step: int, state: TrainState, *rest: Any) -> None:
         """Begin to write a state, like `checkpoint.save`; return once it is copied.

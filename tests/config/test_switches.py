@@ -27,8 +27,11 @@ REFUSED = [
     ("train.eval_every=0 train.eval_batches=4", "train.eval_batches"),
     ("task=export run.id=r export.dtype=bfloat16", "export.dtype"),
     ("train.eval_every=0 train.eval_batches=8", "train.eval_batches"),  # the default
-    ("train.checkpoint.every_steps=5 train.checkpoint.keep=3", "train.checkpoint.keep"),
-    ("train.checkpoint.on_error=stop", "train.checkpoint.on_error"),
+    ("train.checkpoint.every_minutes=0 train.checkpoint.keep=3", "train.checkpoint.keep"),
+    (
+        "train.checkpoint.every_minutes=0 train.checkpoint.on_error=stop",
+        "train.checkpoint.on_error",
+    ),
     (
         "optimizer.decay=constant optimizer.final_learning_rate=1e-5",
         "optimizer.final_learning_rate",
@@ -179,7 +182,8 @@ def test_the_command_of_a_run_serves_other_tasks(task, tmp_path, mine):
     words = ["recipe=smoke", "model.num_layers=3", "train.precision=bf16", "parallel.remat=none"]
     theirs = run_of(tmp_path, *words)
     asked = [f"task={task}", "run.id=r", f"run.dir={tmp_path}"]
-    assert load([*words, *asked, "train.checkpoint.every_minutes=0"]).task == task  # 0.0
+    same = ["train.checkpoint.every_minutes=auto", "optimizer.clip_norm=1"]  # 1.0
+    assert load([*words, *asked, *same]).task == task
     assert task == "export" or load(asked).model == theirs.model
     assert load([*asked, "report=none"]).task == task  # as it is
     folder = mine("model: {name: gpt, size: nano, num_layers: 7}\nwandb: {project: p}")

@@ -43,6 +43,7 @@ from launcher.driver.planning.compiled import compiler_of, verifies
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared, plans_to_try
+from launcher.driver.record.accounting import expected_fields, faults_of
 from launcher.driver.record.run_log import predicted_cost
 from launcher.driver.tasks import evaluate, generate, task
 from launcher.driver.tasks.export import ExportTask
@@ -212,7 +213,7 @@ class FakeWorkers:
         if method == "save":
             self._told.append(("save", arguments[1]))
         return SimpleNamespace(
-            result=lambda advance=None: self._answer(method, *arguments),
+            result=lambda advance=None, limit=None: self._answer(method, *arguments),
             each=lambda: [] if method == "create" else [False],
         )
 
@@ -292,6 +293,11 @@ def run_told(config: Config, third: str = ""):
 def cost_told(config: Config):
     """What the steps of a run cost by its plan."""
     return predicted_cost(config, PLAN())
+
+
+def faults_told(config: Config):
+    """The goodput and the time that are expected of all steps."""
+    return expected_fields(config, faults_of(config, PLAN()), 1.0)
 
 
 def worker_told(config: Config):

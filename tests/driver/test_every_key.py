@@ -379,7 +379,9 @@ def cluster_probes():
     for option in ("local", "emulated", "slurm", "ray"):
         priced = Probe(told.cost_told, {"cluster": {"kind": option}}, 2.5)
         yield option, "cluster.price_per_device_hour", priced
+        yield option, "cluster.hours_between_faults", Probe(told.faults_told, priced.base, 2.5)
     yield "described", "cluster.price_per_device_hour", Probe(told.cost_told, DESCRIBED, 2.5)
+    yield "described", "cluster.hours_between_faults", Probe(told.faults_told, DESCRIBED, 2.5)
     described = {"name": "x", "device.name": "H100", "device.peak_tflops": 50.0}
     described |= {"device.peak_tflops_fp32": 20.0, "device.sustained": 0.4}
     described |= {"device.memory_gib": 50.0, "device.memory_gb_per_second": 50.0}

@@ -18,6 +18,7 @@ from launcher.driver.record.step_log import DivergedError, is_evaluated
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import build_dataset, build_model
 from launcher.report.breakdown import Goodput
+from launcher.report.faults import Faults
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_train_step
@@ -188,13 +189,20 @@ def test_the_last_step_is_saved_as_often_as_others_are_also_without_a_save_at_th
 
 
 def test_when_to_save():
-    cadence = Cadence(Checkpoint(every_steps=10, every_minutes=1.0), now=0.0)
+    never = Faults().save_interval
+    cadence = Cadence(Checkpoint(every_steps=10, every_minutes=1.0), 0.0, lambda: never)
     assert not cadence.is_due(1, 59.0)
     assert cadence.is_due(2, 60.0)
     assert not cadence.is_due(3, 119.0)
     assert cadence.is_due(10, 119.0)
     assert not cadence.is_due(11, 178.0)  # the minutes count from the newest
-    assert not Cadence(Checkpoint(), now=0.0).is_due(1000, 1e6)
+    assert not Cadence(Checkpoint(every_minutes=0.0), 0.0, lambda: 1.0).is_due(1000, 1e6)
+    assert not Cadence(Checkpoint(), 0.0, lambda: never).is_due(1000, 1e6)
+    cadence = Cadence(Checkpoint(every_steps=10), 0.0, lambda: 60.0)
+    assert [cadence.is_due(*at) for at in ((2, 59.0), (3, 60.0), (10, 90.0), (11, 149.0))] == [
+        *(False, True, True),
+        False,
+    ]
 
 
 @pytest.fixture

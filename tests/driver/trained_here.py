@@ -59,7 +59,7 @@ class Asked:
         self._handle = handle
         self._future = future
 
-    def result(self):
+    def result(self, limit=None):
         self._handle.outstanding -= 1
         answer = self._future.result(60)
         return merged([answer], self._handle.plan) if isinstance(answer, StepResult) else answer

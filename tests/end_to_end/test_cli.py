@@ -112,7 +112,7 @@ def test_cfg_prints_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert yaml.safe_load(capsys.readouterr().out) == {
         "at_end": True,
         "every_steps": 0,
-        "every_minutes": 0.0,
+        "every_minutes": None,
         "keep": 2,
         "on_error": "continue",
     }

@@ -4,6 +4,7 @@ Every run here has the same plan, so it must end with the very bytes of the undi
 """
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -39,13 +40,16 @@ def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "outputs" / "one"
-    launcher = Launcher(tmp_path, *TWO_HOSTS, "cluster.step_timeout=15")
+    launcher = Launcher(tmp_path, *TWO_HOSTS)  # cluster.step_timeout=auto
     launcher.wait_for(lambda: len(lines(run)) >= 12)
     stopped = launcher.workers()[0]
     stopped.send_signal(signal.SIGSTOP)
     code, _, err = launcher.end()
     assert code == 0, err
     assert err.startswith("launcher: no answer from worker_")
+    waited = float(re.search(r" for ([\d.]+) s \(cluster.step_timeout\)", err)[1])
+    slowest = max(line["perf/step_seconds"] for line in lines(run)[:12])
+    assert 10 <= waited <= max(10, 10 * slowest)
     assert f"(process {stopped.pid} on this machine): stage" in err
     assert "its process was stopped (SIGSTOP, or a debugger); its stacks" in err
     assert "(most recent call first):" in err

@@ -61,6 +61,7 @@ class Status(Callback):
             "job_id": job_id,
             "forked_from": None,
             "exit_reason": None,
+            "slow": None,
         }
         self._made: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._lock = threading.Lock()

@@ -18,6 +18,7 @@ from launcher.driver.callback import Callback
 from launcher.driver.folder.folder import RunFolder
 from launcher.plan import Plan
 from launcher.report.breakdown import Goodput, Known, StepBreakdown, break_down, read_breakdown
+from launcher.report.faults import NO_FAULTS, Faults, expected_faults
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 
@@ -43,9 +44,8 @@ class Accounting:
         self._finished = home.finished_steps
         self._known = Known(config.train.global_batch_size, batch_tokens(config))
         self._recorded: tuple[int | None, Sequence[ProcessSpans]] | None = None
-        self.wall = WallClock(
-            _before(home, config, plan.num_devices), psutil.Process().create_time()
-        )
+        before, began = _before(home, config, plan.num_devices), psutil.Process().create_time()
+        self.wall = WallClock(before, began, faults=faults_of(config, plan))
         self.wall.lap("starting")
         self.wall.move(plan_seconds, "starting", "planning")
 
@@ -97,6 +97,28 @@ class Accounting:
         return found
 
 
+def faults_of(config: Config, plan: Plan) -> Faults:
+    """Return the faults that are expected of a run by a plan."""
+    hosts = int(plan.cluster["hosts"])
+    return expected_faults(config.cluster.hours_between_faults, hosts, plan.num_parameters)
+
+
+def expected_fields(config: Config, faults: Faults, step_seconds: float) -> dict[str, Any]:
+    """Return the fields of a summary for all steps of a run, with its saves and faults.
+
+    Args:
+        config: the run's settings.
+        faults: the faults that are expected.
+        step_seconds: the time of a step.
+    """
+    whole, saves = config.train.steps * step_seconds, config.train.checkpoint
+    minutes = saves.every_minutes
+    by_time = faults.save_interval if minutes is None else 60 * minutes
+    intervals = [by_time, saves.every_steps * step_seconds]
+    goodput = faults.goodput(min([whole, *filter(None, intervals)]))
+    return {"expected_goodput": goodput, "expected_seconds": whole / max(goodput, 1e-9)}
+
+
 def batch_tokens(config: Config) -> int | None:
     """Return the tokens of a batch, None where samples have none."""
     length = getattr(config.model, "sequence_length", None)
@@ -134,6 +156,7 @@ class WallClock(Callback):
         before: of the run's earlier starts.
         began: when this process began, in seconds since the epoch.
         clock: returns seconds since the epoch.
+        faults: what is expected before a save is measured.
 
     Attributes:
         good: the time by phases, up to the last lap.
@@ -142,8 +165,13 @@ class WallClock(Callback):
     """
 
     def __init__(
-        self, before: Goodput, began: float, clock: Callable[[], float] = time.time
+        self,
+        before: Goodput,
+        began: float,
+        clock: Callable[[], float] = time.time,
+        faults: Faults = NO_FAULTS,
     ) -> None:
+        self._faults, self._saves = faults, 0
         self.good, self.held_up, self.steps = before, 0.0, 0
         self._clock, self._at = clock, began
         # The newest steps and their seconds: a failure may lose them.
@@ -163,6 +191,13 @@ class WallClock(Callback):
     def save(self) -> None:
         """Count the time since the last lap as held up by a save."""
         self.held_up += self.lap("saving")
+        self._saves += 1
+
+    @property
+    def faults(self) -> Faults:
+        """The faults that are expected, with the mean time that a save here holds training up."""
+        each = self.held_up / self._saves if self._saves else self._faults.save_seconds
+        return replace(self._faults, save_seconds=each)
 
     def step(self, step: int, metrics: Mapping[str, float], evaluated: bool = False) -> None:
         """Count the time since the last lap to training, without the wait for data.

@@ -18,16 +18,18 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from launcher.base import LAUNCH, to_type, write_whole
+from launcher.base import LAUNCH, Clock, to_type, write_whole
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.commands import SCRIPT
+from launcher.config.cluster import machines_of
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.callback import Callbacks
 from launcher.driver.folder.folder import RunFolder
-from launcher.driver.record.accounting import Accounting, batch_tokens
+from launcher.driver.record.accounting import Accounting, batch_tokens, expected_fields, faults_of
 from launcher.driver.record.best import Best
-from launcher.driver.record.step_log import FINITE, StepLog, Timelines, warm_up
+from launcher.driver.record.slowness import Slowness
+from launcher.driver.record.step_log import FINITE, Pace, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
 from launcher.report import breakdown as step_breakdown
 from launcher.report.breakdown import StepBreakdown, breakdown_tables, in_summary, print_breakdown
@@ -45,6 +47,7 @@ from launcher.report.summary import (
     print_summary,
     write_summary,
 )
+from launcher.report.text import seconds_text
 from launcher.report.trackers.tracker import (
     CompositeTracker,
     Metrics,
@@ -81,6 +84,7 @@ def write_planned(
         **predicted(plan),
         plan_seconds=plan_seconds,
         predicted_cost=predicted_cost(config, plan),
+        **expected_fields(config, faults_of(config, plan), plan.predicted_step_seconds),
     )
     write_summary(home.path, summary)
     write_report(home.path, summary, plan, redacted(config))
@@ -152,9 +156,12 @@ class RunLog:
             lambda *table: self._trackers.table(*table),
         )
         timelines = Timelines(home.path, steps, traced, self.accounting.record)
-        self._callbacks = Callbacks(
-            home.status, self.accounting.wall, self.best, timelines, samples
-        )
+        by_pace = machines_of(config.cluster).step_timeout is None
+        pace = Pace(self._warm_up) if by_pace else None
+        tell = home.status.tell if home.status else lambda **fields: None
+        self._slowness = Slowness(plan, self._warm_up, tell)
+        own = home.status, self.accounting.wall, self.best, timelines, samples, pace, self._slowness
+        self._callbacks = Callbacks(*own)
         self.step_log = StepLog(
             self._log,
             config.train.log_every,
@@ -197,6 +204,11 @@ class RunLog:
         self._callbacks.add_hooks(self._config.hooks)
         self._callbacks.call("on_start", finished_steps, path)
 
+    def begin(self, clocks: Sequence[Clock]) -> None:
+        """Begin the steps of an attempt, whose workers have these clocks."""
+        self.step_log.timelines.begin(clocks)
+        self._slowness.begin(clocks)
+
     @property
     def _trackers(self) -> CompositeTracker:
         return CompositeTracker(
@@ -206,7 +218,15 @@ class RunLog:
     def show(self, finished_steps: int) -> None:
         """Show the steps of the attempt on the console from now on."""
         self.accounting.started(self.compile_seconds)
-        steps = self._config.train.steps
+        steps, faults = self._config.train.steps, self.accounting.wall.faults
+        left = (steps - finished_steps) * self._plan.predicted_step_seconds
+        saves = self._config.train.checkpoint
+        if saves.every_minutes is None and left > faults.save_interval:
+            _log.info(
+                f"a checkpoint about every {seconds_text(faults.save_interval)}, the newest "
+                f"{saves.keep} kept: a fault is expected every "
+                f"{faults.between_seconds / 3600:,.4g} h (cluster.hours_between_faults)"
+            )
         self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
     def close(self, finished_steps: int, why: str) -> None:
@@ -299,6 +319,10 @@ class RunLog:
         allocation = self._allocation
         found = measured(records, self._performance(), before, self._warm_up)
         accounting = self.accounting.finish(path, self.step_log.finished_steps, found)
+        step_seconds = found["step_seconds_median"] or plan.predicted_step_seconds
+        faults = self.accounting.wall.faults
+        if first_step_at is not None:
+            faults = replace(faults, restart_seconds=first_step_at - started)
         summary = Summary(
             run_id=self._home.id,
             exit_reason=reason,
@@ -306,12 +330,14 @@ class RunLog:
             failed_saves=len(self.failed_saves),
             save_error=self.failed_saves[-1] if self.failed_saves else None,
             forked_from=self._home.forked_from,
+            slow=self._slowness.worst,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
             **found,
             **in_summary(accounting),
             **predicted(plan),
             predicted_cost=predicted_cost(self._config, plan),
+            **expected_fields(self._config, faults, step_seconds),
             plan_seconds=self._plan_seconds,
             compile_seconds=self.compile_seconds,
             time_to_first_step_seconds=first_step_at and first_step_at - started,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from launcher.base import Clock, SpanRecorder
 from launcher.config.sections import Train
 from launcher.driver.callback import Callback, Callbacks
 from launcher.driver.record.accounting import WallClock
+from launcher.driver.record.slowness import Slowness
 from launcher.report.breakdown import Goodput
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 from launcher.report.trackers.tracker import Metrics
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 FINITE = ("train/loss", "train/grad_norm")
 MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
+_PATIENCE, _LEAST_SECONDS = 10, 10.0
+_PACE_STEPS, _FEWEST = 100, 3  # the newest steps, and the fewest, that make a pace
+_UNDER_WAY = 3  # steps of which the driver has no result yet
 
 _log = logging.getLogger(__name__)
 TRACES = "profile"
@@ -100,7 +105,10 @@ class StepLog:
             return
         self.finished_steps = result.step
         self.first_step_at = self.first_step_at or result.completed_at
-        self.timelines.add(result.recordings)
+        kept = [each for each in result.recordings if each.step in self.timelines.steps]
+        self.timelines.add(kept)
+        if slowness := self.callbacks.of(Slowness):
+            slowness.add(result, [each for each in result.recordings if each not in kept])
         rates = self._performance(result.metrics["perf/step_seconds"])
         metrics: Metrics = {**result.metrics, **rates}
         self._unlogged = result.step, metrics
@@ -168,6 +176,39 @@ def warm_up(finished: int, dry_steps: int = 0) -> range:
     queued behind the second.
     """
     return range(finished + (2 if dry_steps else 1), finished + 4)
+
+
+class Pace(Callback):
+    """Tells from the newest steps how long one may take before its workers are taken to hang.
+
+    That is `_PATIENCE` times the slowest of them. A step at which the run has failed gets as many
+    times more, so that a rare pause, such as of the data, cannot end the run.
+
+    Args:
+        unusual: steps that say nothing of the pace and are not judged by it; it may grow.
+    """
+
+    def __init__(self, unusual: Collection[int] = ()) -> None:
+        self._unusual = unusual
+        self._seconds: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._newest = self._failed_by = 0
+
+    def limit(self, step: int) -> float | None:
+        """Return the seconds that `step` may take; None before enough steps are known."""
+        if step in self._unusual or len(self._seconds) < _FEWEST:
+            return None
+        seconds = max(_LEAST_SECONDS, round(_PATIENCE * max(self._seconds), 1))
+        return seconds * (_PATIENCE if step <= self._failed_by else 1)
+
+    def on_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Take the time of a step."""
+        self._newest = step
+        if step not in self._unusual:
+            self._seconds.append(metrics.get("perf/step_seconds") or 0.0)
+
+    def on_restart(self, step: int, why: str) -> None:
+        """Note that one of the steps under way has failed."""
+        self._failed_by = self._newest + _UNDER_WAY
 
 
 class Timelines(Callback):
