@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 Metrics = dict[str, jax.Array]
 Scores = dict[str, jax.Array]  # of each token, float32 [batch, length]
@@ -59,6 +58,20 @@ def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, Metrics]:
     return means.pop("loss"), means
 
 
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the cross-entropy of each label, float32 [...].
+
+    The label's logit is picked by a comparison, not looked up: a look-up's gradient is a scatter,
+    for which the gradients of all logits would be stored in 32 bits.
+
+    Args:
+        logits: float32 [..., classes].
+        labels: int32 [...].
+    """
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1])
+    return jax.nn.logsumexp(logits, -1) - jnp.where(is_label, logits, 0.0).sum(-1)
+
+
 def scores_of(logits: jax.Array, targets: jax.Array, evaluates: bool) -> Scores:
     """Return each token's cross-entropy, and whether its target is the likeliest.
 
@@ -70,7 +83,7 @@ def scores_of(logits: jax.Array, targets: jax.Array, evaluates: bool) -> Scores:
         evaluates: False: leave the second out, `accuracy`, 0 or 1.
     """
     logits = logits.astype(jnp.float32)
-    scores = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
+    scores = {"loss": cross_entropy(logits, targets)}
     if evaluates:  # by the largest logit, which the loss needs, too; of equals the first
         largest, count = logits.max(-1, keepdims=True), logits.shape[-1]
         likeliest = jnp.where(logits == largest, jnp.arange(count), count).min(-1)
@@ -131,6 +144,6 @@ def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Met
         logits: float [batch, classes].
         labels: int32 [batch].
     """
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    losses = cross_entropy(logits.astype(jnp.float32), labels)
     right = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
     return jnp.mean(losses), {"accuracy": jnp.mean(right)}

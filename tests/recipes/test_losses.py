@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from filled import filled_params
 
@@ -14,7 +15,13 @@ from launcher.recipes import build_model
 from launcher.recipes.models.bert import BERTOptions
 from launcher.recipes.models.gpt import GPTOptions
 from launcher.recipes.models.llama import LlamaOptions
-from launcher.recipes.models.losses import classification, mean_of, scores_in_chunks, scores_of
+from launcher.recipes.models.losses import (
+    classification,
+    cross_entropy,
+    mean_of,
+    scores_in_chunks,
+    scores_of,
+)
 
 SIZES = {
     "vocab_size": 2048, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 64,
@@ -74,6 +81,22 @@ def test_in_16_bits_the_gradient_is_added_up_in_32():
     found, wanted = slope(jnp.bfloat16, 16), slope(jnp.float32, 1)
     np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=5e-3 * abs(wanted).max())
     assert found.dtype == jnp.float32
+
+
+def test_the_label_is_not_looked_up():
+    """The values and slopes are those of a look-up, whose gradient is a scatter."""
+    logits = 100 * jax.random.normal(jax.random.key(0), (3, 8, 32))
+    labels = jax.random.randint(jax.random.key(1), (3, 8), 0, 32)
+
+    def slopes(of):
+        return jax.value_and_grad(lambda logits: of(logits, labels).sum())
+
+    want = slopes(optax.softmax_cross_entropy_with_integer_labels)
+    jax.tree.map(np.testing.assert_array_equal, slopes(cross_entropy)(logits), want(logits))
+    scatters = [
+        "scatter" in str(jax.make_jaxpr(each)(logits)) for each in (slopes(cross_entropy), want)
+    ]
+    assert scatters == [False, True]
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert"])

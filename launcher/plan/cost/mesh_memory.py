@@ -210,11 +210,8 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     afresh = {i for i in operands if alone or is_summed_in_every(layout, i)}
     if not on_gpu:
         return Summed(afresh)
-    # Where parameters are gathered, collectives run under the whole pass.
-    buckets = [set(of.operands) - gathered for of in sync.in_pass(alone)]
     is_cut = layout.sizes[MODEL] > 1
-    if is_cut:
-        buckets = [{*operands} - gathered]
+    buckets = [{*operands}] if is_cut else [{*of.operands} for of in sync.in_pass(alone)]
     return Summed(
         afresh - gathered, gathered, buckets if is_cut or len(buckets) > 1 else (), is_cut
     )
@@ -367,9 +364,8 @@ def _gradient_bytes(i: int, cut: PartitionedStep, layout: Layout, summed: bool) 
 
 
 def _scattered_bytes(sync: GradientSync) -> int:
-    """Return the bytes of a bucket's gradients before they are scattered, and packed."""
-    of_bucket = (bucket.nbytes * (1 + (len(bucket.operands) > 1)) for bucket in sync.every)
-    return max(of_bucket, default=0)
+    """Return the bytes of a bucket that is scattered while the gradients of the next are made."""
+    return max((bucket.nbytes for bucket in sync.every[:-1]), default=0)
 
 
 def _gathered_bytes(graph: StageGraph, loss: Loss, layout: Layout) -> int:

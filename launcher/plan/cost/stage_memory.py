@@ -159,7 +159,8 @@ def footprint(
     size, working = _sizes(sharding), {}
     for k, (kind, one) in enumerate(stored_in(of, on_gpu, how).items()):
         buffers = one.apart(how.afresh)
-        inside, live = one.sizes(sharding, buffers), one.liveness
+        inside = one.sizes(sharding, buffers | one.apart(how.gathered))
+        live = one.liveness
         needs = live.peak_beside(list(buffers), inside) if buffers else live.peak(inside)
         working[kind] = one.asked(_arriving(of, k, size) + needs)
     given = (name for name in of.joint.inputs if name.kind == "activation")

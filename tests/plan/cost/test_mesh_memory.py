@@ -6,8 +6,10 @@ from layered import layered_step
 from launcher.partition.named_dims import NamedDims, Sharding
 from launcher.partition.stages import cut_stages
 from launcher.partition.task_programs import trace_stage
+from launcher.plan import local_shape
 from launcher.plan.cost.mesh_memory import Sums, mesh_activation_bytes, waiting_bytes
 from launcher.plan.cost.stage_memory import Footprint, footprint
+from launcher.plan.methods import DataParallel, Zero3Parallel
 from launcher.schedule import Kind, make_tasks, max_in_flight
 
 WIDTH, ROWS, STAGES, MICRO_BATCHES = 8, 4, 4, 6
@@ -61,6 +63,21 @@ def test_what_is_computed_again_is_held_between_the_parts_of_a_backward_pass(fou
     (one,) = footprints(found, STAGES, "full", kinds)[1].values()
     assert one.left[Kind.BACKWARD_INPUT] > 0
     assert sum(one.left.values()) == 0
+
+
+@pytest.mark.parametrize("method", [DataParallel, Zero3Parallel])
+def test_layers_computed_again_add_their_inputs_alone(method):
+    """Each is done with, gradient and all, before the one below is computed again."""
+    width, rows, devices = 2048, 2**14, 8
+    weight, activation = width * width * 4, rows * width * 4
+
+    def needed(layers):
+        step = layered_step([(width, width)] * layers, devices * rows)
+        plan = method(1, remat="full").plan(step, local_shape(devices, 1, "H100"))
+        return plan.stages[0].memory_bytes
+
+    most = activation + 3 * weight  # with its gradient and its place in a bucket
+    assert needed(8) - needed(4) <= 4 * most
 
 
 def test_the_stages_of_a_mesh_add_up(found):
