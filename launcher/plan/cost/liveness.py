@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
+from launcher.plan.cost.waiting import PutOff, put_off
 from launcher.trace import (
     ADDITIONS,
     BARRIERS,
@@ -56,7 +57,7 @@ class Liveness:
         at_once: what is added to an accumulator as soon as it is computed.
         as_soon: whether equations run as soon as they can, and sums read what is stored.
         gathered: inputs that are there in parts, and whole from their first reader to the last.
-        waits: see `_waiting`.
+        waits: see `put_off`.
         on_gpu: whether a value is stored, rather than computed for each that reads it, where that
             moves fewer bytes: the rule of XLA:GPU's priority fusion.
     """
@@ -67,7 +68,7 @@ class Liveness:
         outs: Iterable[Atom],
         at_once: Iterable[Atom] = (),
         gathered: Iterable[Var] = (),
-        waits: Sequence[Set[Var]] = (),
+        waits: Sequence[PutOff] = (),
         as_soon: bool = False,
         on_gpu: bool = False,
     ) -> None:
@@ -75,7 +76,7 @@ class Liveness:
         if on_gpu:
             self.equations = _scattered_into(self.equations)
         if waits:
-            self.equations = _waiting(self.equations, [*outs, *at_once], waits)
+            self.equations = put_off(self.equations, outs, at_once, waits)
         if as_soon or on_gpu:
             self.equations = (_as_soon if as_soon else _as_late)(self.equations)
         turned = list(map(_turned, self.equations))
@@ -253,46 +254,6 @@ def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
         own = 1 + max((level.get(v, 0) for v in eqn.invars if is_var(v)), default=0)
         level.update(dict.fromkeys(eqn.outvars, own))
     return sorted(equations, key=lambda eqn: level[eqn.outvars[0]] if eqn.outvars else 0)
-
-
-def _waiting(
-    equations: Sequence[Equation], ends: Iterable[Atom], waits: Iterable[Set[Var]]
-) -> list[Equation]:
-    """Return the equations, those of gradients that wait for one another in their new place.
-
-    They are those that nothing but one gradient follows from. They run when all that the gradients
-    of their set are made of is there.
-
-    Args:
-        equations: the program, in order.
-        ends: its results.
-        waits: sets of gradients.
-    """
-    number = {v: k for k, of in enumerate(waits) for v in of}
-    # The one result that follows from a value; None: several do.
-    reach: dict[Var, Var | None] = {v: v for v in ends if is_var(v)}
-    of_set: dict[int, list[Equation]] = {}
-    alone: set[int] = set()  # the equations that wait
-    for eqn in reversed(equations):
-        own = {reach[v] for v in eqn.outvars if v in reach}
-        gradient = own.pop() if len(own) == 1 else None
-        for v in eqn.invars:
-            if is_var(v):
-                reach[v] = gradient if reach.get(v, gradient) is gradient else None
-        if gradient in number:
-            alone.add(id(eqn))
-            of_set.setdefault(number[gradient], []).append(eqn)
-    rest = [eqn for eqn in equations if id(eqn) not in alone]
-    made = {v: place for place, eqn in enumerate(rest, 1) for v in eqn.outvars}
-    at: dict[int, list[Equation]] = {}
-    for of in of_set.values():
-        reads = (v for eqn in of for v in eqn.invars if is_var(v))
-        place = max((made.get(v, 0) for v in reads), default=0)
-        at.setdefault(place, []).extend(reversed(of))
-    found = at.get(0, [])
-    for place, eqn in enumerate(rest, 1):
-        found += [eqn, *at.get(place, ())]
-    return found
 
 
 def computed_late(equations: Sequence[Equation], gradients_in: Iterable[Var]) -> list[Equation]:
