@@ -14,6 +14,7 @@ computed for a sum.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
@@ -31,6 +32,7 @@ from launcher.trace import (
     IN_STEPS,
     LOOPS,
     MAX_POOL_GRADIENTS,
+    NEGATIONS,
     OTHER_DIMS,
     PARTIAL_SUMS,
     REDUCTIONS,
@@ -45,6 +47,7 @@ from launcher.trace import (
 )
 
 Size = Callable[[Var], float]
+_UNSPLIT = 4096  # rows whose columns XLA:GPU sums by one kernel
 _MOMENTS = 24  # of a program, at which is looked what buffers are free
 
 
@@ -82,7 +85,8 @@ class Liveness:
         turned = list(map(_turned, self.equations))
         if on_gpu:
             turned = _turned_apart(self.equations)
-        kept = _kept(self.equations, [*outs, *at_once], as_soon, on_gpu, turned)
+        columns = _columns(self.equations) if on_gpu else {}
+        kept = _kept(self.equations, [*outs, *at_once, *columns], as_soon, on_gpu, turned)
         whole = _whole(self.equations, gathered)
         behind = _behind(self.equations, kept, whole)
         end = len(self.equations)
@@ -91,6 +95,10 @@ class Liveness:
             if any(v in kept for v in eqn.outvars):
                 reads = {s for v in eqn.invars if is_var(v) for s in behind.get(v, ())}
                 last.update(dict.fromkeys((*reads, *(v for v in eqn.outvars if v in kept)), place))
+        until: dict[Var, int] = {}
+        for v, source in columns.items():
+            until[source] = max(until.get(source, 0), last[v])
+        last.update((v, until[source]) for v, source in columns.items())
         last.update((v, end) for v in outs if is_var(v) and v in last)
         ends: dict[int, list[Var]] = {}
         for v, place in last.items():
@@ -393,6 +401,27 @@ def _leaves(equations: Iterable[Equation]) -> dict[Var, frozenset[Var]]:
         of = frozenset[Var]().union(*reads)
         fuses = eqn.primitive.name in FUSED
         found.update((v, of if fuses else frozenset((v,))) for v in eqn.outvars)
+    return found
+
+
+def _columns(equations: Sequence[Equation]) -> dict[Var, Var]:
+    """Return the summands of columns that are stored, by the last value that they are made of.
+
+    XLA:GPU does not split sums of few rows. The kernel of one reads narrow values slowly, so that a
+    summand of several is stored wide first: one kernel computes all summands of the same values.
+    """
+    leaves, found = _leaves(equations), dict[Var, Var]()
+    at = {v: place for place, eqn in enumerate(equations) for v in eqn.outvars}
+    for eqn in (e for e in equations if e.primitive.name in REDUCTIONS):
+        (v,) = filter(is_var, eqn.invars)
+        while v in at and equations[at[v]].primitive.name in NEGATIONS:
+            (v,) = filter(is_var, equations[at[v]].invars)
+        rows = math.prod(v.aval.shape[d] for d in eqn.params["axes"])
+        full = [x for x in leaves.get(v, ()) if x.aval.size >= v.aval.size]
+        narrow = any(x.aval.dtype.itemsize < v.aval.dtype.itemsize for x in full)
+        computed = len(full) > 1 and equations[at[v]].primitive.name not in FORMS
+        if v.aval.ndim - 1 not in eqn.params["axes"] and rows <= _UNSPLIT and narrow and computed:
+            found[v] = max(full, key=lambda x: at.get(x, -1))
     return found
 
 

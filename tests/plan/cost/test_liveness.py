@@ -145,6 +145,13 @@ def widened(x, w):
     return (wide + 1).sum(1), (wide * 2).sum(1), jnp.sin(wide).sum(1), (wide - 4).sum(0)
 
 
+def columns(x, w):
+    """Of a kernel that sums columns of few rows, two values in 32 bits beside two in 16."""
+    a, b = (x.astype(jnp.bfloat16) @ (k * w).astype(jnp.bfloat16) for k in (1, 2))
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return (a * b).sum(0), (-(a + b)).sum(0)
+
+
 @pytest.mark.parametrize(
     ("program", "arrays"),
     [
@@ -161,6 +168,7 @@ def widened(x, w):
         (scattered_and_narrowed, 1.5),
         (largest, 5),
         (widened, 0.8),
+        (columns, 3),
     ],
     ids=lambda of: getattr(of, "__name__", ""),
 )
