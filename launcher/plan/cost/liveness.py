@@ -25,7 +25,6 @@ from launcher.trace import (
     BROADCASTS,
     CHEAP,
     COSTLY,
-    ELEMENTWISE,
     FORMS,
     FUSED,
     IN_PLACE,
@@ -500,7 +499,6 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
     """
     reads = Counter(v for eqn in equations for v in eqn.invars if is_var(v))
     made = {v for eqn in equations for v in eqn.outvars}
-    orders = _orders(equations)
     found: list[list[Var]] = []
     for eqn in equations:
         found.append([])
@@ -508,30 +506,11 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
             continue
         numbers = zip(*eqn.params["dimension_numbers"], strict=True)
         for k, (v, (contracted, batch)) in enumerate(zip(eqn.invars, numbers, strict=True)):
-            order = (is_var(v) and orders.get(v)) or [*range(v.aval.ndim)]
-            rows = [d for d in order if d not in batch and d not in contracted]
+            order = [*range(v.aval.ndim)]
+            rows = [d for d in order if d not in {*batch, *contracted}]
             fits = [*batch, *rows, *contracted], [*batch, *contracted, *rows]
             if is_var(v) and order not in fits[: k + 1] and (v not in made or reads[v] > 1):
                 found[-1].append(v)
-    return found
-
-
-def _orders(equations: Iterable[Equation]) -> dict[Var, list[int]]:
-    """Return how values lie, as their dimensions from the outermost, if not in their order.
-
-    A transposition does not move what is fused, unless something else that is fused with it lies
-    in order.
-    """
-    found: dict[Var, list[int]] = {}
-    for eqn in (e for e in equations if e.outvars):
-        out, known = eqn.outvars[0], [v for v in eqn.invars if is_var(v)]
-        alike = [found.get(v) for v in known if v.aval.shape == out.aval.shape]
-        if known and "permutation" in eqn.params:
-            turned = [*eqn.params["permutation"]]
-            order = found.get(known[0], [*range(len(turned))])
-            found[out] = [turned.index(d) for d in order]
-        elif eqn.primitive.name in ELEMENTWISE and alike and (first := alike[0]) and all(alike):
-            found[out] = first
     return found
 
 
