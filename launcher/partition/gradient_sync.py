@@ -218,8 +218,8 @@ class SumPlace:
     ties: tuple[Var, ...]
 
 
-def sum_places(program: TaskProgram, buckets: Sequence[Bucket]) -> tuple[SumPlace, ...]:
-    """Return where a task program sums its buckets, in order.
+def sum_places(program: TaskProgram, buckets: Sequence[Iterable[int]]) -> tuple[SumPlace, ...]:
+    """Return where a task program sums its buckets, in order; `buckets` are their operands.
 
     Buckets that are complete together are summed together: where the fewest bytes of the chain of
     cotangents are live before the next ones are complete, or at once where the chain is over.
@@ -230,7 +230,7 @@ def sum_places(program: TaskProgram, buckets: Sequence[Bucket]) -> tuple[SumPlac
     made = {v: n for n, eqn in enumerate(equations, 1) for v in eqn.outvars}
     by_end: dict[int, list[int]] = {}
     for k, bucket in enumerate(buckets):
-        parts = [grads[i] for i in bucket.operands]
+        parts = [grads[i] for i in bucket]
         end = max(made.get(v, 0) if is_var(v) else 0 for v in parts)
         by_end.setdefault(end, []).append(k)
     chain = _chain(program, made)

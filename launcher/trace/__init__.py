@@ -73,6 +73,7 @@ from launcher.trace.ir.primitive_kinds import LENGTHENING as LENGTHENING
 from launcher.trace.ir.primitive_kinds import LOOPS as LOOPS
 from launcher.trace.ir.primitive_kinds import MAX_POOL_GRADIENTS as MAX_POOL_GRADIENTS
 from launcher.trace.ir.primitive_kinds import MOVES as MOVES
+from launcher.trace.ir.primitive_kinds import NEGATIONS as NEGATIONS
 from launcher.trace.ir.primitive_kinds import OTHER_DIMS as OTHER_DIMS
 from launcher.trace.ir.primitive_kinds import OWN_KERNELS as OWN_KERNELS
 from launcher.trace.ir.primitive_kinds import PARTIAL_SUMS as PARTIAL_SUMS

@@ -14,23 +14,24 @@ computed for a sum.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
+from launcher.plan.cost.waiting import PutOff, put_off
 from launcher.trace import (
     ADDITIONS,
     BARRIERS,
     BROADCASTS,
     CHEAP,
     COSTLY,
-    ELEMENTWISE,
     FORMS,
     FUSED,
     IN_PLACE,
     IN_STEPS,
     LOOPS,
     MAX_POOL_GRADIENTS,
+    NEGATIONS,
     OTHER_DIMS,
     PARTIAL_SUMS,
     REDUCTIONS,
@@ -45,6 +46,7 @@ from launcher.trace import (
 )
 
 Size = Callable[[Var], float]
+_UNSPLIT = 4096  # rows whose columns XLA:GPU sums by one kernel
 _MOMENTS = 24  # of a program, at which is looked what buffers are free
 
 
@@ -57,7 +59,7 @@ class Liveness:
         at_once: what is added to an accumulator as soon as it is computed.
         as_soon: whether equations run as soon as they can, and sums read what is stored.
         gathered: inputs that are there in parts, and whole from their first reader to the last.
-        waits: see `_waiting`.
+        waits: see `put_off`.
         on_gpu: whether a value is stored, rather than computed for each that reads it, where that
             moves fewer bytes: the rule of XLA:GPU's priority fusion.
     """
@@ -68,7 +70,7 @@ class Liveness:
         outs: Iterable[Atom],
         at_once: Iterable[Atom] = (),
         gathered: Iterable[Var] = (),
-        waits: Sequence[Set[Var]] = (),
+        waits: Sequence[PutOff] = (),
         as_soon: bool = False,
         on_gpu: bool = False,
     ) -> None:
@@ -76,13 +78,14 @@ class Liveness:
         if on_gpu:
             self.equations = _scattered_into(self.equations)
         if waits:
-            self.equations = _waiting(self.equations, [*outs, *at_once], waits)
+            self.equations = put_off(self.equations, outs, at_once, waits)
         if as_soon or on_gpu:
             self.equations = (_as_soon if as_soon else _as_late)(self.equations)
         turned = list(map(_turned, self.equations))
         if on_gpu:
             turned = _turned_apart(self.equations)
-        kept = _kept(self.equations, [*outs, *at_once], as_soon, on_gpu, turned)
+        columns = _columns(self.equations) if on_gpu else {}
+        kept = _kept(self.equations, [*outs, *at_once, *columns], as_soon, on_gpu, turned)
         whole = _whole(self.equations, gathered)
         behind = _behind(self.equations, kept, whole)
         end = len(self.equations)
@@ -91,6 +94,10 @@ class Liveness:
             if any(v in kept for v in eqn.outvars):
                 reads = {s for v in eqn.invars if is_var(v) for s in behind.get(v, ())}
                 last.update(dict.fromkeys((*reads, *(v for v in eqn.outvars if v in kept)), place))
+        until: dict[Var, int] = {}
+        for v, source in columns.items():
+            until[source] = max(until.get(source, 0), last[v])
+        last.update((v, until[source]) for v, source in columns.items())
         last.update((v, end) for v in outs if is_var(v) and v in last)
         ends: dict[int, list[Var]] = {}
         for v, place in last.items():
@@ -256,48 +263,6 @@ def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
     return sorted(equations, key=lambda eqn: level[eqn.outvars[0]] if eqn.outvars else 0)
 
 
-def _waiting(
-    equations: Sequence[Equation], ends: Iterable[Atom], waits: Iterable[Set[Var]]
-) -> list[Equation]:
-    """Return the equations, those of gradients that wait for one another in their new place.
-
-    They are those that nothing but one gradient follows from. They run when all that the gradients
-    of their set are made of is there, and not before what stands before the first of them.
-
-    Args:
-        equations: the program, in order.
-        ends: its results.
-        waits: sets of gradients.
-    """
-    number = {v: k for k, of in enumerate(waits) for v in of}
-    # The one result that follows from a value; None: several do.
-    reach: dict[Var, Var | None] = {v: v for v in ends if is_var(v)}
-    of_set: dict[int, list[Equation]] = {}
-    alone: set[int] = set()  # the equations that wait
-    for eqn in reversed(equations):
-        own = {reach[v] for v in eqn.outvars if v in reach}
-        gradient = own.pop() if len(own) == 1 else None
-        for v in eqn.invars:
-            if is_var(v):
-                reach[v] = gradient if reach.get(v, gradient) is gradient else None
-        if gradient in number:
-            alone.add(id(eqn))
-            of_set.setdefault(number[gradient], []).append(eqn)
-    rest = [eqn for eqn in equations if id(eqn) not in alone]
-    made = {v: place for place, eqn in enumerate(rest, 1) for v in eqn.outvars}
-    runs = itertools.accumulate((id(eqn) not in alone for eqn in equations), initial=0)
-    before = {id(eqn): count for eqn, count in zip(equations, runs, strict=False)}
-    at: dict[int, list[Equation]] = {}
-    for of in of_set.values():
-        reads = (v for eqn in of for v in eqn.invars if is_var(v))
-        place = max(before[id(of[-1])], 0, *(made.get(v, 0) for v in reads))
-        at.setdefault(place, []).extend(reversed(of))
-    found = at.get(0, [])
-    for place, eqn in enumerate(rest, 1):
-        found += [eqn, *at.get(place, ())]
-    return found
-
-
 def computed_late(equations: Sequence[Equation], gradients_in: Iterable[Var]) -> list[Equation]:
     """Return the equations, those that depend on no gradient each just before its first reader.
 
@@ -438,6 +403,27 @@ def _leaves(equations: Iterable[Equation]) -> dict[Var, frozenset[Var]]:
     return found
 
 
+def _columns(equations: Sequence[Equation]) -> dict[Var, Var]:
+    """Return the summands of columns that are stored, by the last value that they are made of.
+
+    XLA:GPU does not split sums of few rows. The kernel of one reads narrow values slowly, so that a
+    summand of several is stored wide first: one kernel computes all summands of the same values.
+    """
+    leaves, found = _leaves(equations), dict[Var, Var]()
+    at = {v: place for place, eqn in enumerate(equations) for v in eqn.outvars}
+    for eqn in (e for e in equations if e.primitive.name in REDUCTIONS):
+        (v,) = filter(is_var, eqn.invars)
+        while v in at and equations[at[v]].primitive.name in NEGATIONS:
+            (v,) = filter(is_var, equations[at[v]].invars)
+        rows = math.prod(v.aval.shape[d] for d in eqn.params["axes"])
+        full = [x for x in leaves.get(v, ()) if x.aval.size >= v.aval.size]
+        narrow = any(x.aval.dtype.itemsize < v.aval.dtype.itemsize for x in full)
+        computed = len(full) > 1 and equations[at[v]].primitive.name not in FORMS
+        if v.aval.ndim - 1 not in eqn.params["axes"] and rows <= _UNSPLIT and narrow and computed:
+            found[v] = max(full, key=lambda x: at.get(x, -1))
+    return found
+
+
 def is_folded(eqn: Equation) -> bool:
     """Return whether a product of XLA:GPU reads through an equation, as another order of dims."""
     return eqn.primitive.name in OTHER_DIMS
@@ -513,7 +499,6 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
     """
     reads = Counter(v for eqn in equations for v in eqn.invars if is_var(v))
     made = {v for eqn in equations for v in eqn.outvars}
-    orders = _orders(equations)
     found: list[list[Var]] = []
     for eqn in equations:
         found.append([])
@@ -521,30 +506,11 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
             continue
         numbers = zip(*eqn.params["dimension_numbers"], strict=True)
         for k, (v, (contracted, batch)) in enumerate(zip(eqn.invars, numbers, strict=True)):
-            order = (is_var(v) and orders.get(v)) or [*range(v.aval.ndim)]
-            rows = [d for d in order if d not in batch and d not in contracted]
+            order = [*range(v.aval.ndim)]
+            rows = [d for d in order if d not in {*batch, *contracted}]
             fits = [*batch, *rows, *contracted], [*batch, *contracted, *rows]
             if is_var(v) and order not in fits[: k + 1] and (v not in made or reads[v] > 1):
                 found[-1].append(v)
-    return found
-
-
-def _orders(equations: Iterable[Equation]) -> dict[Var, list[int]]:
-    """Return how values lie, as their dimensions from the outermost, if not in their order.
-
-    A transposition does not move what is fused, unless something else that is fused with it lies
-    in order.
-    """
-    found: dict[Var, list[int]] = {}
-    for eqn in (e for e in equations if e.outvars):
-        out, known = eqn.outvars[0], [v for v in eqn.invars if is_var(v)]
-        alike = [found.get(v) for v in known if v.aval.shape == out.aval.shape]
-        if known and "permutation" in eqn.params:
-            turned = [*eqn.params["permutation"]]
-            order = found.get(known[0], [*range(len(turned))])
-            found[out] = [turned.index(d) for d in order]
-        elif eqn.primitive.name in ELEMENTWISE and alike and (first := alike[0]) and all(alike):
-            found[out] = first
     return found
 
 

@@ -5,6 +5,7 @@ The task programs are those that the runtime will run, cut out of the same joint
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from launcher.partition import (
     StagePrograms,
     TaskProgram,
     opened,
+    sum_places,
 )
 from launcher.plan.cost.liveness import Liveness, Size, computed_late, is_folded
+from launcher.plan.cost.waiting import PutOff
 from launcher.schedule import Kind
 from launcher.trace import CONTRACTIONS, FUSED, Aval, Equation, Var, dependents, is_var, nbytes
 
@@ -105,10 +108,18 @@ class Stored:
         is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
         whole = [v for v, name in is_operand if name.of in how.gathered]
         products = {v for v in self.gradients if by.get(v) == "dot_general"}
-        waits = [{v for v in products if self.gradients[v] in of} for of in how.together]
+        own = {*self.gradients.values()}
+        together = [of & own for of in how.together if of & own]
+        waits = [
+            PutOff(products & self.apart(together[k]), () if how.is_cut else place.ties)
+            for place in sum_places(dataclasses.replace(one, closed=self.jaxpr), together)
+            for k in place.buckets
+        ]
         if how.is_cut:
-            waits.append({v for v in self.gradients if by.get(v) in CONTRACTIONS} - products)
-        waits.append(products.difference(*waits, self.apart(how.afresh)))
+            convolved = {v for v in self.gradients if by.get(v) in CONTRACTIONS} - products
+            waits.append(PutOff(convolved))
+        known = (of.gradients for of in waits)
+        waits.append(PutOff(products.difference(*known, self.apart(how.afresh))))
         after = [v for v, name in self.inputs.items() if name.kind in ("cotangent", "seed")]
         equations = computed_late(self.jaxpr.eqns, after)
         self.liveness = Liveness(equations, held, summed, whole, waits, on_gpu=True)

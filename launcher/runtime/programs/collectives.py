@@ -225,7 +225,7 @@ def with_sums(
     It is `fun(summand, *inputs) -> (the program's results, each bucket's `total`)`; a bucket gets
     `summand(name, value)` of each of its gradients.
     """
-    closed, places = program.closed, sum_places(program, [each.bucket for each in sums])
+    closed, places = program.closed, sum_places(program, [each.bucket.operands for each in sums])
     grads = dict(zip(program.outputs, closed.outvars, strict=True))
 
     def fun(summand: Callable[[Name, Any], Any], *given: Any) -> tuple[Any, list[Any]]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.plan.cost.liveness import Liveness, computed_late
+from launcher.plan.cost.waiting import PutOff
 from launcher.trace.ir.jaxpr import make_jaxpr, nbytes
 
 ROWS, WIDTH = 8, 16
@@ -144,6 +145,13 @@ def widened(x, w):
     return (wide + 1).sum(1), (wide * 2).sum(1), jnp.sin(wide).sum(1), (wide - 4).sum(0)
 
 
+def columns(x, w):
+    """Of a kernel that sums columns of few rows, two values in 32 bits beside two in 16."""
+    a, b = (x.astype(jnp.bfloat16) @ (k * w).astype(jnp.bfloat16) for k in (1, 2))
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return (a * b).sum(0), (-(a + b)).sum(0)
+
+
 @pytest.mark.parametrize(
     ("program", "arrays"),
     [
@@ -160,6 +168,7 @@ def widened(x, w):
         (scattered_and_narrowed, 1.5),
         (largest, 5),
         (widened, 0.8),
+        (columns, 3),
     ],
     ids=lambda of: getattr(of, "__name__", ""),
 )
@@ -183,10 +192,9 @@ def of_columns(scores, x):
     [
         (lambda s, x: (of_columns(jnp.tanh(of_columns(s, s)), x),), 1),
         (lambda s, x: (of_rows(y := jnp.tanh(of_columns(s, s)), x), of_columns(y, x)), 3),
-        (lambda s, x: (of_columns(y := 2 * s.transpose(1, 0, 2), x), of_columns(y, x)), 3),
         (lambda s, x: of_columns(s.transpose(1, 0, 2) + 1, x), 1),
     ],
-    ids=["as it lies", "turned beside", "lies otherwise", "made for one"],
+    ids=["as it lies", "turned beside", "made for one"],
 )
 def test_operands_of_batches_of_products_are_copied_on_gpus(program, squares):
     """`scores` of pairs, which the first product of two copies for itself."""
@@ -214,25 +222,30 @@ def test_what_no_gradient_makes_is_computed_just_before_it_is_read():
     assert names(computed_late(jaxpr.eqns, [])) == ["tanh", "exp"]
 
 
-def test_gradients_of_a_set_wait_for_one_another():
-    """The first product is a gradient's alone: it waits for what the second is made of."""
+def test_gradients_of_a_set_wait_for_one_another_and_for_its_ties():
+    """The first product is a gradient's alone: it waits for what the second is made of.
+
+    So does one for a gradient of no set, if the set has ties.
+    """
 
     def program(x, w):
         y = jnp.tanh(x @ w)
-        first, z = y.T @ y, jnp.tanh(y @ w)
-        return first, z.T @ x, z
+        first, part, z = y.T @ y, x.T @ y, jnp.tanh(y @ w)
+        u = jnp.sin(z @ w)
+        return first, z.T @ x, part + u.T @ u, u
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((ROWS, WIDTH), (WIDTH, WIDTH))]
     jaxpr = make_jaxpr(program, *shapes)
+    gradients, held = jaxpr.outvars[:3], jaxpr.outvars[3:]
 
-    gradients, held = jaxpr.outvars[:2], jaxpr.outvars[2:]
+    def order(*ties):
+        waits = [PutOff(set(gradients[:2]), ties)]
+        equations = Liveness(jaxpr.eqns, held, gradients, waits=waits, on_gpu=True).equations
+        names = [e.primitive.name[0] + str(e.outvars[0].aval.shape[0]) for e in equations]
+        return "".join(name[0] for name in names if name in ("t8", "s8", "d16"))
 
-    def order(waits):
-        liveness = Liveness(jaxpr.eqns, held, gradients, waits=waits, on_gpu=True)
-        return [v.aval.shape for eqn in liveness.equations for v in eqn.outvars].index((WIDTH,) * 2)
-
-    first, waiting = order([]), order([set(gradients)])
-    assert waiting == first + 2  # the rest of the pass goes first
+    assert order() == "tdtdds" + "d"
+    assert order(*held) == "tts" + "dddd"
 
 
 def test_what_is_gathered_is_whole_from_its_first_reader_to_its_last():
