@@ -60,23 +60,32 @@ def view_share(state: Any) -> Any:
     return _on_host(state, _held, np.asarray)
 
 
+def outline_share(state: Any) -> Any:
+    """Return the same with arrays of one element's memory as the values: shapes and types alone."""
+    return _on_host(state, _held, _shape_alone)
+
+
 _Find = Callable[[jax.Array], list[jax.Shard]]
 _Fetch = Callable[[jax.Array], np.ndarray]
 
 
 def _on_host(state: Any, find: _Find, fetch: _Fetch) -> Any:
-    def start(leaf: Any) -> Any:
+    def found_in(leaf: Any) -> Any:
         if isinstance(leaf, StackedArray):
-            return [start(row) for row in leaf.rows]
-        found = find(leaf) if isinstance(leaf, jax.Array) else []
-        for shard in found:
-            shard.data.copy_to_host_async()  # start all before waiting for the first
-        return found
+            return [found_in(row) for row in leaf.rows]
+        return find(leaf) if isinstance(leaf, jax.Array) else []
 
     leaves, tree = jax.tree.flatten(state)
-    started = [start(leaf) for leaf in leaves]
-    shards = [_shards(leaf, found, fetch) for leaf, found in zip(leaves, started, strict=True)]
+    found = [found_in(leaf) for leaf in leaves]
+    if fetch is not _shape_alone:
+        for shard in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, jax.Shard)):
+            shard.data.copy_to_host_async()  # start all before waiting for the first
+    shards = [_shards(*each, fetch) for each in zip(leaves, found, strict=True)]
     return jax.tree.unflatten(tree, shards)
+
+
+def _shape_alone(data: jax.Array) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), data.dtype), data.shape)
 
 
 def _own(array: jax.Array) -> list[jax.Shard]:

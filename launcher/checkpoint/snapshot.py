@@ -27,6 +27,7 @@ import os
 import sys
 import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,7 @@ import xxhash
 
 from launcher.arrays.stacked_array import StackedArray
 from launcher.base import parse_json, read_bytes, write_whole
-from launcher.checkpoint.shards import Index, OwnedShards, view_share
+from launcher.checkpoint.shards import Index, OwnedShards, outline_share, view_share
 from launcher.checkpoint.train_state import TrainState, flat_name
 from launcher.checkpoint.write import stored_parts
 
@@ -184,7 +185,8 @@ class Snapshots:
         self._buffers = [Buffer(path) for path in paths]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._layout: ShareLayout | None = None
-        self._newest: tuple[TrainState, Future[Buffer]] | None = None
+        # With the state itself, copies of its arrays that JAX keeps would stay.
+        self._newest: tuple[weakref.ref[TrainState], Future[Buffer]] | None = None
         self._seconds = deque[float]()  # of copies that `spent` has not returned
 
     def reserve(self, state: TrainState, step: int, folder: Path) -> str | None:
@@ -194,7 +196,7 @@ class Snapshots:
         """
         for buffer in self._buffers:
             buffer.forget(after=step)
-        self._layout = layout = lay_out(view_share(stored_parts(state)))
+        self._layout = layout = lay_out(outline_share(stored_parts(state)))
         needed, shared = len(self._buffers) * layout.size, os.statvfs(folder)
         taken = sum(buffer.taken for buffer in self._buffers)
         free = shared.f_bavail * shared.f_frsize
@@ -214,17 +216,16 @@ class Snapshots:
         """
         if self._newest is not None:
             newest, taken = self._newest
-            if newest is state:
+            if newest() is state:
                 return taken
             taken.result()
         parts = stored_parts(state)
         jax.block_until_ready([x for x in jax.tree.leaves(parts) if x.addressable_shards])
         began = time.perf_counter()
         views = view_share(parts)
-        if self._layout is None:
-            self._layout = lay_out(views)
+        self._layout = self._layout or lay_out(views)
         taken = self._thread.submit(self._copy, step, views, self._layout, began)
-        self._newest = state, taken
+        self._newest = weakref.ref(state), taken
         return taken
 
     def hold(self, step: int, state: TrainState) -> Future[Pages]:
