@@ -139,6 +139,8 @@ class Buffer:
     @property
     def opened_as(self) -> str:
         """The path by which a process of this user opens it while this one has it open."""
+        if self.path is not None:
+            return str(self.path)
         place = f"/proc/{os.getpid()}" if sys.platform == "linux" else "/dev"
         return f"{place}/fd/{self._file}"
 

@@ -96,10 +96,9 @@ def main() -> None:
     finally:
         end_everything()
         shutil.rmtree(given.scratch, ignore_errors=True)
-        for owned in (
-            given.own if os.getppid() != given.driver else ()
-        ):  # else the driver deletes it
-            shutil.rmtree(owned, ignore_errors=True)
+        if os.getppid() != given.driver:  # else the driver deletes them
+            for owned in given.own:
+                shutil.rmtree(owned, ignore_errors=True)
     sys.exit(int(ended))
 
 
