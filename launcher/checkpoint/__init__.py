@@ -6,9 +6,10 @@ Any JAX program reads them with stock Orbax, on any number of devices and withou
 checkpoint (settings, plan, next batch) is JSON in the same folder, and `checksums.json` there holds
 a checksum of every file, so that a damaged checkpoint is recognised.
 
-`shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
-holding up training, `layout` detects damage, `choose` picks the checkpoint to resume from, and
-`finished` is the model for other programs; `flat` and `hugging_face` are the files of these.
+`shards` is a process's part of a state, `write` and `read` move it, `snapshot` keeps it in memory,
+`background` writes it from there without holding up training, `layout` detects damage, `choose`
+picks the checkpoint to resume from, and `finished` is the model for other programs; `flat` and
+`hugging_face` are the files of these.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
 
@@ -31,6 +32,7 @@ from launcher.checkpoint.layout import write_best as write_best
 
 if TYPE_CHECKING:
     from launcher.checkpoint.background import Background as Background
+    from launcher.checkpoint.background import Saver as Saver
     from launcher.checkpoint.finished import FinishedModel as FinishedModel
     from launcher.checkpoint.finished import export_hugging_face as export_hugging_face
     from launcher.checkpoint.flat import Mismatch as Mismatch
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from launcher.checkpoint.read import restore_parts as restore_parts
     from launcher.checkpoint.read import stored_shapes as stored_shapes
     from launcher.checkpoint.shards import copy_to_host as copy_to_host
+    from launcher.checkpoint.snapshot import Snapshot as Snapshot
+    from launcher.checkpoint.snapshot import intact as intact
+    from launcher.checkpoint.snapshot import newest_of_all as newest_of_all
+    from launcher.checkpoint.snapshot import restored as restored
     from launcher.checkpoint.write import SaveError as SaveError
     from launcher.checkpoint.write import Writers as Writers
     from launcher.checkpoint.write import save as save
@@ -51,7 +57,7 @@ if TYPE_CHECKING:
 
 # Modules that need JAX, and their names that are imported from here.
 _HOMES = {
-    "background": ("Background",),
+    "background": ("Background", "Saver"),
     "finished": ("FinishedModel", "export_hugging_face"),
     "flat": ("Mismatch", "write_flat"),
     "orbax_compat": ("PLACEHOLDER",),
@@ -60,6 +66,7 @@ _HOMES = {
         "stored_shapes",
     ),
     "shards": ("copy_to_host",),
+    "snapshot": ("Snapshot", "intact", "newest_of_all", "restored"),
     "write": ("SaveError", "Writers", "save", "save_parts"),
 }
 

@@ -1,47 +1,38 @@
-"""A process of low priority that writes checkpoints while this one trains.
+"""Write checkpoints while training continues, in a process of low priority where one is worth it.
 
 In a thread of the training process the same work would hold up training: it takes the interpreter's
 lock, which a step needs a little all the time, and competes for the processor on equal terms. The
 process here gets only what is left over (on a busy core, 3 %), and everything when nothing trains.
 
-The arrays pass through shared memory, which is kept from save to save, since allocating it costs
-more than copying. It takes as much of the host's memory as this process's part of a state.
+It maps the memory that the state was copied to (`snapshot.Pages`), so that nothing is copied again.
 """
 
 from __future__ import annotations
 
-import io
-import mmap
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 
-from launcher.base import end_with_parent
+from launcher.base import SpanRecorder, end_with_parent
 from launcher.checkpoint.layout import partial_path
-from launcher.checkpoint.shards import view_on_host
-from launcher.checkpoint.write import SaveError, Writers, abandon, save, stored_parts
+from launcher.checkpoint.snapshot import Pages, Snapshots, keep_snapshots
+from launcher.checkpoint.write import SaveError, Writers, abandon, save
 from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
 
 _LOOK_SECONDS = 5.0
 _NICENESS = 15  # relative to this process
 _MOST_NICENESS = 19
-_ALIGNMENT = 64  # bytes
 _ALONE = Writers()
-_PART = 2**22  # bytes that one thread copies at a time
-_THREADS = 8
 _PROGRAM = f"from {__name__} import serve; serve()"
 
 
@@ -56,8 +47,6 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._memory = os.memfd_create("state")
-        self._view: mmap.mmap | None = None
         self._start()
 
     @property
@@ -65,33 +54,16 @@ class Background:
         """The process's id."""
         return self._process.pid
 
-    def copy_to_host(self, state: Any) -> bytes:
-        """Copy a state's arrays to shared memory once they are computed, for the next `save`.
-
-        The result is valid for one `save`.
-        """
-        message, buffers = _pickled(stored_parts(view_on_host(state)))
-        places, end = [], 0
-        for buffer in buffers:
-            places.append((end, buffer.nbytes))
-            end += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if end and (self._view is None or len(self._view) != end):
-            os.ftruncate(self._memory, end)
-            self._view = mmap.mmap(self._memory, end)
-        if self._view is not None:
-            _copy(buffers, np.frombuffer(self._view, np.uint8), [start for start, _ in places])
-        return pickle.dumps((message, places, end))
-
     def save(
         self,
         folder: Path,
         step: int,
-        state: bytes,
+        pages: Pages,
         metadata: dict[str, Any],
         keep: int | None = None,
         writers: Writers = _ALONE,
     ) -> None:
-        """Run `checkpoint.save` in the process, on what `copy_to_host` has returned; wait for it.
+        """Run `checkpoint.save` in the process, on the pages of a state; wait for it.
 
         Raises:
             SaveError: as of `checkpoint.save`, or the process ended or was stopped. A stopped
@@ -99,7 +71,7 @@ class Background:
         """
         arguments = (folder, step, metadata, keep, writers)
         try:
-            self._connection.send((state, arguments))
+            self._connection.send((pages, arguments))
             kind, message = self._answer()
         except (EOFError, OSError) as error:
             code = self._end()
@@ -129,19 +101,18 @@ class Background:
     def close(self) -> None:
         """Kill the process."""
         self._end()
-        os.close(self._memory)
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        handed = [theirs.fileno(), self._memory]
-        command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, handed)]
+        handed = theirs.fileno()
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(handed)]
         environ = _environment(os.environ, sys.path)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)  # the process inherits it
         try:
             # In this session: the kernel's `autogroup` gives sessions equal shares of the
             # processors, whatever the niceness.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=handed, env=environ, process_group=0
+                command, stdin=subprocess.DEVNULL, pass_fds=[handed], env=environ, process_group=0
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -163,55 +134,93 @@ def _environment(environ: Mapping[str, str], search_path: Sequence[str]) -> dict
     return kept | {"PYTHONPATH": folders, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles a value without its arrays' contents, for types of JAX's own as well."""
+class Saver:
+    """Writes this process's part of a state, one save at a time.
 
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, np.ndarray):
-            return NotImplemented
-        contents = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
-        return np.ndarray, (obj.shape, obj.dtype, pickle.PickleBuffer(contents.data))
+    Args:
+        spans: records writing.
 
+    Attributes:
+        snapshots: the memory that states are copied to; until snapshots are kept, nobody finds it.
+    """
 
-def _pickled(value: Any) -> tuple[bytes, list[memoryview]]:
-    """Return a pickled value without the contents of its arrays, and these contents."""
-    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return file.getvalue(), [buffer.raw() for buffer in buffers]
+    def __init__(self, spans: SpanRecorder) -> None:
+        self._spans, self.snapshots = spans, Snapshots()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._process: Background | None = None
+        self._save: Future[None] | None = None
 
+    def start_process(self) -> None:
+        """Start the process of low priority that writes the saves from now on; only once."""
+        self._process = self._process or Background()
 
-def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[int]) -> None:
-    """Copy each buffer to its start in `target` on all processors, as training waits for it."""
-    jobs = []
-    for buffer, start in zip(buffers, starts, strict=True):
-        source = np.frombuffer(buffer, np.uint8)
-        for at in range(0, source.size, _PART):
-            part = source[at : at + _PART]
-            jobs.append((target[start + at : start + at + part.size], part))
+    def keep_snapshots(self, *arguments: Any) -> str | None:
+        """Keep snapshots, as `keep_snapshots`, unless it says why not; return that."""
+        kept = keep_snapshots(*arguments)
+        if isinstance(kept, str):
+            return kept
+        self.drop_snapshots()
+        self.snapshots = kept
+        return None
 
-    def copy(share: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        for to, part in share:
-            np.copyto(to, part)  # releases the interpreter's lock
+    def drop_snapshots(self) -> None:
+        """Give the memory for snapshots back; saves take what they need."""
+        self.snapshots.close()
+        self.snapshots = Snapshots()
 
-    threads = min(_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
-        list(pool.map(copy, [jobs[i::threads] for i in range(threads)]))
+    def begin(self, folder: Path, step: int, state: Any, *rest: Any) -> None:
+        """Begin to write a state, like `save`; return once it may be overwritten.
+
+        `finish` must have been called for the save before.
+        """
+        assert self._save is None
+        with self._spans.span("save", f"views of the state after step {step}"):
+            copied = self.snapshots.hold(step, state)
+        self._save = self._thread.submit(self._write, copied, folder, step, *rest)
+
+    def _write(self, copied: Future[Pages], folder: Path, step: int, *rest: Any) -> None:
+        with self._spans.span("save", f"state after step {step}"):
+            pages = copied.result()
+            try:
+                # A save at the end of a run holds nothing up: not worth starting a process.
+                if self._process is not None:
+                    self._process.save(folder, step, pages, *rest)
+                else:
+                    save(folder, step, pages.state(), *rest)
+            finally:
+                self.snapshots.release()
+
+    def is_writing(self, seconds: float) -> bool:
+        """Wait for up to `seconds`; return whether the save is still being written."""
+        return bool(self._save and wait([self._save], seconds).not_done)
+
+    def finish(self) -> str | None:
+        """Wait for the save in progress; return why it failed, or None if it did not."""
+        under_way, self._save = self._save, None
+        try:
+            if under_way is not None:
+                under_way.result()
+        except SaveError as error:
+            return str(error)
+        return None
+
+    def close(self) -> None:
+        """Stop the thread and the process, once the save in progress is written."""
+        self._thread.shutdown()
+        self.snapshots.close()
+        if self._process is not None:
+            self._process.close()
 
 
 def serve() -> None:
     """Save states on request until the other end closes: the whole program of the process."""
     end_with_parent()
-    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    connection = Connection(int(sys.argv[1]))
     with suppress(EOFError, ConnectionError):  # the worker is gone
         while True:
-            copy, arguments = connection.recv()
-            message, places, size = pickle.loads(copy)
-            view = memoryview(mmap.mmap(memory, size) if size else b"")
-            buffers = [view[start : start + length] for start, length in places]
-            state = SimpleNamespace(**pickle.loads(message, buffers=buffers))
-            folder, step, metadata, keep, writers = arguments
+            pages, (folder, step, metadata, keep, writers) = connection.recv()
             try:
-                save(folder, step, state, metadata, keep, writers)
+                save(folder, step, pages.state(), metadata, keep, writers)
             except SaveError as error:
                 connection.send(("refused", str(error)))
             except Exception:

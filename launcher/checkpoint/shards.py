@@ -1,4 +1,4 @@
-"""Host copies of the shards that a process owns and therefore writes.
+"""Host copies of the shards of a process: those that it owns and therefore writes, and the others.
 
 A shard belongs to the process that has the first of its replicas. A process writes its own shards,
 and no array is ever gathered.
@@ -27,12 +27,14 @@ class OwnedShards:
         dtype: its type.
         shard_shape: the shape of a shard, the same for all.
         shards: the index and the value of each shard; empty if none is here.
+        others: the same of shards here that another process is to write, where they are asked for.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     shard_shape: tuple[int, ...]
     shards: tuple[tuple[Index, np.ndarray], ...]
+    others: tuple[tuple[Index, np.ndarray], ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -46,54 +48,84 @@ def copy_to_host(state: Any) -> Any:
 
     The copies are needed because the next step overwrites the devices' arrays.
     """
-    return _owned_in(state, _copy_on_host)
+    return _on_host(state, _own, _copy_on_host)
 
 
-def view_on_host(state: Any) -> Any:
-    """Return the same as `copy_to_host`, but as views where the arrays allow it.
+def view_share(state: Any) -> Any:
+    """Return the same with the `others`: each distinct shard here, once.
 
-    The views are valid only as long as the arrays.
+    The values are views where the arrays allow it. While a view lives, XLA leaves its memory as it
+    is, also where a step takes the array to overwrite it.
     """
-    return _owned_in(state, np.asarray)
+    return _on_host(state, _held, np.asarray)
 
 
-def _owned_in(state: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Any:
-    for leaf in jax.tree.leaves(state):
-        for shard in _own(leaf):
+def outline_share(state: Any) -> Any:
+    """Return the same with arrays of one element's memory as the values: shapes and types alone."""
+    return _on_host(state, _held, _shape_alone)
+
+
+_Find = Callable[[jax.Array], list[jax.Shard]]
+_Fetch = Callable[[jax.Array], np.ndarray]
+
+
+def _on_host(state: Any, find: _Find, fetch: _Fetch) -> Any:
+    def found_in(leaf: Any) -> Any:
+        if isinstance(leaf, StackedArray):
+            return [found_in(row) for row in leaf.rows]
+        return find(leaf) if isinstance(leaf, jax.Array) else []
+
+    leaves, tree = jax.tree.flatten(state)
+    found = [found_in(leaf) for leaf in leaves]
+    if fetch is not _shape_alone:
+        for shard in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, jax.Shard)):
             shard.data.copy_to_host_async()  # start all before waiting for the first
-    return jax.tree.map(lambda leaf: _owned_shards(leaf, on_host), state)
+    shards = [_shards(*each, fetch) for each in zip(leaves, found, strict=True)]
+    return jax.tree.unflatten(tree, shards)
 
 
-def _own(array: Any) -> list[jax.Shard]:
-    if isinstance(array, StackedArray):
-        return [shard for row in array.rows for shard in _own(row)]
-    if not isinstance(array, jax.Array):
-        return []
+def _shape_alone(data: jax.Array) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), data.dtype), data.shape)
+
+
+def _own(array: jax.Array) -> list[jax.Shard]:
     return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
-def _owned_shards(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> OwnedShards:
+def _held(array: jax.Array) -> list[jax.Shard]:
+    by_first = sorted(array.addressable_shards, key=lambda shard: shard.replica_id, reverse=True)
+    return list({str(shard.index): shard for shard in by_first}.values())
+
+
+def _shards(array: Any, found: Any, fetch: _Fetch) -> OwnedShards:
     if isinstance(array, StackedArray):
-        return _of_rows([_owned_shards(row, on_host) for row in array.rows])
+        rows = zip(array.rows, found, strict=True)
+        return _of_rows([_shards(row, of_row, fetch) for row, of_row in rows])
     if not isinstance(array, jax.Array):
         value = np.array(array)
         everywhere = tuple(slice(0, n) for n in value.shape)
         return OwnedShards(value.shape, value.dtype, value.shape, ((everywhere, value),))
-    shards = tuple((shard.index, on_host(shard.data)) for shard in _own(array))
+    values = [(shard.replica_id == 0, (shard.index, fetch(shard.data))) for shard in found]
+    shards = tuple(each for is_own, each in values if is_own)
+    others = tuple(each for is_own, each in values if not is_own)
     shard_shape = array.sharding.shard_shape(array.shape)
-    return OwnedShards(array.shape, np.dtype(array.dtype), shard_shape, shards)
+    return OwnedShards(array.shape, np.dtype(array.dtype), shard_shape, shards, others)
 
 
 def _of_rows(rows: Sequence[OwnedShards]) -> OwnedShards:
     """Return the shards of an array whose rows along the first axis are these."""
+
+    def stacked(of_row: Callable[[OwnedShards], tuple[Any, ...]]) -> tuple[Any, ...]:
+        return tuple(
+            ((slice(i, i + 1), *index), value[None])
+            for i, row in enumerate(rows)
+            for index, value in of_row(row)
+        )
+
     first = rows[0]
-    shards = tuple(
-        ((slice(i, i + 1), *index), value[None])
-        for i, row in enumerate(rows)
-        for index, value in row.shards
-    )
     shape, shard_shape = (len(rows), *first.shape), (1, *first.shard_shape)
-    return OwnedShards(shape, first.dtype, shard_shape, shards)
+    shards, others = stacked(lambda row: row.shards), stacked(lambda row: row.others)
+    return OwnedShards(shape, first.dtype, shard_shape, shards, others)
 
 
 def _copy_on_host(data: jax.Array) -> np.ndarray:

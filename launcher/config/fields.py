@@ -1,7 +1,8 @@
 """Fields of settings, and the values that they accept.
 
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
-`auto` (the word `auto`, or null, stands for the field's default), `parse` (a function that raises
+`auto` (the word `auto`, or null, stands for the field's default), `off` (the word `off`, or false,
+stands for this value), `parse` (a function that raises
 ValueError for anything but a form of one of `choices`), `one_or_several` (a list, of which a
 text alone is one entry), `lines` (text may have several) and `variants` (a section of several
 kinds: its `Variants`). A field that is `internal` is no setting.
@@ -82,6 +83,12 @@ def number(default: Any, minimum: float | None = None, maximum: float | None = N
 def automatic(default: float | None = None, minimum: float = 1) -> Any:
     """Make a number field that `auto`, or null, leaves at its default."""
     return field(default=default, metadata={"minimum": minimum, "maximum": None, "auto": True})
+
+
+def off_or_automatic() -> Any:
+    """Make a field of a number from 1, of None for `auto`, and of 0 for `off`."""
+    metadata = {"minimum": 0, "maximum": None, "auto": True, "off": 0}
+    return field(default=None, metadata=metadata)
 
 
 def automatic_choice(

@@ -67,6 +67,8 @@ class _SettingsReader(Reader):
             return self.read(_variant(metadata["variants"], value, where), value, where)
         if metadata.get("auto") and value in ("auto", None):
             return field.default
+        if "off" in metadata and (value is False or value == "off"):  # YAML 1.1 reads off as false
+            return metadata["off"]
         if value is None and field.default is None:
             return None
         if metadata.get("one_or_several") and isinstance(value, str | bool | int | float):

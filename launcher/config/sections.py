@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from launcher.base import to_type
 from launcher.config.cluster import Cluster
 from launcher.config.errors import ConfigError, advice
-from launcher.config.fields import Switch, automatic, choice, number
+from launcher.config.fields import Switch, automatic, choice, number, off_or_automatic
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Train:
     init_from: str | None = None
     keep_best: str | None = None  # a metric of evaluations, such as eval_loss: its best state stays
     stop_early: int = number(0, minimum=0)  # after so many evaluations that are no better; 0: never
+    # Steps between snapshots in memory; auto: as often as costs at most 1 %; 0, off: never.
+    snapshot: int | None = off_or_automatic()
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     switches = (
         Switch(

@@ -36,7 +36,7 @@ class Callback:
         """Take the folder of the complete checkpoint after `step` steps."""
 
     def on_restart(self, step: int, why: str) -> None:
-        """Return to the checkpoint after `step` steps, because of a failure."""
+        """Return to the state after `step` steps, because of a failure."""
 
     def on_end(self, step: int, reason: str) -> None:
         """End the run after `step` steps; `reason` is the summary's `exit_reason`."""

@@ -124,11 +124,23 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | str:
     return Restart(len(failures), delay)
 
 
-def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoint: int) -> str:
-    """Return the message of a restart after step `checkpoint`."""
+def restart_text(
+    failure: Failure, restart: Restart, max_restarts: int, checkpoint: int, in_memory: bool = False
+) -> str:
+    """Return the message of a restart.
+
+    Args:
+        failure: its reason.
+        restart: the decision.
+        max_restarts: the most restarts allowed.
+        checkpoint: the step of the newest checkpoint; 0 if there is none.
+        in_memory: whether there may be a snapshot of a later step.
+    """
     since = f"the checkpoint at step {checkpoint}"
     if not checkpoint:
         since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
+    if in_memory:
+        since = f"the newest snapshot in memory, or else from {since}"
     return (
         f"{failure.report}\n"
         f"Restart {restart.number} of at most {max_restarts} in {restart.delay_seconds:g} s, "

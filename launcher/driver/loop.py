@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
+# The part of the time of training for copies of the state. The step beside a copy, which cannot
+# update arrays in place, takes about as much longer: together that is 1 %.
+SNAPSHOT_SHARE = 0.005
 _POLL_SECONDS = 0.5  # how often a worker that writes is asked
 _LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
 
@@ -40,7 +43,7 @@ def train(
     stop: Stop,
     finished: int,
     save: Saving,
-    clock: Callable[[], float] = time.monotonic,
+    snapshots: SnapshotCadence | None = None,
 ) -> None:
     """Train from step `finished` + 1 to `settings.steps`, or until a signal asks to stop.
 
@@ -55,7 +58,7 @@ def train(
         stop: the signals received.
         finished: the number of steps already finished.
         save: `save(step)` begins to save the state after `step`.
-        clock: returns monotonic seconds.
+        snapshots: says when the workers take snapshots; None if they keep none.
 
     Raises:
         DivergedError: a step's loss or gradient is not finite; nothing of that step is saved.
@@ -64,8 +67,9 @@ def train(
         WorkerError: and the other errors of `Workers.result`.
     """
     profiled = profiled_step(settings.steps, finished, step_log.timelines.all)
-    cadence = Cadence(settings.checkpoint, clock(), lambda: step_log.wall.faults.save_interval)
-    calls = _Calls(workers, step_log)
+    faults = step_log.wall.faults
+    cadence = Cadence(settings.checkpoint, time.monotonic(), lambda: faults.save_interval)
+    calls = _Calls(workers, step_log, snapshots)
     best, samples = step_log.callbacks.of(Best), step_log.callbacks.of(Samples)
     slowness = step_log.callbacks.of(Slowness)
     step = saved = finished
@@ -74,6 +78,8 @@ def train(
         how = step == profiled, *step_log.timelines.start(step)
         watched = [True] if slowness and slowness.is_watched(step) else []
         calls.send("training", "step", step, *how, *watched)
+        if snapshots and step < settings.steps and snapshots.is_due(step):
+            calls.send("training", "snapshot", step)
         if is_evaluated(step, settings):
             for batch in range(settings.eval_batches or 0):
                 calls.send("evaluating", "evaluate", batch)
@@ -83,7 +89,7 @@ def train(
             calls.send("training", "flush")
             calls.send("sampling", "sample", step, samples.prompts, samples.most)
         is_best = bool(best and best.is_to_keep(step))
-        if step < settings.steps and (cadence.is_due(step, clock()) or is_best):
+        if step < settings.steps and (cadence.is_due(step, time.monotonic()) or is_best):
             calls.finish()  # a step that diverged must not be saved
             calls.append(("saving", save(step, beside=True), 0))
             saved = step
@@ -93,7 +99,7 @@ def train(
     at_end = settings.checkpoint.at_end or stop.requested
     # The last step may be due like any other; nothing has to overlap with its save.
     is_best = bool(best and best.is_to_keep(step))
-    final = step > finished and bool(at_end or cadence.is_due(step, clock()) or is_best)
+    final = step > finished and bool(at_end or cadence.is_due(step, time.monotonic()) or is_best)
     if final and step != saved:
         save(step).result()
     save.finish(final)
@@ -107,9 +113,11 @@ class _Calls(deque[tuple[str, "Answers", int]]):
     0: by none.
     """
 
-    def __init__(self, workers: Workers, step_log: StepLog) -> None:
+    def __init__(
+        self, workers: Workers, step_log: StepLog, snapshots: SnapshotCadence | None
+    ) -> None:
         super().__init__()
-        self._workers, self._step_log = workers, step_log
+        self._workers, self._step_log, self._snapshots = workers, step_log, snapshots
         self._step, self._reads = 0, False  # the newest step; whether what it recorded is read
 
     def send(self, phase: str, method: str, *arguments: Any) -> None:
@@ -143,6 +151,8 @@ class _Calls(deque[tuple[str, "Answers", int]]):
                 else:
                     step_log.lap(phase, result)
                     step_log.record(result)
+                    if self._snapshots and result is not None:
+                        self._snapshots.note(result.metrics)
 
 
 class Cadence:
@@ -170,10 +180,65 @@ class Cadence:
         return by_step or late
 
 
-def resuming(run_id: str, checkpoints: Path, step: int) -> str:
-    """Return the log line of a run that resumes from a checkpoint."""
-    line = f"resuming run {run_id} at step {step} from {shown_path(checkpoints / str(step))}"
-    before, here = read_metadata(checkpoints, step)["plan"].get("jax_version"), jax.__version__
+class SnapshotCadence:
+    """The steps after which the workers take snapshots.
+
+    Args:
+        every: the steps from one to the next; None for as often as `SNAPSHOT_SHARE` allows.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._spent = self._newest = self._trained = 0.0  # seconds
+        self._under_way = False
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to take one after `step`."""
+        if self._every is not None:
+            return step % self._every == 0
+        if self._under_way or not affordable(self._spent, self._newest, self._trained):
+            return False
+        self._under_way = True
+        return True
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Take a step's metrics: its time, and that of a snapshot that is complete."""
+        self._trained += metrics["perf/step_seconds"]
+        if (seconds := metrics.get("perf/snapshot_seconds")) is not None:
+            self._spent += seconds
+            self._newest, self._under_way = seconds, False
+
+
+def affordable(spent: float, one: float, trained: float) -> bool:
+    """Return whether one more snapshot keeps to `SNAPSHOT_SHARE` of the time.
+
+    Args:
+        spent: the seconds that the snapshots so far have taken.
+        one: the seconds that one takes.
+        trained: the seconds of the steps so far.
+    """
+    return spent + one <= SNAPSHOT_SHARE * trained
+
+
+def resuming(
+    run_id: str, checkpoints: Path, step: int, recorded: int = 0, in_memory: bool = False
+) -> str:
+    """Return the log line of a run that resumes.
+
+    Args:
+        run_id: the run.
+        checkpoints: its folder of checkpoints.
+        step: the step to resume from.
+        recorded: the newest step of the attempt before; 0 without one.
+        in_memory: whether the state is from a snapshot.
+    """
+    source = "memory" if in_memory else shown_path(checkpoints / str(step))
+    line = f"resuming run {run_id} at step {step} from {source}"
+    if recorded > step:
+        line += f"; steps to repeat: {recorded - step}"
+    before = here = jax.__version__
+    if not in_memory:
+        before = read_metadata(checkpoints, step)["plan"].get("jax_version")
     return line if before in (None, here) else f"{line} (saved with JAX {before}; this is {here})"
 
 

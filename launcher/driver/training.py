@@ -34,7 +34,7 @@ from launcher.driver.failures import (
 )
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
-from launcher.driver.loop import Saving, resuming, train
+from launcher.driver.loop import Saving, SnapshotCadence, resuming, train
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
 from launcher.driver.record.run_log import RunLog
 from launcher.driver.record.step_log import DivergedError
@@ -165,6 +165,8 @@ class _Job:
         # After a roll-back: its step and the index of the next batch.
         self._rolled_back: tuple[int, int] | None = None
         self._passed_over = 0  # the offset of a batch's index from its step's
+        self._recorded = 0  # the newest step of the attempt before
+        self._in_memory = False  # whether workers have kept snapshots since that attempt began
 
     def _follow(self, plan: Plan) -> None:
         """Take a plan; before a step is made, as the record begins anew."""
@@ -207,11 +209,8 @@ class _Job:
         finished, steps = self._home.finished_steps, self._config.train.steps
         if finished >= steps:  # the attempt before failed after its last step
             return
-        self._passed_over = self._stored_position() - finished
         for line in self._home.damaged:
             _log.warning(line)
-        if finished:
-            _log.info(resuming(self._home.id, self._home.checkpoints, finished))
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers", Phase.STARTING) as advance:
                 workers = self._start_workers(stack, advance)
@@ -221,6 +220,7 @@ class _Job:
                     self._compare_hosts(workers)
             if is_preflight:
                 return
+            finished = self._resumed(workers)
             assert self._ready.pool is not None
             capability = pool_shape(self._ready.pool).compute_capability
             built = workers.submit(
@@ -230,6 +230,23 @@ class _Job:
                 self._train_on(workers, built, finished)
         if not usable:  # a plan that was tried has ended the workers
             self._attempt()
+
+    def _resumed(self, workers: Workers) -> int:
+        """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
+        home, held = self._home, None
+        if self._in_memory:
+            steps = workers.submit("snapshots").each()
+            held = checkpoint.newest_of_all(steps, home.finished_steps, self._recorded)
+        finished = home.finished_steps if held is None else held
+        if held is None:
+            self._passed_over = self._stored_position() - finished
+        if finished:
+            about = home.id, home.checkpoints, finished, self._recorded, held is not None
+            _log.info(resuming(*about))
+        if self.restarts:
+            self.run_log.resume(finished)
+        self._recorded = finished
+        return finished
 
     def _start_workers(self, stack: ExitStack, advance: Advance) -> Workers:
         """Start Ray, unless it is started, and connect the workers; `stack` ends them."""
@@ -307,11 +324,13 @@ class _Job:
                     workers.submit("dry_step", finished + 1).result()
         self.run_log.begin(workers.clocks())
         self.run_log.show(finished)
+        snapshots = self._snapshots(workers, finished)
+        self._in_memory = snapshots is not None
         settings = replace(self._config.train, eval_batches=self._ready.eval_batches)
         with self._stop.heeded(self._say, _SAVING, until="done"):
-            save = self._saving(workers)
+            save, log = self._saving(workers), self.run_log.step_log
             try:
-                train(settings, workers, self.run_log.step_log, self._stop, finished, save)
+                train(settings, workers, log, self._stop, finished, save, snapshots)
             except (DivergedError, ReplicaError):
                 with suppress(SaveError):
                     save.finish(final=False)  # the save of an earlier step
@@ -335,15 +354,28 @@ class _Job:
             if not finished:
                 init_from = self._ready.init_from
                 create_everywhere(workers, str(init_from) if init_from else None)
-        if finished:
+        if finished > self._home.finished_steps:
+            workers.submit("restore_snapshot", finished).result()
+        elif finished:
             with status(self._console, "reading the checkpoint", Phase.READING) as advance:
                 folder = str(self._home.checkpoints.absolute())
                 workers.submit("restore", folder, finished).result(advance)
-            if workers.submit("chose_anew").result():
-                _log.warning(
-                    f"XLA chose kernels anew, as {self._home.path}/autotune/ has no choices for "
-                    "these programs, GPUs and version: the last bits may differ from the run so far"
-                )
+        if finished and workers.submit("chose_anew").result():
+            _log.warning(
+                f"XLA chose kernels anew, as {self._home.path}/autotune/ has no choices for "
+                "these programs, GPUs and version: the last bits may differ from the run so far"
+            )
+
+    def _snapshots(self, workers: Workers, finished: int) -> SnapshotCadence | None:
+        """Have the workers keep snapshots, if there is room; return when to take them."""
+        if self._config.train.snapshot == 0 or not machines_of(self._config.cluster).max_restarts:
+            return None
+        problems = workers.submit("keep_snapshots", finished).each()
+        if found := next(filter(None, problems), None):
+            workers.submit("drop_snapshots").result()
+            _log.info(f"the state is not kept in memory for restarts: {found}")
+            return None
+        return SnapshotCadence(self._config.train.snapshot)
 
     def _diagnose(self, error: Exception) -> Failure | None:
         train = self._config.train
@@ -360,9 +392,11 @@ class _Job:
             raise FailedError(f"{failure.report}\nThe run is not restarted: {error}") from None
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
+        self._recorded = max(self._recorded, self.finished_steps)
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over
-        text = restart_text(failure, restart, limit, finished)
+            self._in_memory = False
+        text = restart_text(failure, restart, limit, finished, self._in_memory)
         complain(text)
         self.run_log.close(finished, text)
 

@@ -10,8 +10,8 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from launcher.arrays.stacked_array import spec_at
 from launcher.base import SpanRecorder
 from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.process_group import Peer
+from launcher.cluster.ray.scratch import memory_folder
 from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
@@ -87,7 +88,8 @@ class TrainWorker(Peer):
         self._recording_reader = RecordingReader()
         self._garbage = GarbageTime()
         self._spans = SpanRecorder()
-        self._saver = Saver(self._spans)
+        self._saver = checkpoint.Saver(self._spans)
+        self._found: dict[int, checkpoint.Snapshot] = {}
         self._before_evaluation: StepResult | None = None
         self._passed_over = 0
         self._taken: Mapping[str, int] = {}
@@ -198,6 +200,29 @@ class TrainWorker(Peer):
         self._state = checkpoint.restore(Path(folder), step, self._placed())
         self._feed(start=step)
 
+    def snapshots(self) -> list[int]:
+        """Return the steps of the whole snapshots that the worker in this one's place has taken."""
+        folder = memory_folder(os.environ)
+        self._found = checkpoint.intact(folder, self._rank) if folder else {}
+        return list(self._found)
+
+    def restore_snapshot(self, step: int) -> None:
+        """Restore this process's part of the state from a snapshot that `snapshots` has found."""
+        self._state = checkpoint.restored(self._found[step], self._placed())
+        self._found = {}
+        self._feed(start=step)
+
+    def keep_snapshots(self, step: int) -> str | None:
+        """Take the memory for snapshots after the present `step`; return why not, if so."""
+        folder = memory_folder(os.environ)
+        if folder is None:
+            return "no folder in shared memory outlives a worker here"
+        return self._saver.keep_snapshots(folder, self._rank, self._state, step)
+
+    def drop_snapshots(self) -> None:
+        """Give the memory for snapshots back."""
+        self._saver.drop_snapshots()
+
     def pass_over(self, step: int, batches: int, taken: Mapping[str, int]) -> None:
         """Skip batches: from `step` on, take the batch `batches` after the one of a step's number.
 
@@ -283,6 +308,12 @@ class TrainWorker(Peer):
         self._recording_reader.wait()
         return self._with_times(result)
 
+    def snapshot(self, step: int) -> StepResult | None:
+        """Begin to take a snapshot of the newest state, that after `step`; return like `flush`."""
+        result = self._finish()
+        self._saver.snapshots.take(step, self._state)
+        return self._with_times(result)
+
     def evaluate(self, batch: int) -> StepResult | None:
         """Evaluate on one batch of held-out data.
 
@@ -320,7 +351,7 @@ class TrainWorker(Peer):
     def save(
         self, folder: str, step: int, metadata: dict[str, Any], token: str, beside: bool = False
     ) -> None:
-        """Begin to write this process's part of the newest state; return once it is copied.
+        """Begin to write this process's part of the newest state.
 
         `saved` must have been called for the save before.
 
@@ -389,61 +420,10 @@ class TrainWorker(Peer):
         if result is None:
             return None
         result = replace(result, recordings=self._recording_reader.take())
+        if (seconds := self._saver.snapshots.spent()) is not None:
+            metrics = result.metrics | {"perf/snapshot_seconds": seconds}
+            result = replace(result, metrics=metrics)
         return result if self._stages is None else with_stage_times(result, self._stages)
-
-
-class Saver:
-    """Writes this process's part of a state, one save at a time.
-
-    Args:
-        spans: records copying and writing.
-    """
-
-    def __init__(self, spans: SpanRecorder) -> None:
-        self._spans = spans
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
-        self._process: checkpoint.Background | None = None
-        self._save: Future[None] | None = None
-
-    def start_process(self) -> None:
-        """Start the process of low priority that writes the saves from now on; only once."""
-        self._process = self._process or checkpoint.Background()
-
-    def begin(self, folder: Path, step: int, state: TrainState, *rest: Any) -> None:
-        """Begin to write a state, like `checkpoint.save`; return once it is copied.
-
-        `finish` must have been called for the save before.
-        """
-        assert self._save is None
-        # A save at the end of a run holds nothing up, so it is not worth starting a process.
-        writer = self._process or checkpoint  # both have `copy_to_host` and `save`
-        with self._spans.span("save", f"copy of the state after step {step}"):
-            copy = writer.copy_to_host(state)
-        self._save = self._thread.submit(self._write, writer.save, folder, step, copy, *rest)
-
-    def _write(self, save: Callable[..., None], folder: Path, step: int, *rest: Any) -> None:
-        with self._spans.span("save", f"state after step {step}"):
-            save(folder, step, *rest)
-
-    def is_writing(self, seconds: float) -> bool:
-        """Wait for up to `seconds`; return whether the save is still being written."""
-        return bool(self._save and wait([self._save], seconds).not_done)
-
-    def finish(self) -> str | None:
-        """Wait for the save in progress; return why it failed, or None if it did not."""
-        save, self._save = self._save, None
-        try:
-            if save is not None:
-                save.result()
-        except checkpoint.SaveError as error:
-            return str(error)
-        return None
-
-    def close(self) -> None:
-        """Stop the thread and the process, once the save in progress is written."""
-        self._thread.shutdown()
-        if self._process is not None:
-            self._process.close()
 
 
 class Compiling:

@@ -301,6 +301,14 @@ def test_a_whole_number_may_have_an_exponent(typed, tmp_path, mine):
     assert load(["recipe=mine"], [str(tmp_path)]).train.steps == 1000
 
 
+@pytest.mark.parametrize(
+    ("typed", "steps"), [("off", 0), ("false", 0), ("auto", None), ("null", None), ("7", 7)]
+)
+def test_snapshots_have_words_for_never_and_for_the_default(typed, steps):
+    assert load([f"train.snapshot={typed}"]).train.snapshot == steps
+    assert from_dict(to_dict(load([f"train.snapshot={typed}"]))).train.snapshot == steps
+
+
 def test_a_whole_number_of_a_variable_is_one(monkeypatch):
     for text, number in {"1e3": 1000, "12": 12}.items():
         monkeypatch.setenv("STEPS", text)

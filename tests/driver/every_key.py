@@ -62,7 +62,6 @@ from launcher.submit.job import submit
 from launcher.submit.sweep import find_slots
 from launcher.trace.ir.cudnn import described_cudnn
 from launcher.trace.ir.jaxpr import Jaxpr, is_var, make_jaxpr, sub_jaxprs
-from launcher.train import worker
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
 from launcher.train.sampling import Sample
@@ -214,7 +213,7 @@ class FakeWorkers:
             self._told.append(("save", arguments[1]))
         return SimpleNamespace(
             result=lambda advance=None, limit=None: self._answer(method, *arguments),
-            each=lambda: [] if method == "create" else [False],
+            each=lambda: {"create": [], "snapshots": [[]]}.get(method, [False]),
         )
 
     def _answer(self, method, *arguments):
@@ -303,13 +302,10 @@ def faults_told(config: Config):
 def worker_told(config: Config):
     """What a worker hands on when it saves."""
     told = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker.checkpoint, "copy_to_host", lambda state: None)
-        patch.setattr(worker.checkpoint, "save", lambda *arguments: told.append(arguments[4]))
-        one = TrainWorker()
-        one._config, one._state = config, None
-        one.save("f", 1, {}, "t")
-        one.saved()
+    one = TrainWorker()
+    one._config, one._state = config, None
+    one._saver = SimpleNamespace(begin=lambda *arguments: told.append(arguments[4]))
+    one.save("f", 1, {}, "t")
     return told
 
 

@@ -237,6 +237,7 @@ def probes():
         diverges = functools.partial(told.run_told, third="diverges")
         yield "", "train.non_finite", Probe(diverges, SHORT, value)
     yield "", "train.init_from", taken("nowhere")
+    yield "", "train.snapshot", run(SHORT, 2)
     often = merged(SHORT, {"train": {"eval_every": 1}})
     yield "", "train.keep_best", run(often, "eval_loss")
     yield "", "train.stop_early", run(often, 1)

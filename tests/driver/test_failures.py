@@ -115,6 +115,9 @@ def test_a_restart_says_from_where():
     assert restart_text(found, Restart(1, 1.0), 3, 0).endswith(
         "from step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
     )
+    assert restart_text(found, Restart(1, 1.0), 3, 10, in_memory=True).endswith(
+        "from the newest snapshot in memory, or else from the checkpoint at step 10"
+    )
 
 
 def failures(*pairs):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from launcher import checkpoint
+from launcher.checkpoint import Saver
 from launcher.config.sections import Checkpoint, Train
-from launcher.driver.loop import Cadence
+from launcher.driver.loop import SNAPSHOT_SHARE, Cadence, SnapshotCadence
 from launcher.driver.record.accounting import WallClock
 from launcher.driver.record.step_log import DivergedError, is_evaluated
 from launcher.inference.eval_step import make_eval_step
@@ -22,7 +23,6 @@ from launcher.report.faults import Faults
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_train_step
-from launcher.train.worker import Saver
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trained_here import Training
@@ -203,6 +203,25 @@ def test_when_to_save():
         *(False, True, True),
         False,
     ]
+
+
+@pytest.mark.parametrize(("cost", "steps"), [(0.0, 333), (0.004, 125), (0.05, 10), (30.0, 1)])
+def test_snapshots_take_one_percent_of_the_time_and_the_first_step_has_one(cost, steps):
+    """Each takes `cost` seconds, which are known two steps later; a step takes 0.1 s."""
+    snapshots, taken = SnapshotCadence(None), []
+    for step in range(1, 1001):
+        if snapshots.is_due(step):
+            taken.append(step)
+        known = {"perf/snapshot_seconds": cost} if taken and step == taken[-1] + 2 else {}
+        snapshots.note({"perf/step_seconds": 0.1, **known})
+    assert taken[0] == 1
+    assert cost * len(taken) <= SNAPSHOT_SHARE * 0.1 * 1000 or taken == [1]
+    assert len(taken) == pytest.approx(steps, abs=1)
+
+
+def test_snapshots_are_taken_as_often_as_is_set():
+    snapshots = SnapshotCadence(30)
+    assert [step for step in range(1, 100) if snapshots.is_due(step)] == [30, 60, 90]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shlex
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,9 @@ def plan():
     return plan_of(config.parallel, build_program(config).train, shape)
 
 
+DIED = WorkerError("worker_1", "it was killed", Path("worker_1.log"), died=True)
+
+
 class Run:
     """A run of two hosts without workers: its attempts end as `outcomes` say, errors or None."""
 
@@ -65,7 +69,7 @@ class Run:
     def save(self, step):
         self.checkpoints.joinpath(str(step), "default").mkdir(parents=True)
         path = self.checkpoints / str(step)
-        described = {"config": to_dict(self.config), "data": {"next_batch": step}}
+        described = {"config": to_dict(self.config), "data": {"next_batch": step}, "plan": {}}
         described["metrics"] = {"next_step": step + 1}
         text = json.dumps({"custom_metadata": described})
         (path / "_CHECKPOINT_METADATA").write_text(text)
@@ -157,6 +161,44 @@ def measured(jax):
     return SimpleNamespace(
         submit=lambda method, folder: SimpleNamespace(each=lambda: reports),
         clocks=lambda: [Clock(), Clock(offset=-3_000_000_000)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "held", "resumed"),
+    [
+        (DIED, [[6, 9], [8, 9]], 9),
+        (DIED, [[8, 11], [8, 11]], 8),  # step 11 was not recorded
+        (DIED, [[6], [9]], 4),
+        (DivergedError("train/loss", float("nan"), 9), [[6, 8], [6, 8]], 4),
+    ],
+    ids=["newest", "recorded", "not of all", "rollback"],
+)
+def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
+    tmp_path, plan, monkeypatch, caplog, error, held, resumed
+):
+    """A roll-back takes no snapshot, which may be of what led astray."""
+    run, steps = Run(tmp_path, plan, monkeypatch, words=["train.non_finite=rollback"]), []
+    run.save(4)
+    caplog.set_level("INFO", training.__name__)
+
+    def submit(method, *arguments):
+        return SimpleNamespace(each={"snapshots": lambda: held}.get(method, lambda: [None, None]))
+
+    def attempt(job):
+        steps.append((job._resumed(SimpleNamespace(submit=submit)), job._passed_over))
+        job._in_memory = job._snapshots(SimpleNamespace(submit=submit), steps[-1][0]) is not None
+        if len(steps) == 1:
+            job.run_log.step_log.finished_steps = 9
+            raise error
+
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    assert run.train() == 0
+    assert steps == [(0, 0), (resumed, 5 if isinstance(error, DivergedError) else 0)]
+    where = "memory" if resumed > 4 else f"{tmp_path}/outputs/mine/checkpoints/4"
+    line = f"resuming run mine at step {resumed} from {where}"
+    assert caplog.messages[-1] == line + (
+        f"; steps to repeat: {9 - resumed}" if resumed < 9 else ""
     )
 
 

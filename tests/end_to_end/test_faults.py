@@ -13,6 +13,7 @@ import pytest
 from disturbed import SLOW, STEPS, WORDS, assert_as_undisturbed, on_one_device
 from launched import Launcher, lines, losses, summary, train
 
+from launcher.cluster.ray.scratch import memory_folder
 from launcher.config.compose import load
 
 TWO_HOSTS = (*WORDS, *SLOW, "cluster.hosts=2")
@@ -20,19 +21,45 @@ FOREVER = "train.steps=1000000"
 
 
 @pytest.mark.slow  # test_random_faults.py kills and stops all else, at any moment
+@pytest.mark.parametrize("snapshot", ["3", "off"])
 def test_a_worker_is_killed_and_the_run_comes_to_the_same_bytes(
-    undisturbed: Callable[..., Path], tmp_path: Path
+    undisturbed: Callable[..., Path], tmp_path: Path, snapshot: str
 ) -> None:
     run = tmp_path / "outputs" / "one"
-    launcher = Launcher(tmp_path, *TWO_HOSTS)
-    launcher.wait_for(lambda: len(lines(run)) >= 12 and len(launcher.workers()) == 2)
+    words = (f"train.snapshot={snapshot}", "train.checkpoint.every_steps=8")
+    launcher = Launcher(tmp_path, *TWO_HOSTS, *words)
+    launcher.wait_for(lambda: len(lines(run)) >= 14 and len(launcher.workers()) == 2)
+    memory = memory_of(launcher)
+    assert len(list(memory.glob("share_*.json"))) == (0 if snapshot == "off" else 4)
     launcher.workers()[-1].kill()
-    code, _, err = launcher.end()
+    code, out, err = launcher.end()
     assert code == 0, err
     assert "\nRestart 1 of at most 3 in 1 s, from " in err
     assert err.startswith("launcher: worker_")
+    in_memory = re.findall(r"resuming run one at step \d+ from memory", out)
+    assert len(in_memory) == (snapshot != "off"), out
     assert summary(run)["restarts"] == 1
     assert_as_undisturbed(run, undisturbed(*TWO_HOSTS))
+    assert not memory.exists()
+
+
+@pytest.mark.slow
+def test_nothing_stays_in_memory_after_the_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, *WORDS, FOREVER, "train.snapshot=1")
+    launcher.wait_for(lambda: len(lines(tmp_path / "outputs" / "one")) >= 3)
+    memory = memory_of(launcher)
+    assert list(memory.glob("share_0.?.json"))
+    launcher.process.kill()
+    launcher.end()
+    assert not memory.exists()
+
+
+def memory_of(launcher: Launcher) -> Path:
+    """The folder of the workers' snapshots."""
+    memory = memory_folder(launcher.workers()[0].environ())
+    assert memory is not None
+    assert memory.stat().st_mode & 0o777 == 0o700
+    return memory
 
 
 @pytest.mark.slow
@@ -54,7 +81,8 @@ def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     assert "its process was stopped (SIGSTOP, or a debugger); its stacks" in err
     assert "(most recent call first):" in err
     assert "default_worker.py" in err  # where the main thread of Ray's workers begins
-    assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step" in err
+    since = "the newest snapshot in memory, or else from the checkpoint at step"
+    assert f"Restart 1 of at most 3 in 1 s, from {since}" in err
     assert_as_undisturbed(run, undisturbed(*TWO_HOSTS))
 
 

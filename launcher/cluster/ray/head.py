@@ -79,7 +79,9 @@ def main() -> None:
     parser.add_argument("--host", type=int, help="this node's number there")
     parser.add_argument("--rendezvous", type=int, help="a listening socket's descriptor")
     parser.add_argument("--logs", help="the folder for logs that the other nodes get")
-    parser.add_argument("--own-logs", type=Path, help="a folder that ends with the driver")
+    parser.add_argument(
+        "--own", type=Path, action="append", default=[], help="a folder that ends with the driver"
+    )
     parser.add_argument("--join", help="the address of the Ray that this node becomes part of")
     parser.add_argument("--lifeline", type=int, help="a connected socket's descriptor")
     given = parser.parse_args()
@@ -94,8 +96,9 @@ def main() -> None:
     finally:
         end_everything()
         shutil.rmtree(given.scratch, ignore_errors=True)
-        if given.own_logs and os.getppid() != given.driver:  # else the driver deletes it
-            shutil.rmtree(given.own_logs, ignore_errors=True)
+        if os.getppid() != given.driver:  # else the driver deletes them
+            for owned in given.own:
+                shutil.rmtree(owned, ignore_errors=True)
     sys.exit(int(ended))
 
 

@@ -124,7 +124,7 @@ class PrivateRay(RaySession):
 
     def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
         if self._rendezvous is None:
-            options = [f"--own-logs={self._log_dir}"] if self._own_logs else []
+            options = [f"--own={self._log_dir}"] if self._own_logs else []
             return start_head(folder, self._environ, self._log, self.pool.hosts, options)
         waiting = self._rendezvous.listener.fileno()
         options = [f"--ip={self._rendezvous.address}", "--host=0"]
@@ -239,6 +239,11 @@ def start_head(
     command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
     command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
     command += [f"--store-bytes={scratch.store_bytes()}", *options]
+    locks = [folder.lock]
+    if (memory := scratch.shared_memory()) is not None:
+        folder.link(memory.path)
+        command += [f"--own={memory.path}"]
+        locks.append(memory.lock)
     with open(open_own(log, os.O_WRONLY | os.O_APPEND), "a") as output:
         return subprocess.Popen(
             command,
@@ -247,7 +252,7 @@ def start_head(
             stderr=output,
             text=True,
             env=environ,
-            pass_fds=[folder.lock, *sockets],
+            pass_fds=[*locks, *sockets],
             start_new_session=True,
         )
 

@@ -5,18 +5,23 @@ to everybody on the machine, gets one inside. Ray puts UNIX sockets there, whose
 limits to 107 bytes, so the folder's own path is short. A lock on the folder is held for as long as
 the driver or the head lives; the kernel releases it however they end, so a folder that can be
 locked has no owner.
+
+A folder in shared memory stays from one session of a process to the next: workers keep there what
+those that take their places are to find. A link in each session's own folder leads to it.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import os
 import resource
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +34,7 @@ from launcher.cluster.ray import ray_compat
 from launcher.cluster.ray.head import RAY_FOLDER, TOKEN_VARIABLE
 
 _PREFIX = "launcher-"
-_TOKEN = "token"
+_TOKEN, _MEMORY = "token", "memory"
 _KILL_SECONDS = 10
 _SOCKET_LIMIT = 107
 _LONGEST_SOCKET = f"/launcher-xxxxxxxx/{RAY_FOLDER}/{ray_compat.LONGEST_SOCKET}"
@@ -60,6 +65,10 @@ class Scratch:
         token.write_text(secret)
         return token
 
+    def link(self, memory: Path) -> None:
+        """Have the workers of this folder's Ray find `memory`, by `memory_folder`."""
+        (self.path / _MEMORY).symlink_to(memory)
+
     def remove(self) -> None:
         """Delete the folder and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -77,6 +86,29 @@ def create() -> Scratch:
     check_files()
     check_shared_memory()
     check_disk(base)
+    return _create(base)
+
+
+@functools.cache
+def shared_memory() -> Scratch | None:
+    """Make the folder in shared memory for all sessions of this process; None if there can be none.
+
+    It is deleted when the process exits; by `head` if the process is killed; else by a next start.
+    """
+    if not os.access(_SHARED, os.W_OK | os.X_OK) or exposed(_SHARED) is not None:
+        return None
+    made = _create(_SHARED)
+    atexit.register(made.remove)
+    return made
+
+
+def memory_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder in shared memory that a worker of these variables has; None without one."""
+    link = Path(environ.get(TOKEN_VARIABLE, os.devnull)).with_name(_MEMORY)
+    return link.resolve() if link.is_dir() else None
+
+
+def _create(base: Path) -> Scratch:
     sweep(base)
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     lock = os.open(path / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)

@@ -114,11 +114,15 @@ class Status(Callback):
             **({} if evaluated is None else {"eval_loss": json_number(evaluated)}),
         )
 
-    def on_restart(self, step: int, why: str) -> None:
-        """Show that another attempt begins after `step`."""
+    def restart(self, step: int) -> None:
+        """Show that an attempt failed, and that `step` is the newest on the disk."""
         self._made.clear()
         restarts = self._fields["restarts"] + 1
         self.tell(**_phase(Phase.RESTARTING), step=step, restarts=restarts, eta_seconds=None)
+
+    def on_restart(self, step: int, why: str) -> None:
+        """Show the step after which another attempt begins."""
+        self.tell(step=step)
 
     def on_end(self, step: int, reason: str) -> None:
         """Show how the run has ended."""

@@ -218,8 +218,7 @@ class WallClock(Callback):
         self.steps += 1
 
     def on_restart(self, step: int, why: str) -> None:
-        """Count the work after `step`, and the time since the last lap, as redone."""
-        self.lap("redone")
+        """Count the work after `step` as redone."""
         lost = sum(seconds for lost, seconds in self._newest if lost > step)
         self.move(lost, "training", "redone")
         self._newest.clear()

@@ -230,7 +230,7 @@ class RunLog:
         self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
     def close(self, finished_steps: int, why: str) -> None:
-        """End an attempt that failed; the next one begins after `finished_steps`.
+        """End an attempt that failed; `resume` says where the next one begins.
 
         Args:
             finished_steps: the step that the checkpoint holds.
@@ -239,10 +239,17 @@ class RunLog:
         self._restarts.append(why)
         self._trackers.alert(f"{self._home.id}: restart", why)
         self.step_log.begin(finished_steps)
-        self._callbacks.call("on_restart", finished_steps, why)
+        self.accounting.wall.lap("redone")
+        if self._home.status:
+            self._home.status.restart(finished_steps)
         if self._shown:
             self._shown.finish({})
         self._shown = None
+
+    def resume(self, finished_steps: int) -> None:
+        """Return to the state after `finished_steps`, after an attempt that failed."""
+        self.step_log.begin(finished_steps)
+        self._callbacks.call("on_restart", finished_steps, self._restarts[-1])
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk: no checkpoint may be newer than they are.

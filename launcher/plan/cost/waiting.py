@@ -33,8 +33,8 @@ def put_off(
     """Return the equations, those of gradients that wait for one another in their new place.
 
     They are those that nothing but one gradient follows from. They run when all that the gradients
-    of their set are made of is there, and its ties, and not before what stands before them. If there are ties, products for gradients of no
-    set run with the next set.
+    of their set are made of is there, and its ties, and not before what stands before them. If
+    there are ties, products for gradients of no set run with the next set.
 
     Args:
         equations: the program, in order.

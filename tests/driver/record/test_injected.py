@@ -13,6 +13,7 @@ import pytest
 
 from launcher.base.spans import Clock
 from launcher.checkpoint import Background
+from launcher.checkpoint.snapshot import Snapshots
 from launcher.driver.callback import Callbacks
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.record.accounting import Accounting
@@ -115,15 +116,15 @@ def test_data_that_come_late_are_named(words, tmp_path, monkeypatch):
 
 
 SAVES = [
-    pytest.param("copy_to_host", 0.4, pipeline(1, 2), marks=pytest.mark.slow),  # memory
-    pytest.param("save", 0.8, pipeline(2, 2, "gpipe"), marks=pytest.mark.slow),  # the disk
-    pytest.param("save", 0.8, pipeline(4, 4), marks=pytest.mark.stress),
+    pytest.param(Snapshots, "take", 0.4, pipeline(1, 2), marks=pytest.mark.slow),  # memory
+    pytest.param(Background, "save", 0.8, pipeline(2, 2, "gpipe"), marks=pytest.mark.slow),  # disk
+    pytest.param(Background, "save", 0.8, pipeline(4, 4), marks=pytest.mark.stress),
 ]
 
 
-@pytest.mark.parametrize(("what", "seconds", "words"), SAVES)
-def test_saves_that_are_slow_are_named(what, seconds, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(Background, what, late(getattr(Background, what), seconds))
+@pytest.mark.parametrize(("kind", "what", "seconds", "words"), SAVES)
+def test_saves_that_are_slow_are_named(kind, what, seconds, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(kind, what, late(getattr(kind, what), seconds))
     training = Accounted(tmp_path, "train.steps=5", "train.checkpoint.every_steps=1", *words)
     found = training.run_and_add_up()
     assert found.culprit == "saves"

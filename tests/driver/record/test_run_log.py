@@ -47,6 +47,7 @@ def run_through(home, plan, *words, reason="done"):
     for finished, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
         if finished:
             log.close(finished, "worker 0 died")
+            log.resume(finished)
         log.open(finished)
         log.show(finished)
         for step in steps:
@@ -93,6 +94,9 @@ def test_a_tracker_gets_all_in_order_and_the_end_is_shown_before_it_finishes_and
         def tell(self, **fields):
             pass
 
+        def restart(self, step):
+            events.append(("status", "restart"))
+
         def on_end(self, step, reason):
             events.append(("status", reason))
 
@@ -100,7 +104,8 @@ def test_a_tracker_gets_all_in_order_and_the_end_is_shown_before_it_finishes_and
     home = replace(home, status=Shown())
     run_through(home, plan, "wandb.mode=disabled")
     ends = [event for event in events if event[0] in ("status", "finish")]
-    assert ends == [("status", "done"), ("finish", "done"), ("status", "done")]
+    shown = ("status", "done")
+    assert ends == [("status", "restart"), shown, ("finish", "done"), shown]
     assert [event for event in events if event[0] != "status"] == [
         ("table", "plan/stages"),
         ("table", "plan/shardings"),

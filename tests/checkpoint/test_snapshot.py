@@ -1,0 +1,222 @@
+"""Snapshots of a worker's share: as they were taken, whole or not there, intact or not taken."""
+
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from launcher.arrays.stacked_array import StackedArray, sharding_of, spec_at
+from launcher.checkpoint import intact, newest_of_all, restored, snapshot
+from launcher.checkpoint.snapshot import Snapshots, buffer_paths, header_of, memory_left, too_little
+from launcher.checkpoint.train_state import TrainState
+
+FLIPS = 200
+
+
+def make_state(step):
+    """A state with shards, replicas, rows that lie apart, a scalar, and a type not of NumPy's."""
+    mesh = Mesh(np.array(jax.devices()[:2]), "data")
+    over, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    rows = [
+        jax.device_put(jnp.full((3,), i + step, jnp.float32), SingleDeviceSharding(device))
+        for i, device in enumerate(jax.devices()[:2])
+    ]
+    params = {
+        "rows": StackedArray(rows),
+        "split": jax.device_put(jnp.arange(600.0).reshape(2, -1) + step, over),
+        "twice": jax.device_put(jnp.arange(5, dtype=jnp.bfloat16) * step, everywhere),
+    }
+    return TrainState(jnp.int32(step), params, {}, jnp.full(2, step, jnp.uint32))
+
+
+def assert_is_state_of(step, found):
+    def contents(array):
+        return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
+
+    for value, expected in zip(*map(jax.tree.leaves, (found, make_state(step))), strict=True):
+        assert (value.dtype, sharding_of(value)) == (expected.dtype, sharding_of(expected))
+        assert contents(value) == contents(expected)
+
+
+def like():
+    return jax.tree.map(lambda leaf: spec_at(leaf, sharding_of(leaf)), make_state(0))
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Snapshots in a folder, of which the states after steps 1 and 2 are taken."""
+    kept = snapshot.keep_snapshots(tmp_path, 3, make_state(0), 0)
+    for step in (1, 2):
+        kept.take(step, make_state(step)).result()
+    yield kept
+    kept.close()
+    assert {path.name for path in tmp_path.iterdir()} == {snapshot.LOCK}
+
+
+def test_a_share_is_the_state_as_it_was_when_it_was_taken(kept, tmp_path, monkeypatch):
+    """Though a step overwrites the arrays before they are copied, and the buffer is written anew
+    after they are read."""
+    may_copy, copy = threading.Event(), snapshot.copy_to
+    monkeypatch.setattr(snapshot, "copy_to", lambda *args: may_copy.wait(60) and copy(*args))
+    state = make_state(3)
+    taken = kept.take(3, state)
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    after = [overwrite(state.params[name]) for name in ("split", "twice")]
+    jax.block_until_ready(after)
+    may_copy.set()
+    taken.result()
+    found = restored(intact(tmp_path, 3)[3], like())
+    for buffer in kept._buffers:
+        buffer.contents[:] = 255
+    assert_is_state_of(3, found)
+
+
+def test_a_changed_bit_is_found_wherever_it_is_and_the_older_one_is_taken(kept, tmp_path):
+    draws, newest = random.Random(0), buffer_paths(tmp_path, 3)[1]
+    places = kept._layout.places
+    read = [place.start + k for _, place in places for k in range(place.of(newest_of(kept)).nbytes)]
+    for n in range(FLIPS):
+        path = newest if n % 4 else header_of(newest)
+        at = draws.choice(read) if n % 4 else draws.randrange(path.stat().st_size)
+        with open(path, "r+b") as file:
+            file.seek(at)
+            before = file.read(1)
+            flipped = bytes([before[0] ^ 1 << draws.randrange(8)])
+            for byte, steps in ((flipped, {1}), (before, {1, 2})):
+                file.seek(at)
+                file.write(byte)
+                file.flush()
+                assert set(intact(tmp_path, 3)) == steps, (path, at)
+    assert_is_state_of(1, restored(intact(tmp_path, 3)[1], like()))
+
+
+def newest_of(kept):
+    return max(kept._buffers, key=lambda buffer: buffer.step).contents
+
+
+class Cut(BaseException):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize("where", ["forget", "reserve", "copy_to", "digest", "write", "replace"])
+def test_one_that_is_cut_is_not_there_and_the_one_before_is(kept, tmp_path, monkeypatch, where):
+    def cut(*arguments, **named):
+        raise Cut
+
+    def cut_after(real):
+        return lambda *arguments, **named: cut(real(*arguments, **named))
+
+    def half(buffer, values, starts):
+        snapshot_copy(buffer, values[:2], starts[:2])
+        raise Cut
+
+    snapshot_copy, buffer = snapshot.copy_to, snapshot.Buffer
+    places = {
+        "forget": (buffer, "forget", cut_after(buffer.forget)),
+        "reserve": (buffer, "reserve", cut_after(buffer.reserve)),
+        "copy_to": (snapshot, "copy_to", half),
+        "digest": (snapshot, "copy_to", cut_after(snapshot_copy)),
+        "write": (snapshot, "write_whole", cut),
+        "replace": (snapshot.os, "replace", cut),
+    }
+    monkeypatch.setattr(*places[where])
+    with pytest.raises(Cut):
+        kept.take(3, make_state(3)).result()
+    monkeypatch.undo()
+    assert set(intact(tmp_path, 3)) == {2}
+    assert_is_state_of(2, restored(intact(tmp_path, 3)[2], like()))
+    # The worker that takes this one's place continues from there, in the same memory.
+    other = snapshot.keep_snapshots(tmp_path, 3, make_state(2), 2)
+    other.take(3, make_state(3)).result()
+    assert set(intact(tmp_path, 3)) == {2, 3}
+    other._thread.shutdown()
+
+
+def test_of_another_way_nothing_stays(kept, tmp_path):
+    snapshot.keep_snapshots(tmp_path, 3, make_state(1), 1)
+    assert set(intact(tmp_path, 3)) == {1}
+    assert intact(tmp_path, 4) == {}
+
+
+def test_what_a_checkpoint_is_written_from_stays_as_it_is(kept, tmp_path):
+    state = make_state(3)
+    kept.take(3, state)
+    pages = kept.hold(3, state).result()
+    assert set(intact(tmp_path, 3)) == {2, 3}  # it was copied once
+    for step in (4, 5):
+        kept.take(step, make_state(step)).result()
+    assert set(intact(tmp_path, 3)) == {3, 5}
+    parts = pages.state()
+    assert parts.key.shards[0][1].tolist() == [3, 3]
+    assert parts.params["rows"].shape == (2, 3)
+    assert all(not leaf.others for leaf in jax.tree.leaves(vars(parts)))
+    kept.release()
+    kept.take(6, make_state(6)).result()
+    assert set(intact(tmp_path, 3)) == {5, 6}
+
+
+def test_a_buffer_without_a_name_is_for_checkpoints_alone():
+    memory = Snapshots()
+    for step in (1, 2):
+        pages = memory.hold(step, make_state(step)).result()
+        assert pages.state().step.shards[0][1] == step
+        memory.release()
+    assert memory.spent() > 0
+    assert memory.spent() is None
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("steps", "newest"),
+    [
+        ([[30, 33], [33, 36]], 33),
+        ([[33, 36], [33, 36]], 36),
+        ([[36, 39], [36, 39]], 36),  # 39 is not recorded
+        ([[30, 33], [36, 39]], None),
+        ([[5, 10], [5, 10]], None),  # the checkpoint is as new
+        ([[33], []], None),
+    ],
+)
+def test_the_newest_is_one_that_all_workers_have(steps, newest):
+    assert newest_of_all(steps, after=10, most=37) == newest
+
+
+def test_half_of_the_memory_is_left_to_others(tmp_path, monkeypatch):
+    mib = 2**20
+    assert too_little(100 * mib, shared=200 * mib, memory=300 * mib) is None
+    told = "two copies of its share take 101 MiB, and 200 MiB of shared memory are free"
+    assert too_little(101 * mib, shared=200 * mib, memory=300 * mib) == told
+    told = "two copies of its share take 100 MiB, and 10 MiB of memory are free"
+    assert too_little(100 * mib, shared=200 * mib, memory=10 * mib) == told
+    monkeypatch.setattr(snapshot, "memory_left", lambda: 1000)
+    assert snapshot.keep_snapshots(tmp_path, 0, make_state(0), 0).endswith("MiB of memory are free")
+    assert {path.name for path in tmp_path.iterdir()} == {snapshot.LOCK}
+
+
+@pytest.mark.parametrize(
+    ("lines", "folder", "names"),
+    [
+        ("0::/job/step", "job", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "5:cpu:/a\n4:memory:/job/step",
+            "memory/job",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_limits_of_cgroups_above_a_process_count(tmp_path, lines, folder, names):
+    (tmp_path / "own").write_text(lines)
+    limited = tmp_path / folder
+    (limited / "step").mkdir(parents=True)
+    limit, used, cached = names
+    (limited / "step" / limit).write_text("max\n")
+    for name, text in ((limit, "9000"), (used, "5000"), ("memory.stat", f"anon 1\n{cached} 500")):
+        (limited / name).write_text(text)
+    assert memory_left(tmp_path / "own", tmp_path) == 4500
+    (limited / limit).write_text("max\n")
+    assert memory_left(tmp_path / "own", tmp_path) > 4500
+    assert memory_left(tmp_path / "none", tmp_path) > 4500
