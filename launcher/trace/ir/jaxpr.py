@@ -384,8 +384,6 @@ def source_line(eqn: Equation) -> str:
 
 def nbytes(aval: Aval) -> int:
     """Bytes of one value of this shape and dtype; a random key counts its words."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-        return int(aval.size) * 8
     return int(aval.size) * int(aval.dtype.itemsize)
 
 

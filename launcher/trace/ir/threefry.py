@@ -18,11 +18,14 @@ import jax.numpy as jnp
 from launcher.trace.ir.jaxpr import (
     Aval,
     define_prng_impl,
+    hide_from_source_lines,
     threefry2x32_p,
     threefry_prng_impl,
 )
 
 NAME = "threefry2x32"
+
+hide_from_source_lines(__file__)
 
 
 def tells_by_place(key: Aval) -> bool:

@@ -12,21 +12,22 @@ use: the loss makes a typed key of it, or of parts of it. Pure.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from launcher.trace.ir.jaxpr import (
-    Atom,
     Aval,
     Equation,
+    Jaxpr,
     Var,
     bodies,
+    called_instead,
+    hide_from_source_lines,
     is_var,
-    splice,
+    jaxpr_as_fun,
     sub_jaxprs,
     walk,
 )
@@ -38,6 +39,8 @@ from launcher.trace.ir.primitive_kinds import (
     SAME_ELEMENTS,
 )
 from launcher.trace.ir.threefry import NAME, block_generator, drawn_words, tells_by_place
+
+hide_from_source_lines(__file__)
 
 
 def is_typed(aval: Aval) -> bool:
@@ -102,8 +105,10 @@ def _by_slices(eqn: Equation) -> bool:
     return name in DRAWN_BY_PLACE and not tells_by_place(eqn.invars[0].aval)
 
 
-def draw_rows(eqn: Equation, axis: int, rows: int, number: Var) -> list[Equation]:
-    """Return the equations by which a slice draws its rows.
+def draw_rows(eqn: Equation, axis: int, rows: int, number: Var) -> Equation:
+    """Return the equation by which a slice draws its rows.
+
+    It is a single one, as on the whole batch: layers end after so many equations.
 
     Args:
         eqn: draws as many numbers, or keys, as a slice has, from keys that all slices share.
@@ -127,31 +132,30 @@ def draw_rows(eqn: Equation, axis: int, rows: int, number: Var) -> list[Equation
     def of_keys(key: Any, number: Any) -> Any:
         words = jax.random.key_data(key)
         block = jnp.broadcast_to(number, (*key.shape, 1))
-        return [_of_each(draw, key.ndim)(jnp.concatenate([words, block], -1))]
+        return _of_each(draw, key.ndim)(jnp.concatenate([words, block], -1))
 
-    made, (drawn,) = splice(of_keys, [key, number])
-    outvars = {drawn: eqn.outvars[0]}
-    return [
-        e.replace(outvars=[outvars.get(v, v) for v in e.outvars], source_info=eqn.source_info)
-        for e in made
-    ]
+    return called_instead(eqn, of_keys, [key, number])
 
 
-def with_own_keys(eqn: Equation, shared: Iterable[int], number: Var) -> list[Equation]:
-    """Return an equation, and before it those that fold its keys with the slice's number.
+def with_own_keys(eqn: Equation, shared: Container[int], number: Var) -> Equation:
+    """Return an equation that folds its keys with the slice's number.
 
     Args:
         eqn: the equation.
         shared: the operands that all slices share.
         number: the slice's.
     """
-    invars: list[Atom] = list(eqn.invars)
-    folds: list[Equation] = []
-    for i in sorted({*shared} & key_operands(eqn).keys()):
-        fold = functools.partial(_folded, generator=key_operands(eqn)[i])
-        made, (invars[i],) = splice(lambda *x, fold=fold: [fold(*x)], [invars[i], number])
-        folds += [e.replace(source_info=eqn.source_info) for e in made]
-    return [*folds, eqn.replace(invars=invars)]
+    ins, outs = ([Var(v.aval) for v in vs] for vs in (eqn.invars, eqn.outvars))
+    fun = jaxpr_as_fun(Jaxpr(ins, [eqn.replace(invars=ins, outvars=outs)], outs))
+    generators = {i: key for i, key in key_operands(eqn).items() if i in shared}
+
+    def with_folded(number: Any, *given: Any) -> Any:
+        own = [
+            _folded(x, number, generators[i]) if i in generators else x for i, x in enumerate(given)
+        ]
+        return fun(*own)
+
+    return called_instead(eqn, with_folded, [number, *eqn.invars])
 
 
 def key_operands(eqn: Equation) -> dict[int, str | None]:

@@ -208,11 +208,10 @@ def _drawn(pair: Pair, number: Var, given: Sequence[SliceRelation]) -> Sliced | 
     if isinstance(shape, Sharded):
         rows = pair.whole.outvars[0].aval.shape[shape.axis]
         made = draw_rows(pair.part, shape.axis, rows, number)
-        return Sliced([replace(shape, unordered=True)], made, changed=True)
-    own = isinstance(shape, Joined) and is_per_slice(pair.part)  # as many as a capacity, say
-    return (
-        Sliced([PerSlice()], with_own_keys(pair.part, [0], number), changed=True) if own else None
-    )
+        return Sliced([replace(shape, unordered=True)], [made], changed=True)
+    if isinstance(shape, Joined) and is_per_slice(pair.part):  # as many as a capacity, say
+        return Sliced([PerSlice()], [with_own_keys(pair.part, [0], number)], changed=True)
+    return None
 
 
 def _with_own_draws(pair: Pair, given: Sequence[SliceRelation], sliced: Sliced) -> Sliced:
@@ -221,9 +220,10 @@ def _with_own_draws(pair: Pair, given: Sequence[SliceRelation], sliced: Sliced) 
         return sliced
     if not key_operands(pair.part):  # it makes a key, the same in each slice
         return pair.joined()
-    shared = [i for i, p in enumerate(given) if isinstance(p, Replicated)]
-    made = with_own_keys(pair.part, shared, pair.number)
-    return replace(sliced, equations=made, changed=len(made) > 1)
+    shared = {i for i, p in enumerate(given) if isinstance(p, Replicated)}
+    if shared.isdisjoint(key_operands(pair.part)):
+        return sliced
+    return replace(sliced, equations=[with_own_keys(pair.part, shared, pair.number)], changed=True)
 
 
 def _alternatives(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
