@@ -11,7 +11,6 @@ import optax
 import launcher
 from launcher.trace import trace_step
 from launcher.trace.ir.jaxpr import Jaxpr, jaxpr_as_fun
-from launcher.trace.slicing.outside_loss import fold_slices
 
 ROWS = 8
 
@@ -106,9 +105,6 @@ def compare(step, args, count, rtol=1e-5):
 def cut(x, i, loss):
     """The slices of an operand."""
     axis = loss.slice_axes[i]
-    if loss.keys[i]:
-        folded = fold_slices(x, loss.raw_keys[i], loss.num_slices)
-        return [folded[s : s + 1] for s in range(loss.num_slices)]
     return [x] * loss.num_slices if axis is None else jnp.split(x, loss.num_slices, axis)
 
 

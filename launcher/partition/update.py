@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from launcher.partition.assignment import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
-from launcher.trace import Atom, Aval, Equation, Loss, TracedStep, Var, fold_slices, is_var, splice
+from launcher.trace import Atom, Aval, Equation, Loss, TracedStep, Var, is_var, splice
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,21 +140,14 @@ def _operands(
 ) -> tuple[tuple[Operand, ...], list[Equation]]:
     """Return what holds each operand of the loss, and the equations that stack computed operands.
 
-    Stacked are operands that are cut into slices, and random keys, of which every slice has its
-    own.
+    Stacked are operands that are cut into slices.
     """
     operands, equations = [], []
-    for i, (v, axis) in enumerate(zip(step.operands, loss.slice_axes, strict=True)):
-        is_key = loss.keys[i]
-        if not is_key and (axis is None or v in batch):
+    for v, axis in zip(step.operands, loss.slice_axes, strict=True):
+        if axis is None or v in batch:
             operands.append(Operand(v, axis is not None, v in batch))
             continue
-
-        def make(x: Any, i: int = i, is_key: bool = is_key, axis: int = axis or 0) -> Any:
-            x = fold_slices(x, loss.raw_keys[i], loss.num_slices) if is_key else x
-            return slicing.stack(x, axis)
-
-        extra, (stacked,) = splice(make, [v])
+        extra, (stacked,) = splice(functools.partial(slicing.stack, axis=axis), [v])
         assert is_var(stacked)
         equations += extra
         operands.append(Operand(stacked, True, False))

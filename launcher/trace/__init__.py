@@ -93,8 +93,7 @@ from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_bo
 from launcher.trace.primitives import microbatched as microbatched
 from launcher.trace.primitives import per_slice as per_slice
 from launcher.trace.primitives import value_and_grad as value_and_grad
-from launcher.trace.slicing.outside_loss import fold_slices as fold_slices
-from launcher.trace.slicing.outside_loss import may_be_raw_key as may_be_raw_key
+from launcher.trace.slicing.draws import may_be_raw_key as may_be_raw_key
 from launcher.trace.slicing.slices import ANY_LAYER as ANY_LAYER
 from launcher.trace.slicing.slices import Loss
 from launcher.trace.step import TracedStep, trace_step

@@ -60,7 +60,7 @@ from launcher.trace.parts import (
     with_named_operands,
 )
 from launcher.trace.primitives import calling_at_losses, loss_p, plain_gradients
-from launcher.trace.slicing.outside_loss import may_be_raw_key, raw_generator
+from launcher.trace.slicing.draws import may_be_raw_key, raw_generator
 from launcher.trace.slicing.slices import Loss, SplitLoss, Traces, slice_loss, split_loss
 
 

@@ -14,6 +14,7 @@ from launcher.trace.ir.cost import matmul_flops
 from launcher.trace.ir.jaxpr import make_jaxpr, nbytes, source_line
 
 ROWS, WIDTH, DEPTH = 8, 16, 4
+KEY = jax.random.key(1)
 
 
 def shapes(depth):
@@ -60,7 +61,7 @@ def dropped(scan, p, x):
         mask = jax.random.bernoulli(key, 0.5, x.shape)
         return x + jnp.where(mask, jax.nn.gelu(x @ w) * 2, 0), None
 
-    return scan(layer, x, (p["w"], jax.random.split(jax.random.key(1), len(p["w"]))))[0]
+    return scan(layer, x, (p["w"], jax.random.split(KEY, len(p["w"]))))[0]
 
 
 def normed(scan, p, x):
@@ -165,7 +166,7 @@ def test_gradients_are_those_of_jax(model, remat):
     by_shape = {value.shape: value for value in (*params.values(), x, jnp.float32(1))}
     env = {name: by_shape[v.aval.shape] for name, v in of.joint.inputs.items()}
     keys = [n for n, v in of.joint.inputs.items() if v.aval.dtype != x.dtype]
-    env |= {name: jax.random.key(1) for name in keys}
+    env |= dict.fromkeys(keys, KEY)
     for one in of.programs.values():
         made = jax.jit(one.fun)(*(env[name] for name in one.inputs))
         env.update(zip(one.outputs, made, strict=True))

@@ -6,7 +6,6 @@ labels come in runs, so that a slice's own mean, count or largest is far from th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,46 +100,3 @@ def of_loss(
         return step
 
     return Program(params, build, batch, **options)
-
-
-def whole_batch(forward: Any, p: Any, b: Any, key_of: Any) -> Any:
-    """The rows of `forward(params, batch, key)`."""
-    return forward(p, b, key_of(lambda key: key))
-
-
-def by_slices(count: int, forward: Any, p: Any, b: Any, key_of: Any) -> Any:
-    """The rows of `forward`, from slices of the batch; each folds the key that the loss is given,
-    or the first one that it makes."""
-    if count == 1:
-        return whole_batch(forward, p, b, key_of)
-
-    def of_slice(own: Any, number: jax.Array) -> Any:
-        return forward(p, own, key_of(lambda key: folded(key, number)))
-
-    slices = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), b)
-    parts = jax.vmap(of_slice)(slices, jnp.arange(count))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
-
-
-def folded(key: jax.Array, number: jax.Array) -> jax.Array:
-    """Keys of any shape, typed or raw, folded with a slice's number."""
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    fold = lambda k: jax.random.fold_in(k, number)  # noqa: E731
-    for _ in range(key.ndim if typed else key.ndim - 1):
-        fold = jax.vmap(fold)
-    return fold(key)
-
-
-def drawn_by_slices(init: Any, build_by: Any, batch: Any, **options: Any) -> Program:
-    """A program in whose loss each slice draws numbers of its own.
-
-    `build_by(run, value_and_grad)` makes the step; what it draws it computes by
-    `run(forward, params, batch, key_of)`, which is `whole_batch` or, in the reference, `by_slices`.
-    """
-    return Program(
-        init,
-        functools.partial(build_by, whole_batch),
-        batch,
-        reference=lambda count: build_by(functools.partial(by_slices, count), jax.value_and_grad),
-        **options,
-    )

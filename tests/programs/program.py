@@ -47,7 +47,7 @@ class Program:
         batch: `batch(k)` is the k-th batch.
         refused: by the names of methods; any other method equals one device.
         reference: makes what `build` does of `jax.value_and_grad`, for so many slices of the batch;
-            None: the step of `build` itself. It is for numbers that each slice draws by itself.
+            None: the step of `build` itself. It is for what each slice computes by itself.
     """
 
     init: Callable[[], Any]
@@ -143,12 +143,12 @@ def is_inexact(x: Any) -> bool:
     return np.issubdtype(np.asarray(x).dtype, np.inexact)
 
 
-def check(program: Program, method: str, rtol: float = 1e-5) -> None:
+def check(program: Program, method: str, rtol: float = 1e-5, devices: int = DEVICES) -> None:
     """Hold a program by a method against one device, or against the refusal that it declares."""
     step = launcher.parallelize(
         program.build(launcher.value_and_grad),
         method=METHODS[method],
-        devices=jax.devices()[:DEVICES],
+        devices=jax.devices()[:devices],
         donate_argnums=(),
     )
     refused = program.refused.get(method)

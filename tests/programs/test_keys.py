@@ -1,65 +1,52 @@
-"""Random keys: each slice draws numbers of its own, from keys folded with the slice's number.
+"""Random keys: each slice draws the numbers that one device draws for its rows."""
 
-The reference is written by hand: on one device, what draws (`forward`) is computed slice by slice,
-each with its key folded, and the loss of all of its rows together.
-"""
-
-import functools
+import itertools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from programs.pieces import (
     CLASSES,
     HIDDEN,
     batch,
     descended,
-    drawn_by_slices,
     losses,
     net,
     params,
     rows,
-    whole_batch,
 )
-from programs.program import METHODS, ROWS, Program, assert_same, table_test
+from programs.program import METHODS, ROWS, Program, assert_same, check, table_test
 
 import launcher
 
 
-def drawing(forward, loss, key_of, given=True, on_whole_batch=False):
+def drawing(forward, loss, key_of, given=True):
     """A program whose loss is `loss(forward(params, batch, key), params, batch)`.
 
     Args:
         forward: returns a row, or several, of each example.
         loss: a number of all rows, and metrics.
-        key_of: the key at a step, which is counted in the state; the key that it begins with goes
-            through the function that is its second argument.
+        key_of: the key at a step, which is counted in the state.
         given: whether the step makes the key, and hands it to the loss; else the loss makes it.
-        on_whole_batch: whether the numbers are drawn once, as on one device, since a sum of them is
-            needed or they belong to no example.
     """
 
-    def build_by(run, value_and_grad):
+    def build(value_and_grad):
         def step(state, b):
             def of(p, b, at):
-                found = run(forward, p, b, lambda own: own(at) if given else key_of(at, own))
+                found = forward(p, b, at if given else key_of(at))
                 return loss(found, p, b)
 
-            at = key_of(state["step"], lambda key: key) if given else state["step"]
+            at = key_of(state["step"]) if given else state["step"]
             found, grads = value_and_grad(of, has_aux=True)(state["params"], b, at)
             new = {"params": descended(state["params"], grads), "step": state["step"] + 1}
             return new, {"found": found, "grads": grads}
 
         return step
 
-    def init():
-        return {"params": params(), "step": np.int32(0)}
-
-    if on_whole_batch:
-        return Program(init, functools.partial(build_by, whole_batch), batch)
-    return drawn_by_slices(init, build_by, batch)
+    return Program(lambda: {"params": params(), "step": np.int32(0)}, build, batch)
 
 
 def dropped(p, b, key):
@@ -116,6 +103,18 @@ class Dropped(nn.Module):
         return nn.Dropout(0.4, deterministic=False)(h)
 
 
+def of_all_kinds(p, b, key):
+    """Noise, dropout by both of Flax's, labels for each example, and one number for all."""
+    of_noise, of_linen, of_nnx, of_labels, of_all = jax.random.split(key, 5)
+    x = b["x"] + 0.1 * jax.random.normal(of_noise, b["x"].shape)
+    h = Dropped().apply({}, jnp.tanh(x @ p["a"]), rngs={"dropout": of_linen})
+    launcher.mark_pipeline_boundary()
+    h = nnx.Dropout(0.3, rngs=nnx.Rngs(dropout=of_nnx))(h)
+    drawn = jax.random.choice(of_labels, CLASSES, (rows(b),))
+    share = jax.random.beta(of_all, 0.4, 0.4)
+    return h @ p["b"] - share * jax.nn.one_hot(drawn, CLASSES), drawn
+
+
 def by_flax(p, b, key):
     h = Dropped().apply({}, jnp.tanh(b["x"] @ p["a"]), rngs={"dropout": key})
     launcher.mark_pipeline_boundary()
@@ -128,28 +127,28 @@ def one_time(p, b, key):
     return net(p, b) * time, jnp.full(rows(b), time)
 
 
-def stepped(step, own):
-    return jax.random.fold_in(own(jax.random.key(0)), step)
+def stepped(step):
+    return jax.random.fold_in(jax.random.key(0), step)
 
 
-def raw(step, own):
-    return jax.random.fold_in(own(jax.random.PRNGKey(3)), step)
+def raw(step):
+    return jax.random.fold_in(jax.random.PRNGKey(3), step)
 
 
-def seeded(step, own):
-    return own(jax.random.key(step))
+def seeded(step):
+    return jax.random.key(step)
 
 
-def fixed(step, own):
-    return own(jax.random.key(0))
+def fixed(step):
+    return jax.random.key(0)
 
 
-def several(step, own):
-    return jax.random.split(stepped(step, own), 2)
+def several(step):
+    return jax.random.split(stepped(step), 2)
 
 
 def same_numbers(step_loss):
-    """A program whose numbers are those of one device: drawn before the loss, or of no slice."""
+    """A program whose step draws, or whose loss is given a key by it."""
 
     def build(value_and_grad):
         def step(state, b):
@@ -201,20 +200,47 @@ PROGRAMS = {
     "key of a seed in the loss": drawing(dropped, squares, seeded, given=False),
     "raw key in the loss": drawing(dropped, squares, raw, given=False),
     "split in the loss": drawing(by_layers, squares, several, given=False),
-    "random mask and its sum": drawing(dropped, masked_squares, stepped, on_whole_batch=True),
+    "random mask and its sum": drawing(dropped, masked_squares, stepped),
     "random mask and its sum, key in the loss": drawing(
-        dropped, masked_squares, stepped, given=False, on_whole_batch=True
+        dropped, masked_squares, stepped, given=False
     ),
     "diffusion": drawing(noised, squares, stepped),
     "sampled labels": drawing(sampled, squares, stepped),
+    "all kinds": drawing(of_all_kinds, squares, stepped),
     "Flax's dropout": drawing(by_flax, squares, stepped),
-    "one number for all": drawing(one_time, squares, stepped, on_whole_batch=True),
+    "one number for all": drawing(one_time, squares, stepped),
     "drawn before the loss": same_numbers(drawn_before),
     "shuffled before the loss": same_numbers(shuffled),
     "dropout that drops nothing": same_numbers(never_drops),
     "a key of each example": same_numbers(of_each_example),
 }
 test_equal_to_one_device_or_refused = table_test(PROGRAMS)
+
+
+PLANS = {  # data × microbatches × stages × ZeRO
+    f"{kind.__name__}, data {devices}, microbatches {count}": (devices, kind(count))
+    for devices, count, kind in itertools.product(
+        (2, 4),
+        (1, 2, 4),
+        (launcher.DataParallel, launcher.Zero2Parallel, launcher.Zero3Parallel),
+    )
+}
+PLANS |= {
+    f"two stages, data {data}, microbatches {count}": (
+        2 * data,
+        launcher.ThreeDParallel(data=data, pipeline=2, num_micro_batches=count),
+    )
+    for data, count in itertools.product((1, 2), (1, 2, 4))
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_trains_as_one_device(monkeypatch, plan):
+    """Losses, gradients and parameters of each step."""
+    devices, method = PLANS[plan]
+    monkeypatch.setitem(METHODS, plan, method)
+    check(PROGRAMS["all kinds"], plan, rtol=1e-6, devices=devices)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made in the loss"])

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 from filled import filled
 from flax.training import common_utils, train_state
-from programs.pieces import drawn_by_slices
 from programs.program import ROWS, Program, table_test
 
 import launcher
@@ -132,13 +131,13 @@ def lm1b():
     def forward(params, tokens, key):
         return model.apply({"params": params}, tokens, rngs={"dropout": key})
 
-    def build_by(run, value_and_grad):
+    def build(value_and_grad):
         def step(state, batch):
             key = jax.random.fold_in(jax.random.key(0), state.step)
             weights = jnp.where(batch > 0, 1, 0).astype(jnp.float32)
 
             def loss_fn(params):
-                logits = run(forward, params, batch, lambda own: own(key))
+                logits = forward(params, batch, key)
                 loss, weight = weighted_cross_entropy(logits, batch, weights)
                 return loss / weight, logits
 
@@ -147,7 +146,7 @@ def lm1b():
 
         return step
 
-    return drawn_by_slices(initial(Decoder(0.0), texts(0), tx=ADAMW), build_by, texts)
+    return Program(initial(Decoder(0.0), texts(0), tx=ADAMW), build, texts)
 
 
 def wmt():

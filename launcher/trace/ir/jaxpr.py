@@ -21,11 +21,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import jax
 import numpy as np
 from jax.extend import core as jex
+from jax.extend import random as jex_random
 from jax.extend import source_info_util
 
 from launcher.trace.ir.primitive_kinds import CALLS, CALLS_WITH_RULES
 
 Primitive = jex.Primitive
+define_prng_impl = jex_random.define_prng_impl
+threefry2x32_p: Any = jex_random.threefry2x32_p
+threefry_prng_impl: Any = jex_random.threefry_prng_impl
 
 
 class Aval(Protocol):
@@ -132,9 +136,10 @@ def rewritten_as(old: Any, new: Jaxpr) -> Any:
     if isinstance(old, Jaxpr):
         return new
     parts = {"invars": list(new.invars), "outvars": list(new.outvars), "eqns": list(new.eqns)}
-    if isinstance(old, jex.Jaxpr):  # since JAX 0.11 all are
-        return old.replace(**parts)
-    return old.replace(jaxpr=old.jaxpr.replace(**parts))
+    inner = old if isinstance(old, jex.Jaxpr) else old.jaxpr  # since JAX 0.11 all are
+    if len(inner.invars) != len(new.invars):
+        parts["debug_info"] = _UNNAMED
+    return inner.replace(**parts) if inner is old else old.replace(jaxpr=inner.replace(**parts))
 
 
 def rewritten_params(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
@@ -379,8 +384,6 @@ def source_line(eqn: Equation) -> str:
 
 def nbytes(aval: Aval) -> int:
     """Bytes of one value of this shape and dtype; a random key counts its words."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-        return int(aval.size) * 8
     return int(aval.size) * int(aval.dtype.itemsize)
 
 
@@ -406,6 +409,7 @@ def splice(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Equa
     return equations, [env[v] if is_var(v) else v for v in made.outvars]
 
 
+_SCAN_COUNTS = ("num_consts", "num_carry", "linear", "ft_in")
 _REWRITTEN = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")  # parameters that hold bodies
 
 
@@ -500,6 +504,38 @@ def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation
     """
     params = {key: _rewritten(eqn.params[key], rewrite) for key in _REWRITTEN if key in eqn.params}
     return eqn.replace(params={**eqn.params, **params})
+
+
+def with_captured(eqn: Equation, programs: Sequence[Jaxpr], value: Var) -> Equation:
+    """Return an equation with other bodies, in the order of `bodies`, that capture `value`."""
+    name, given = eqn.primitive.name, eqn.invars
+    programs = [dataclasses.replace(p, invars=[value, *p.invars]) for p in programs]
+    if name in CALLS:
+        return called_instead(eqn, jaxpr_as_fun(programs[0]), [value, *given])
+    invars, counts = [value, *given], dict[str, Any]()
+    if name == "cond":
+        invars = [given[0], value, *given[1:]]
+    elif name == "while":
+        a, b = while_counts(eqn)
+        counts = {"cond_nconsts": a + 1, "body_nconsts": b + 1}
+        invars = [value, *given[:a], value, *given[a:]]
+    elif name == "scan":
+        consts, carry = scan_counts(eqn)
+        counts = _scan_counted(consts + 1, carry, len(given) - consts - carry)
+    following = iter(programs)
+    eqn = replace_bodies(eqn, lambda _: next(following))
+    return eqn.replace(invars=invars, params={**eqn.params, **counts})
+
+
+@functools.cache
+def _scan_counted(consts: int, carry: int, scanned: int) -> dict[str, Any]:
+    """Return the parameters by which a scan counts its operands, in the form of JAX's version."""
+
+    def scan(held: list[Any], state: list[Any], rows: list[Any]) -> Any:
+        return jax.lax.scan(lambda s, _: ([x + sum(held) for x in s], sum(held)), state, rows, 1)
+
+    counted = make_jaxpr(scan, [0.0] * consts, [0.0] * carry, [np.zeros(1)] * scanned)
+    return {k: v for k, v in counted.eqns[-1].params.items() if k in _SCAN_COUNTS}
 
 
 _NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")

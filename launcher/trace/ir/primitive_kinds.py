@@ -133,14 +133,14 @@ SAME_FOR_EXTREMA = frozenset((
 # Reductions over the examples other than sums, by name.
 EXTREMA = {"reduce_and": "min", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max"}
 
-# They make a random key of a number.
-KEY_MAKERS = frozenset(("random_seed",))
 # They draw the numbers themselves.
 DRAWS = frozenset(("random_bits", "random_gamma"))
-# They draw random numbers, or make keys of keys: along each key on its own.
-RANDOM = KEY_MAKERS | frozenset((
-    "random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap",
-    "rng_bit_generator", "threefry2x32",
+# Each number, or key, that they draw of a key may be a function of its place (`ir.threefry`).
+DRAWN_BY_PLACE = frozenset(("random_bits", "random_split"))
+# They draw random numbers, or make keys of numbers or keys: along each key on its own.
+RANDOM = DRAWN_BY_PLACE | frozenset((
+    "random_fold_in", "random_seed", "random_unwrap", "random_wrap", "rng_bit_generator",
+    "threefry2x32",
 ))
 
 # Linear algebra: the last dimensions of the first operand are a matrix; those before count them.

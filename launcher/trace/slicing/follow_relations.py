@@ -27,6 +27,7 @@ from launcher.trace.ir.jaxpr import (
     Var,
     alternatives,
     bodies,
+    free_vars,
     has_tangent,
     inline_calls,
     is_var,
@@ -40,9 +41,11 @@ from launcher.trace.ir.jaxpr import (
     structure_text,
     sub_jaxprs,
     while_counts,
+    with_captured,
 )
-from launcher.trace.ir.primitive_kinds import CASES, LINEAR_IN_FIRST, SCALING
+from launcher.trace.ir.primitive_kinds import CASES, DRAWN_BY_PLACE, LINEAR_IN_FIRST, SCALING
 from launcher.trace.primitives import is_per_slice
+from launcher.trace.slicing.draws import draw_rows, draws_rows, key_operands, with_own_keys
 from launcher.trace.slicing.relations import (
     InParts,
     Joined,
@@ -133,6 +136,7 @@ def follow_relations(
     num_slices: int,
     visit: Visit | None = None,
     in_rule: bool = False,
+    number: Var | None = None,
 ) -> Followed:
     """Return the relations of a program's results.
 
@@ -143,6 +147,7 @@ def follow_relations(
         num_slices: how many slices make the batch.
         visit: sees every equation of the program itself, not those in its loops and branches.
         in_rule: whether the program is part of a derivative rule.
+        number: the slice's number, which its program may read; None: its program is of no interest.
     """
     env: dict[Var, SliceRelation] = dict(zip(whole.invars, given, strict=True))
     env.update((v, Replicated()) for v in whole.constvars)
@@ -153,7 +158,8 @@ def follow_relations(
     equations: list[Equation] = []
     changed = False
     for a, b in zip(whole.eqns, part.eqns, strict=True):
-        pair, operands = Pair(a, b, num_slices, in_rule), [relation(v) for v in a.invars]
+        pair = Pair(a, b, num_slices, in_rule, number)
+        operands = [relation(v) for v in a.invars]
         sliced = relate_equation(pair, operands)
         if visit is not None:
             sliced = visit(pair, operands, sliced)
@@ -167,6 +173,8 @@ def follow_relations(
 
 def relate_equation(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
     """Return the relations of the results of any equation."""
+    if pair.number is not None and (drawn := _drawn(pair, pair.number, given)):
+        return drawn
     lost = joined_among(given)
     if is_per_slice(pair.part):
         return pair.all(lost) if lost else with_parts(pair, given, _own_values)
@@ -189,7 +197,33 @@ def _own_values(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
     alike = all(isinstance(p, Replicated) for p in given)
     own = [pair.own_value(j) for j in pair.results]
     same = [Replicated() if alike and p == PerSlice() else p for p in own]
-    return Sliced(mark_unordered(pair, given, same), [pair.part])
+    return _with_own_draws(pair, given, Sliced(mark_unordered(pair, given, same), [pair.part]))
+
+
+def _drawn(pair: Pair, number: Var, given: Sequence[SliceRelation]) -> Sliced | None:
+    """Return the rows that a slice draws from keys that all share; None: it draws no such."""
+    if pair.name not in DRAWN_BY_PLACE or not isinstance(given[0], Replicated):
+        return None
+    shape = pair.by_shape(0)
+    if isinstance(shape, Sharded):
+        rows = pair.whole.outvars[0].aval.shape[shape.axis]
+        made = draw_rows(pair.part, shape.axis, rows, number)
+        return Sliced([replace(shape, unordered=True)], [made], changed=True)
+    if isinstance(shape, Joined) and is_per_slice(pair.part):  # as many as a capacity, say
+        return Sliced([PerSlice()], [with_own_keys(pair.part, [0], number)], changed=True)
+    return None
+
+
+def _with_own_draws(pair: Pair, given: Sequence[SliceRelation], sliced: Sliced) -> Sliced:
+    """Return the results with numbers of the slice's own where programs inside stay as they are."""
+    if pair.number is None or not draws_rows(pair.whole, pair.part):
+        return sliced
+    if not key_operands(pair.part):  # it makes a key, the same in each slice
+        return pair.joined()
+    shared = {i for i, p in enumerate(given) if isinstance(p, Replicated)}
+    if shared.isdisjoint(key_operands(pair.part)):
+        return sliced
+    return replace(sliced, equations=[with_own_keys(pair.part, shared, pair.number)], changed=True)
 
 
 def _alternatives(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
@@ -202,7 +236,8 @@ def _alternatives(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
     outs = [common(each, pair.part) for each in zip(*(f.outs for f in found), strict=True)]
     if not any(f.changed for f in found):
         joins = None if joined_among(outs) else _follow_rule(pair, given, outs)
-        return Sliced([joins or out for out in outs], [pair.part])
+        sliced = Sliced([joins or out for out in outs], [pair.part])
+        return _with_own_draws(pair, given, sliced)
     if pair.name != "cond" and "jaxpr" not in pair.part.params:
         return pair.joined()  # its rule for derivatives is for the function as it is
     return _rewritten(pair, outs, [f.program(b) for (_, b), f in zip(programs, found, strict=True)])
@@ -210,7 +245,10 @@ def _alternatives(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
 
 def _inside(pair: Pair, whole: Jaxpr, part: Jaxpr, given: Sequence[SliceRelation]) -> Followed:
     """Follow a program inside an equation."""
-    return follow_relations(whole, part, given, pair.num_slices, in_rule=pair.in_rule)
+    number = None if pair.name in _WITH_RULES else pair.number
+    return follow_relations(
+        whole, part, given, pair.num_slices, in_rule=pair.in_rule, number=number
+    )
 
 
 def _scan(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
@@ -283,6 +321,9 @@ def _rewritten(
     """Return the equation with other programs inside, in the order of `bodies`."""
     if not changed:
         return Sliced(outs, [pair.part])
+    if any(pair.number in free_vars(program.eqns) for program in programs):
+        assert pair.number is not None
+        return Sliced(outs, [with_captured(pair.part, programs, pair.number)], changed=True)
     following = iter(programs)
     return Sliced(outs, [replace_bodies(pair.part, lambda _: next(following))], changed=True)
 

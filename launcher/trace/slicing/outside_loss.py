@@ -3,16 +3,12 @@
 - The denominator of a masked mean is a sum over all examples' masks, which no slice can compute.
   Where a value depends on the batch alone, not on the parameters, it is computed once, on the whole
   batch, and becomes an operand of the loss: replicated, or cut into slices if it has a row an
-  example. Random keys that the loss makes become operands, too, so that each slice draws its own
-  numbers for its own rows; numbers of which there are as many whatever the batch are drawn here,
-  once for all slices.
+  example.
 - For a perplexity or an F1 score a slice has only its part of the sums, to which no function can be
   applied. So the loss returns the sums in the place of such a result, and the result is computed
-  from them after the pipeline. A key that the loss returns, to be used in the next step, would be
-  that of a slice. It is computed from the key that comes in.
+  from them after the pipeline.
 
-A typed key says what it is. A raw key (`jax.random.PRNGKey`, an array of `uint32`) is known by its
-use: the loss makes a typed key of it, or of parts of it. Pure.
+Pure.
 """
 
 from __future__ import annotations
@@ -21,39 +17,31 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 
 from launcher.trace.errors import BatchError
 from launcher.trace.ir.jaxpr import (
     Atom,
-    Aval,
     Equation,
     Jaxpr,
     Var,
-    dependents,
     is_var,
     needed,
     renamed,
     source_line,
     splice,
-    sub_jaxprs,
-    walk,
 )
 from launcher.trace.ir.primitive_kinds import (
     CASES,
-    DRAWS,
     EXTREMA,
     KEEPS_ROWS,
-    KEY_MAKERS,
     LINEAR_IN_FIRST,
-    RANDOM,
     REDUCTIONS,
     ROW_WISE,
-    SAME_ELEMENTS,
     SAME_FOR_EXTREMA,
     SCALING,
 )
+from launcher.trace.slicing.draws import differs_from_one_device, is_typed, raw_generator
 from launcher.trace.slicing.follow_relations import (
     follow_relations,
     matching,
@@ -73,59 +61,6 @@ from launcher.trace.slicing.relations import (
     SliceRelation,
     grown_axis,
 )
-
-
-def is_typed(aval: Aval) -> bool:
-    """Return whether a value is a typed key, or an array of them."""
-    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
-
-
-def raw_generator(var: Var, equations: Iterable[Equation]) -> str | None:
-    """Return the generator whose raw keys `equations` take `var` for, such as "threefry2x32".
-
-    None if they do not; `var` is a raw key, or an array of them.
-    """
-    return _wrapped_as({var}, equations) if var.aval.dtype == jnp.uint32 else None
-
-
-def may_be_raw_key(shape: Any) -> bool:
-    """Return whether an array may be one raw key, by its shape and dtype."""
-    return bool(shape.dtype == jnp.uint32) and shape.shape in ((2,), (4,))
-
-
-def _wrapped_as(words: set[Var], equations: Iterable[Equation]) -> str | None:
-    for eqn in equations:
-        used = [is_var(v) and v in words for v in eqn.invars]
-        if not any(used):
-            continue
-        if eqn.primitive.name == "random_wrap":
-            return str(eqn.params["impl"].name)
-        if eqn.primitive.name in SAME_ELEMENTS:
-            words.update(eqn.outvars)
-        for body in sub_jaxprs(eqn):
-            inner = zip(body.invars[::-1], used[::-1], strict=False)  # a branch has no index
-            found = _wrapped_as({v for v, is_key in inner if is_key}, body.eqns)
-            if found is not None:
-                return found
-    return None
-
-
-def fold_slices(key: Any, generator: str | None, num_slices: int) -> Any:
-    """Return the keys of all slices along a new leading axis, each folded with its slice's number.
-
-    Args:
-        key: typed keys of any shape or, with the name of their `generator`, raw ones.
-        generator: of raw keys, such as "threefry2x32"; None for typed ones.
-        num_slices: how many slices.
-    """
-    typed = key if generator is None else jax.random.wrap_key_data(key, impl=generator)
-    numbers = jnp.arange(num_slices)
-    fold = jax.random.fold_in
-    for _ in range(typed.ndim):
-        fold = jax.vmap(fold, (0, None))
-    folded = jax.vmap(fold, (None, 0))(typed, numbers)
-    return folded if generator is None else jax.random.key_data(folded)
-
 
 # (index of an equation of the loss, index of its result)
 ResultIndex: TypeAlias = tuple[int, int]
@@ -238,7 +173,7 @@ def find_whole_batch(
 
     # What is computed on the whole batch and what slices compute see the same random numbers.
     for eqn in needed(b.eqns, reached()):
-        if _draws(eqn, RANDOM):
+        if differs_from_one_device(eqn):
             finder.found.update(made[v] for v in eqn.outvars if not is_typed(v.aval))
     found = Outside(tuple(sorted(made[v] for v in reached())), a)
     lost = sum(isinstance(p, Joined) for p in followed.outs)
@@ -260,8 +195,6 @@ def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) ->
         return [(d, n) for d, n in enumerate(v.aval.shape) if n % batch_size == 0]
 
     def is_plain(e: Equation) -> bool:
-        if _draws(e, KEY_MAKERS | DRAWS):
-            return False
         if e.primitive.name in ROW_WISE or not any(map(long, (*e.invars, *e.outvars))):
             return True
         return e.primitive.name in KEEPS_ROWS and long(e.invars[0]) == long(e.outvars[0])
@@ -286,11 +219,6 @@ def _free(eqn: Equation, known: Set[int]) -> set[Var]:
     return {v for i, v in operands if i in known or is_small(v)}
 
 
-def _draws(eqn: Equation, own: Set[str]) -> bool:
-    """Return whether an equation is of the primitives `own`, or draws numbers in its programs."""
-    return any(e.primitive.name in (own if e is eqn else RANDOM) for e in walk([eqn]))
-
-
 class _Finder:
     """Collects, equation by equation, what no slice can compute but the whole batch can.
 
@@ -313,15 +241,9 @@ class _Finder:
             return self._with_counted_rows(pair, given, sliced)
         self.free.update(pair.whole.outvars)
         relations = list(sliced.relations)
-        draws = _draws(pair.whole, DRAWS)
         for j, v in enumerate(pair.whole.outvars):
             shape = pair.by_shape(j)
-            if isinstance(shape, Joined):
-                continue
-            needed_whole = isinstance(relations[j], self.outside) or pair.name in KEY_MAKERS
-            # Numbers of no example are drawn once; some kinds are drawn in a loop.
-            drawn = isinstance(shape, Replicated) and draws and not is_typed(v.aval)
-            if needed_whole or drawn:
+            if isinstance(relations[j], self.outside) and not isinstance(shape, Joined):
                 self.found.add(self.places[v])
                 relations[j] = shape
         return Sliced(relations, sliced.equations, sliced.changed)
@@ -381,8 +303,6 @@ def whole_batch_equations(eqn: Equation, found: Outside) -> tuple[list[Equation]
 
 def may_finish(eqn: Equation, batch_size: int) -> bool:
     """Return whether `find_finish` may find something, by the loss on the whole batch alone."""
-    if set(_candidates(eqn).values()) & _keyed(eqn):
-        return True
     makers = {v: e for e in eqn.params["jaxpr"].eqns for v in e.outvars}
 
     def may_have_rows(v: Var) -> bool:
@@ -428,13 +348,12 @@ def find_finish(whole: Equation, part: Equation, num_slices: int) -> Outside | N
         return made
 
     follow_relations(a, b, given, num_slices, note)
-    places, keyed = _places(a), _keyed(whole)
+    places = _places(a)
     ends: set[Var] = set()
     results = []
     for i, v in _candidates(whole).items():
-        inside = keyed if isinstance(relations[v], Replicated) else set[Var]()
-        if isinstance(relations[v], Joined) or v in inside:
-            found = _ends(v, a, places, relations, inside)
+        if isinstance(relations[v], Joined):
+            found = _ends(v, a, places, relations)
             if found is not None:
                 results.append(i)
                 ends |= found
@@ -450,24 +369,13 @@ def _candidates(eqn: Equation) -> dict[int, Var]:
     return {i: v for i, (v, said) in outs if i >= first and said == "infer" and is_var(v)}
 
 
-def _keyed(eqn: Equation) -> set[Var]:
-    """Return what depends on a random key that the loss is given, the key itself included."""
-    jaxpr = eqn.params["jaxpr"]
-    keys = [v for v in jaxpr.invars if is_typed(v.aval) or raw_generator(v, jaxpr.eqns)]
-    return dependents(jaxpr.eqns, keys) if keys else set()
-
-
 def _ends(
     result: Var,
     jaxpr: Jaxpr,
     places: Mapping[Var, ResultIndex],
     relations: Mapping[Var, SliceRelation],
-    inside: Set[Var],
 ) -> set[Var] | None:
-    """Return of which partial and shared values a result is a function; None: of others, too.
-
-    No value of `inside` is returned, but what it is made of, down to what the loss is given.
-    """
+    """Return of which partial and shared values a result is a function; None: of others, too."""
     ends: set[Var] = set()
     waiting, seen = [result], set()
     while waiting:
@@ -475,9 +383,9 @@ def _ends(
         if v in seen:
             continue
         seen.add(v)
-        if isinstance(relations[v], Partial | Replicated) and not (v in inside and v in places):
+        if isinstance(relations[v], Partial | Replicated):
             ends.add(v)
-        elif isinstance(relations[v], Partial | Replicated | Joined):
+        elif isinstance(relations[v], Joined):
             waiting += [x for x in jaxpr.eqns[places[v][0]].invars if is_var(x)]
         else:
             return None

@@ -20,13 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.trace.ir.factors import Factor, factors
-from launcher.trace.ir.jaxpr import Atom, Equation, Literal, is_var, source_line, splice
+from launcher.trace.ir.jaxpr import Atom, Equation, Literal, Var, is_var, source_line, splice
 from launcher.trace.ir.primitive_kinds import (
     BARRIERS,
     CASES,
     DRAWS,
     EXTREMA,
-    KEY_MAKERS,
     LINEAR_IN_FIRST,
     MATRIX_DIMS,
     PARTIAL_SUMS,
@@ -177,13 +176,16 @@ class Sliced:
 class Pair:
     """An equation on the whole batch, and the same one on one of `num_slices` slices.
 
-    `in_rule`: whether it stands in a derivative rule.
+    Attributes:
+        in_rule: whether it stands in a derivative rule.
+        number: the slice's number; None: no program is to be made, or it cannot read it.
     """
 
     whole: Equation
     part: Equation
     num_slices: int
     in_rule: bool = False
+    number: Var | None = None
 
     @property
     def name(self) -> str:
@@ -296,9 +298,9 @@ def _related(pair: Pair, given: Sequence[SliceRelation]) -> Sliced:
 
 def _of_replicated(pair: Pair, given: Sequence[SliceRelation], result: int) -> SliceRelation:
     shape = pair.by_shape(result)
-    if isinstance(shape, Replicated) and pair.name not in KEY_MAKERS:
+    if isinstance(shape, Replicated):
         return Replicated(_is_zero(pair, given))
-    if not isinstance(shape, Sharded):  # of a key: every slice would draw the same numbers
+    if not isinstance(shape, Sharded):
         return Joined(pair.part)
     if pair.name == "iota" and shape.axis == pair.part.params["dimension"]:
         return RowNumbers(shape.axis)

@@ -7,7 +7,8 @@ over the examples (`outside_loss`).
 
 A *layer* is the run of equations between two `mark_pipeline_boundary()` calls. Equations that
 depend on no operand at all (an iota, a mask made of literals) belong to no layer: whoever needs
-one computes it, so that a constant never crosses a stage boundary.
+one computes it, so that a constant never crosses a stage boundary. Random numbers are none: they
+are drawn once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from launcher.trace.errors import BatchError, BoundaryError, TraceError
 from launcher.trace.ir.jaxpr import (
@@ -28,13 +30,17 @@ from launcher.trace.ir.jaxpr import (
     Jaxpr,
     Var,
     dependents,
+    free_vars,
+    is_var,
     make_jaxpr,
     needed,
     source_line,
+    splice,
     walk,
 )
 from launcher.trace.ir.primitive_kinds import CONSTRAINTS, KERNELS, SAME_ELEMENTS
 from launcher.trace.primitives import boundary_p
+from launcher.trace.slicing.draws import draws
 from launcher.trace.slicing.follow_relations import (
     Followed,
     follow_relations,
@@ -48,12 +54,10 @@ from launcher.trace.slicing.outside_loss import (
     find_whole_batch,
     finishing_equations,
     in_words,
-    is_typed,
     may_finish,
     may_need_whole_batch,
     operand_axes,
     operand_relations,
-    raw_generator,
     unlike_program,
     whole_batch_equations,
     with_operands,
@@ -71,7 +75,7 @@ def cut_layers(jaxpr: Jaxpr) -> tuple[list[Equation], list[int], int]:
 
     Returns:
         `(equations, layers, num_layers)`; `layers[i]` is `ANY_LAYER` for an equation that depends
-        on no input. Layers that hold no equation are kept, so that marks and layers agree.
+        on no input and no draw. Layers that hold no equation are kept: marks and layers agree.
 
     Raises:
         BoundaryError: a mark stands inside a loop, a branch or a checkpointed function.
@@ -85,7 +89,8 @@ def cut_layers(jaxpr: Jaxpr) -> tuple[list[Equation], list[int], int]:
         _refuse_uncuttable(eqn)
         layer_of[id(eqn)] = layer
     equations = needed([e for e in jaxpr.eqns if e.primitive is not boundary_p], jaxpr.outvars)
-    from_inputs = dependents(equations, jaxpr.invars)
+    drawn = [v for eqn in equations if draws([eqn]) for v in eqn.outvars]
+    from_inputs = dependents(equations, [*jaxpr.invars, *drawn])
     layers = [
         layer_of[id(eqn)] if any(v in from_inputs for v in eqn.outvars) else ANY_LAYER
         for eqn in equations
@@ -123,9 +128,6 @@ class Loss:
         outvars: the loss first (where something is differentiated), then the other results.
         equations, layers: the program and the layer of each equation (`ANY_LAYER`: of none).
         slice_axes: an operand's axis that is cut into slices, or None: every slice gets it whole.
-        keys: whether an operand is a random key, or an array of them: each slice gets it folded
-            with the slice's number (`outside_loss.fold_slices`), as one row of a sliced operand.
-            raw_keys: the generator of those that are raw (`jax.random.PRNGKey`).
         wrt: the operands that are differentiated. reduce: how each result is combined.
         from_whole_batch: the equations of the loss whose results are computed on the whole batch,
             each in words.
@@ -138,8 +140,6 @@ class Loss:
     layers: tuple[int, ...]
     num_layers: int
     slice_axes: tuple[int | None, ...]
-    keys: tuple[bool, ...]
-    raw_keys: tuple[str | None, ...]
     wrt: tuple[int, ...]
     reduce: tuple[str, ...]
     from_whole_batch: tuple[str, ...] = ()
@@ -168,6 +168,7 @@ class Traces:
         whole: on the whole batch. batch_size: its rows.
         part: called with a number of slices; returns the equation on one of them.
         from_whole_batch: the equations whose results are computed on the whole batch, in words.
+        numbered: whether the first operand is the numbers of the rows in the batch.
         reference: returns the equation on many rows and on fewer, but several, and how many times
             fewer; None where it cannot be traced.
     """
@@ -177,6 +178,7 @@ class Traces:
     part: Callable[[int], Equation]
     reference: Callable[[], TwoTraces | None]
     from_whole_batch: tuple[str, ...] = ()
+    numbered: bool = False
 
     def rewritten(
         self, whole: Equation, rewrite: Callable[[Equation], Equation], words: tuple[str, ...] = ()
@@ -199,6 +201,7 @@ class Traces:
             lambda num_slices: rewrite(self.part(num_slices)),
             functools.cache(reference),
             self.from_whole_batch + words,
+            self.numbered,
         )
 
 
@@ -212,6 +215,8 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
     eqn = traces.whole
     axes: list[int | None] = [None] * len(eqn.invars)
     jaxpr, words = eqn.params["jaxpr"], eqn.params["reduce"]
+    counting: Sequence[Equation] = ()
+    number: Var | None = None
     if num_slices > 1:
         eqn = traces.part(num_slices)
         check_same_results(traces.whole, eqn)
@@ -222,38 +227,60 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
                 "only a part; take that gradient inside the loss that uses it, or without "
                 "microbatches and replicas"
             )
-        found = _follow(traces, eqn, axes, num_slices)
+        counting, number = _slice_number(traces, eqn)
+        found = _follow(traces, eqn, axes, num_slices, number)
         words = reductions(traces.whole, eqn, found.outs, num_slices)
         jaxpr = found.program(eqn.params["jaxpr"])
     equations, layers, num_layers = cut_layers(jaxpr)
-    invars = list(jaxpr.invars)
-    raw: list[str | None] = [None] * len(invars)
-    keys = [False] * len(invars)
-    for i, v in enumerate(invars):
-        if num_slices > 1 and axes[i] is None:
-            raw[i] = raw_generator(v, equations)
-            keys[i] = is_typed(v.aval) or raw[i] is not None
-        if keys[i]:  # whoever needs it takes the key out of its row
-            invars[i], out_of_row = _row_of(v)
-            equations, layers, axes[i] = [out_of_row, *equations], [ANY_LAYER, *layers], 0
+    if number in free_vars(equations):  # whoever needs it computes it
+        equations, layers = [*counting, *equations], [*(ANY_LAYER for _ in counting), *layers]
     return Loss(
         num_slices=num_slices,
-        invars=tuple(invars),
+        invars=tuple(jaxpr.invars),
         outvars=tuple(jaxpr.outvars),
         equations=tuple(equations),
         layers=tuple(layers),
         num_layers=num_layers,
         slice_axes=tuple(axes),
-        keys=tuple(keys),
-        raw_keys=tuple(raw),
         wrt=eqn.params["wrt"],
         reduce=words,
         from_whole_batch=traces.from_whole_batch,
     )
 
 
+def with_row_numbers(eqn: Equation, rows: int) -> Equation:
+    """Return the loss's equation with the numbers of its rows in the batch as first operand."""
+    numbers = jax.ShapeDtypeStruct((rows,), jnp.uint32)
+    outer, inner = make_jaxpr(lambda x, y: [x, y], numbers, numbers).invars
+    jaxpr: Jaxpr = eqn.params["jaxpr"]
+    params = {
+        "jaxpr": replace(jaxpr, invars=[inner, *jaxpr.invars]),
+        "wrt": tuple(i + 1 for i in eqn.params["wrt"]),
+    }
+    return eqn.replace(invars=[outer, *eqn.invars], params={**eqn.params, **params})
+
+
+def _slice_number(traces: Traces, part: Equation) -> tuple[Sequence[Equation], Var | None]:
+    """Return the number of the slice that has these rows, and the equations that compute it."""
+    if not traces.numbered:
+        return (), None
+    numbers: Var = part.params["jaxpr"].invars[0]
+
+    def of_rows(rows: Any) -> Any:
+        first = jax.lax.squeeze(jax.lax.slice_in_dim(rows, 0, 1), [0])
+        return jax.lax.div(first, jnp.uint32(len(rows)))
+
+    equations, (number,) = splice(of_rows, [numbers])
+    assert is_var(number)
+    return equations, number
+
+
 def _follow(
-    traces: Traces, part: Equation, axes: Iterable[int | None], num_slices: int
+    traces: Traces,
+    part: Equation,
+    axes: Iterable[int | None],
+    num_slices: int,
+    number: Var | None,
 ) -> Followed:
     """Follow the relations through the loss.
 
@@ -267,7 +294,7 @@ def _follow(
     if reference is None:
         if not same_structure(whole, own):
             raise unlike_program(part)
-        return follow_relations(whole, own, operand_relations(axes), num_slices)
+        return follow_relations(whole, own, operand_relations(axes), num_slices, number=number)
     large, small, count = reference
     more, fewer = large.params["jaxpr"], small.params["jaxpr"]
     if not same_structure(more, fewer):
@@ -281,7 +308,7 @@ def _follow(
         if sliced.changed or follows_parts(given, sliced.relations):
             if i not in same or len(equations[same[i]].invars) != len(pair.part.invars):
                 raise unlike_program(part)
-            own_pair = Pair(whole.eqns[i], equations[same[i]], num_slices)
+            own_pair = Pair(whole.eqns[i], equations[same[i]], num_slices, number=number)
             again = relate_equation(own_pair, given)
             if list(again.relations) != list(sliced.relations):
                 raise unlike_program(part)
@@ -289,7 +316,7 @@ def _follow(
         return sliced
 
     given = operand_relations(operand_axes(large, small, count))
-    found = follow_relations(more, fewer, given, count, visit)
+    found = follow_relations(more, fewer, given, count, visit, number=number)
     if joined_among(found.outs) is None:
         _check_one_row(traces, reference, part, same)
     changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
@@ -321,13 +348,6 @@ def _check_one_row(
             for a, b, grown in results
         ):
             raise unlike_program(part)
-
-
-def _row_of(v: Var) -> tuple[Var, Equation]:
-    """A variable that holds one row, a value like `v`, and the equation that makes `v` of it."""
-    row = jax.ShapeDtypeStruct((1, *v.aval.shape), v.aval.dtype)
-    closed = make_jaxpr(lambda x: jax.lax.squeeze(x, [0]), row)
-    return closed.invars[0], closed.eqns[0].replace(outvars=[v])
 
 
 def _check_divides(batch_size: int, num_slices: int) -> None:
@@ -369,24 +389,32 @@ def split_loss(
         retrace: called with a number of rows; returns the equation on so many.
         constants: the variables of captured arrays.
     """
+    before: list[Equation] = []
+    after: list[Equation] = []
+    if numbered := draws(eqn.params["jaxpr"].eqns):
+        eqn = with_row_numbers(eqn, batch_size)
+        (counts,), _ = splice(lambda: [jnp.arange(batch_size, dtype=jnp.uint32)], ())
+        before = [counts.replace(outvars=[eqn.invars[0]])]
+
+    def on_rows(rows: int) -> Equation:
+        return with_row_numbers(retrace(rows), rows) if numbered else retrace(rows)
 
     def part(num_slices: int) -> Equation:
-        return retrace(batch_size // num_slices)
+        return on_rows(batch_size // num_slices)
 
     @functools.cache
     def reference() -> TwoTraces | None:
         with contextlib.suppress(TraceError):  # raised again where slices are requested
-            return _two_traces(eqn, batch_size, retrace)
+            return _two_traces(eqn, batch_size, on_rows)
         return None
 
-    traces = Traces(eqn, batch_size, part, reference)
-    before: list[Equation] = []
-    after: list[Equation] = []
+    traces = Traces(eqn, batch_size, part, reference, numbered=numbered)
     captured = {i for i, v in enumerate(eqn.invars) if v in constants}
     if may_need_whole_batch(eqn, batch_size, captured):
         found = _search(traces, functools.partial(find_whole_batch, constants=captured))
         if found is not None and found.places:
-            before, operands = whole_batch_equations(eqn, found)
+            more, operands = whole_batch_equations(eqn, found)
+            before += more
             rewrite = functools.partial(with_operands, found=found)
             whole = rewrite(eqn, operands=operands)
             traces = traces.rewritten(whole, rewrite, in_words(eqn, found))
