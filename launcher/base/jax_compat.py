@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter, methodcaller
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -328,6 +329,31 @@ def around_cache_reads(reading: Callable[[str], AbstractContextManager[None]]) -
                 return read(key, *rest, **named)
 
         cache.get_executable_and_time = within
+
+
+def write_cache_by(writing: Callable[[str], AbstractContextManager[str]]) -> None:
+    """Have every process write what it compiles to JAX's compilation cache, inside `writing`.
+
+    JAX itself has process 0 alone write, so that what others compile for their own devices is
+    compiled at each start. Its function is copied with a view of the group in which this is that
+    process: the state itself is read by other threads.
+
+    Args:
+        writing: given an entry's key, yields the key to write it under.
+    """
+    with suppress(AttributeError, ImportError, KeyError):
+        from jax._src import compilation_cache, compiler
+
+        cache: Any = compilation_cache
+        put, names = cache.put_executable_and_time, vars(compiler)
+        first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+        write = FunctionType(names["_cache_write"].__code__, {**names, "distributed": first})
+
+        def within(key: str, *rest: Any, **named: Any) -> None:
+            with writing(key) as name:
+                put(name, *rest, **named)
+
+        names["_cache_write"], cache.put_executable_and_time = write, within
 
 
 def loaded_for(
