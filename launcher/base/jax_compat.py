@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxlib import _jax, xla_client
 
-_A_DAY = 24 * 3600 * 1000  # milliseconds; whoever started the processes looks after them
+_A_DAY = 24 * 3600  # seconds; whoever started the processes looks after them
 
 # Private attributes of JAX's objects.
 _devices_of_sharding = attrgetter("_internal_device_list")  # in their order
@@ -111,7 +111,7 @@ def all_gather_text(name: str, own: str) -> list[str]:
     except (AttributeError, ImportError):
         return _gathered(own)
     tell(f"{name}/{jax.process_index()}", own)
-    wait(name, _A_DAY)
+    wait(name, _A_DAY * 1000)
     return [told for _, told in read(f"{name}/")]
 
 
@@ -506,3 +506,33 @@ def bind_collectives(address: str) -> None:
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
     if make is not None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+
+
+def coordination_service(address: str, count: int) -> Any:
+    """Start JAX's coordination service in this process, which is none of the group.
+
+    `jax.distributed.initialize` starts it in process 0, with whose end all others are aborted. The
+    service here ends with this process, which aborts all, or with the last reference to it; then it
+    waits for processes that are still connected, for five seconds. It never takes one that is
+    silent for dead: one that was stopped may continue.
+
+    Args:
+        address: where it listens: `HOST:PORT` or `unix:PATH`.
+        count: the number of processes.
+    """
+    return _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=_A_DAY)
+
+
+def join_processes(coordinator: str, count: int, index: int) -> None:
+    """Become process `index` of `count` of the group whose service listens at `coordinator`.
+
+    `jax.distributed.shutdown` leaves it. Call it before JAX is first asked for a device.
+    """
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    state.client = _jax.get_distributed_runtime_client(
+        coordinator, index, heartbeat_timeout=_A_DAY, use_compression=True
+    )
+    state.client.connect()
+    state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index

@@ -32,6 +32,7 @@ from launcher.cluster.ray.worker import (
     WATCH_SECONDS,
     Future,
     WorkerHandle,
+    address_among,
     cause_of,
     ended_server,
     gather,
@@ -80,7 +81,6 @@ class Wait(NamedTuple):
 
 ALONE, TOGETHER, ANSWER, STEP = Progresses
 WAITS = {  # calls before the first step that are limited by their time without progress
-    "coordinator": Wait("it starts and opens its port for the others", ALONE),
     "join": Wait("it starts and joins the other processes", TOGETHER),
     "connect": Wait("it connects to the other processes", ANSWER),
     "meet": Wait("it connects to the parameter servers", ANSWER),
@@ -208,7 +208,8 @@ class WorkerGroup:
     """One worker a host, in the order of the hosts.
 
     Every wait of a group ends: workers and servers that do not answer are diagnosed and given up,
-    and the end of Ray and Ctrl-C are noticed.
+    and the end of Ray and Ctrl-C are noticed. Workers that have joined end with their group: it has
+    JAX's coordination service.
 
     Args:
         handles: the workers.
@@ -259,17 +260,19 @@ class WorkerGroup:
         """
         if len(self.handles) == 1:
             return
+        from launcher.cluster.process_group import coordination  # which imports JAX
+
         wait = functools.partial(self.gather, starting=True, advance=advance)
-        count, first = len(self.handles), self.handles[0]
-        spread = len({handle.address for handle in self.handles}) > 1
-        (coordinator,) = wait([first.submit("coordinator", first.address if spread else None)])
-        addresses = wait(
-            [
-                handle.submit("join", coordinator, count, rank, handle.address, transport)
-                for rank, handle in enumerate(self.handles)
-            ]
-        )
-        wait(self.call("connect", addresses, secrets.randbits(_KEY_BITS)))
+        count = len(self.handles)
+        address = address_among([handle.address for handle in self.handles])
+        with coordination(count, address) as (coordinator, self._service):
+            addresses = wait(
+                [
+                    handle.submit("join", coordinator, count, rank, handle.address, transport)
+                    for rank, handle in enumerate(self.handles)
+                ]
+            )
+            wait(self.call("connect", addresses, secrets.randbits(_KEY_BITS)))
 
     def use_servers(self, servers: Sequence[WorkerHandle]) -> None:
         """Connect the workers to parameter servers, in place of `join`."""

@@ -166,6 +166,15 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
+def address_among(addresses: Iterable[str]) -> str | None:
+    """Return this machine's address among those of workers; None if all of these are on it."""
+    import ray
+
+    others = {*addresses} - {LOOPBACK}
+    here: str = ray.util.get_node_ip_address() if others else LOOPBACK
+    return here if others - {here} else None
+
+
 def kill(workers: Sequence[WorkerHandle], patience: float) -> None:
     """Kill the workers of this machine that are known and still run.
 
