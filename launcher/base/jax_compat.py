@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.backend import clear_backends
 from jax.sharding import Sharding
 from jaxlib import _jax, xla_client
 
@@ -506,6 +507,22 @@ def bind_collectives(address: str) -> None:
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
     if make is not None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+
+
+@contextmanager
+def on_cpus() -> Iterator[None]:
+    """Have JAX compute on CPUs inside, whatever devices there are, and forget them at the end.
+
+    A trace computes a few values. Without that end, the process could join no other, and on a GPU
+    would hold its memory. Arrays made inside keep their values.
+    """
+    platforms = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        yield
+    finally:
+        clear_backends()
+        jax.config.update("jax_platforms", platforms)
 
 
 def coordination_service(address: str, count: int) -> Any:

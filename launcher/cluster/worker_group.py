@@ -29,6 +29,7 @@ from launcher.base import Advance, Clock, DamagedError, clock_of, open_regular
 from launcher.cluster.errors import HungError, RayEndedError, WorkerError
 from launcher.cluster.ray.session import BackgroundCall
 from launcher.cluster.ray.worker import (
+    LOOPBACK,
     WATCH_SECONDS,
     Future,
     WorkerHandle,
@@ -55,7 +56,8 @@ _KEY_BITS = 62  # of a transfer key's 64, so that there is room to count
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
 _ROUNDS = 5  # to read a clock
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
-_RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
+_RAY_SECONDS = 4.0  # to notice Ray's end elsewhere, whose first sign may be the end of a worker
+_RAY_HERE_SECONDS = 0.2  # the same on this machine
 
 
 class Progresses(Enum):
@@ -419,10 +421,11 @@ class WorkerGroup:
         """Raise RayEndedError if Ray ends as well: then the workers only ended with it."""
         if not (error.died or error.lost_connection):
             return
-        deadline = time.monotonic() + _RAY_SECONDS
+        here = all(handle.address == LOOPBACK for handle in self.handles)
+        deadline = time.monotonic() + (_RAY_HERE_SECONDS if here else _RAY_SECONDS)
         while time.monotonic() < deadline:
             self._check()
-            time.sleep(0.1)
+            time.sleep(0.05)
 
 
 # -- Diagnosis ------------------------------------------------------------------------------------

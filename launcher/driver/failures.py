@@ -14,7 +14,7 @@ from launcher.cluster.errors import HungError, RayEndedError, WorkerError
 from launcher.driver.record.step_log import DivergedError
 from launcher.plan import Plan
 
-_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
+_SECOND_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
 # A worker may be a step ahead of the driver's newest result when it dies.
 _SAME_STEP = 1
 
@@ -108,7 +108,7 @@ def _stages(plan: Plan, host: int) -> str:
 def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | str:
     """Return whether to restart after the last of `failures`, which are in order of time.
 
-    The delay doubles from restart to restart, from one second to a minute.
+    The first restart is at once; then the delay doubles each time, from one second to a minute.
 
     Returns:
         The restart, or why there is none, as a clause; "" if restarts are off.
@@ -120,7 +120,7 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | str:
         return f"it failed in the same way twice in a row at step {last.step}"
     if len(failures) > max_restarts:
         return f"it was restarted cluster.max_restarts={max_restarts} times"
-    delay = min(_FIRST_DELAY * 2 ** len(before), _LONGEST_DELAY)
+    delay = min(_SECOND_DELAY * 2 ** (len(before) - 1), _LONGEST_DELAY) if before else 0.0
     return Restart(len(failures), delay)
 
 
@@ -129,11 +129,9 @@ def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoi
     since = f"the checkpoint at step {checkpoint}"
     if not checkpoint:
         since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
-    return (
-        f"{failure.report}\n"
-        f"Restart {restart.number} of at most {max_restarts} in {restart.delay_seconds:g} s, "
-        f"from {since}"
-    )
+    when = f"in {restart.delay_seconds:g} s" if restart.delay_seconds else "at once"
+    number = f"Restart {restart.number} of at most {max_restarts}"
+    return f"{failure.report}\n{number} {when}, from {since}"
 
 
 def run_with_restarts(

@@ -5,13 +5,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.cluster import worker_group
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.worker import silent_servers
+from launcher.cluster.ray.worker import gather, has_ended, silent_servers
 from launcher.cluster.worker_group import WAITS, WorkerGroup
 from launcher.config.cluster import Emulated
 
@@ -79,3 +80,27 @@ def test_each_process_keeps_its_programs_and_outlives_the_first(tmp_path, monkey
             assert workers[1].submit("process").result() == second.pid
             second.kill()
     del sys.modules["compiles"]
+
+
+def test_workers_begun_beside_others_take_their_place(probe, tmp_path):
+    with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
+        used = session.spawn(probe, 1)
+        begun = session.begin(probe, 2)
+        assert gather([worker.submit("add", 0) for worker in (*used, *begun)]) == [1, 1, 2, 2]
+        assert session.renews
+        child = psutil.Process(used[0].submit("start").result())
+        session.end_workers()
+        assert not any(worker.process().is_running() for worker in used)
+        assert has_ended(child)
+        assert session.spawn(probe, 2) == begun
+
+        dead = session.begin(probe, 3)
+        assert gather([worker.submit("add", 0) for worker in dead]) == [3, 3]
+        dead[0].process().kill()  # while it waits: its group starts anew
+        while not dead[0].is_lost():
+            time.sleep(0.01)
+        session.end_workers()
+        taken = session.spawn(probe, 4)
+        assert gather([worker.submit("add", 0) for worker in taken]) == [4, 4]
+        ended = [*used, *begun, *dead]
+        assert not any(worker.process().is_running() for worker in ended)
