@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter, methodcaller
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.backend import clear_backends
 from jax.sharding import Sharding
 from jaxlib import _jax, xla_client
 
-_A_DAY = 24 * 3600 * 1000  # milliseconds; whoever started the processes looks after them
+_A_DAY = 24 * 3600  # seconds; whoever started the processes looks after them
 
 # Private attributes of JAX's objects.
 _devices_of_sharding = attrgetter("_internal_device_list")  # in their order
@@ -110,7 +112,7 @@ def all_gather_text(name: str, own: str) -> list[str]:
     except (AttributeError, ImportError):
         return _gathered(own)
     tell(f"{name}/{jax.process_index()}", own)
-    wait(name, _A_DAY)
+    wait(name, _A_DAY * 1000)
     return [told for _, told in read(f"{name}/")]
 
 
@@ -333,6 +335,31 @@ def around_cache_reads(reading: Callable[[str], AbstractContextManager[None]]) -
         cache.get_executable_and_time = within
 
 
+def write_cache_by(writing: Callable[[str], AbstractContextManager[str]]) -> None:
+    """Have every process write what it compiles to JAX's compilation cache, inside `writing`.
+
+    JAX itself has process 0 alone write, so that what others compile for their own devices is
+    compiled at each start. Its function is copied with a view of the group in which this is that
+    process: the state itself is read by other threads.
+
+    Args:
+        writing: given an entry's key, yields the key to write it under.
+    """
+    with suppress(AttributeError, ImportError, KeyError):
+        from jax._src import compilation_cache, compiler
+
+        cache: Any = compilation_cache
+        put, names = cache.put_executable_and_time, vars(compiler)
+        first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+        write = FunctionType(names["_cache_write"].__code__, {**names, "distributed": first})
+
+        def within(key: str, *rest: Any, **named: Any) -> None:
+            with writing(key) as name:
+                put(name, *rest, **named)
+
+        names["_cache_write"], cache.put_executable_and_time = write, within
+
+
 def loaded_for(
     compiled: Any,
     arguments: Sequence[Sharding],
@@ -483,3 +510,49 @@ def bind_collectives(address: str) -> None:
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
     if make is not None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+
+
+@contextmanager
+def on_cpus() -> Iterator[None]:
+    """Have JAX compute on CPUs inside, whatever devices there are, and forget them at the end.
+
+    A trace computes a few values. Without that end, the process could join no other, and on a GPU
+    would hold its memory. Arrays made inside keep their values.
+    """
+    platforms = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        yield
+    finally:
+        clear_backends()
+        jax.config.update("jax_platforms", platforms)
+
+
+def coordination_service(address: str, count: int) -> Any:
+    """Start JAX's coordination service in this process, which is none of the group.
+
+    `jax.distributed.initialize` starts it in process 0, with whose end all others are aborted. The
+    service here ends with this process, which aborts all, or with the last reference to it; then it
+    waits for processes that are still connected, for five seconds. It never takes one that is
+    silent for dead: one that was stopped may continue.
+
+    Args:
+        address: where it listens: `HOST:PORT` or `unix:PATH`.
+        count: the number of processes.
+    """
+    return _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=_A_DAY)
+
+
+def join_processes(coordinator: str, count: int, index: int) -> None:
+    """Become process `index` of `count` of the group whose service listens at `coordinator`.
+
+    `jax.distributed.shutdown` leaves it. Call it before JAX is first asked for a device.
+    """
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    state.client = _jax.get_distributed_runtime_client(
+        coordinator, index, heartbeat_timeout=_A_DAY, use_compression=True
+    )
+    state.client.connect()
+    state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index

@@ -5,10 +5,10 @@ side. In place of a group, workers that exchange nothing but sums have parameter
 each is then a JAX of its own. This module imports JAX.
 
 Neither JAX's coordination service nor its transfer server authenticates its clients. So on one
-machine the service listens on a UNIX socket in a folder that no other user can enter, and which is
-removed once all workers are connected; between machines it listens at one address. The transfer
-server always listens at one address, and arrays are pulled by keys that are counted from a random
-number of 62 bits.
+machine the service, which the driver has, listens on a UNIX socket in a folder that no other user
+can enter, and which is removed once all workers are connected; between machines it listens at one
+address. The transfer server always listens at one address, and arrays are pulled by keys that are
+counted from a random number of 62 bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import platform
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 
 from launcher.base import DISTRIBUTION
-from launcher.base.jax_compat import bind_collectives
+from launcher.base.jax_compat import bind_collectives, coordination_service, join_processes
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.parameter_server import ServerClient
 from launcher.cluster.ray.worker_actor import machine_id
@@ -46,7 +46,7 @@ _SECONDS = 0.5  # after which no further round begins
 class Peer:
     """A worker object that can be one of several.
 
-    The driver calls `coordinator`, `join` and `connect`, in this order, or `meet` alone. Sockets
+    The driver calls `join` and `connect`, in this order, or `meet` alone. Sockets
     are bound to the machine's `address` among the others, the loopback if all are on one machine.
     """
 
@@ -54,7 +54,6 @@ class Peer:
         keep_compiled()
         self._transport: Transport | None = None
         self._servers: ServerClient | None = None
-        self._folder: scratch.Scratch | None = None
 
     def process(self) -> int:
         """Return this process's number on its machine."""
@@ -115,20 +114,6 @@ class Peer:
             },
         )
 
-    def coordinator(self, address: str | None) -> str:
-        """Return an address for JAX's coordination service.
-
-        Args:
-            address: the address of this host, at which a free port is chosen; None if all workers
-                are on this machine, which then use a UNIX socket.
-        """
-        if address is None:
-            self._folder = scratch.create()
-            return f"unix:{quote(str(self._folder.path))}/jax"
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return f"{address}:{probe.getsockname()[1]}"
-
     def join(
         self, coordinator: str, count: int, index: int, address: str, transport: str
     ) -> str | None:
@@ -145,7 +130,7 @@ class Peer:
             The address from which the others get arrays; None if the transport needs none.
         """
         bind_collectives(address)
-        jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
+        join_processes(coordinator, count, index)
         self._transport = make_transport(transport, address)
         return self._transport.address
 
@@ -158,9 +143,35 @@ class Peer:
         """
         if self._transport is not None:
             self._transport.connect(addresses, first_key)
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+
+
+@contextmanager
+def coordination(count: int, address: str | None) -> Iterator[tuple[str, Any]]:
+    """Start JAX's coordination service for `count` workers in this process, the driver.
+
+    It listens before the first worker asks: one that asks too early tries again after a second.
+
+    Args:
+        count: the number of workers.
+        address: the address of this machine, at which a free port is chosen; None if all workers
+            are on it, which then use a UNIX socket, removed at the end of the context: once all
+            are connected.
+
+    Yields:
+        The service's address, and what keeps it until the workers have ended.
+    """
+    if address is None:
+        folder = scratch.create()
+        at = f"unix:{quote(str(folder.path))}/jax"
+    else:
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            folder, at = None, f"{address}:{probe.getsockname()[1]}"
+    try:
+        yield at, coordination_service(at, count)
+    finally:
+        if folder is not None:
+            folder.remove()
 
 
 def _rates(device: jax.Device) -> tuple[float, float]:

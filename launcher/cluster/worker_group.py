@@ -29,9 +29,11 @@ from launcher.base import Advance, Clock, DamagedError, clock_of, open_regular
 from launcher.cluster.errors import HungError, RayEndedError, WorkerError
 from launcher.cluster.ray.session import BackgroundCall
 from launcher.cluster.ray.worker import (
+    LOOPBACK,
     WATCH_SECONDS,
     Future,
     WorkerHandle,
+    address_among,
     cause_of,
     ended_server,
     gather,
@@ -54,7 +56,8 @@ _KEY_BITS = 62  # of a transfer key's 64, so that there is room to count
 _MOST = 10  # factor on the timeout: for what parameter servers send, and for all of a start's wait
 _ROUNDS = 5  # to read a clock
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
-_RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
+_RAY_SECONDS = 4.0  # to notice Ray's end elsewhere, whose first sign may be the end of a worker
+_RAY_HERE_SECONDS = 0.2  # the same on this machine
 
 
 class Progresses(Enum):
@@ -80,7 +83,6 @@ class Wait(NamedTuple):
 
 ALONE, TOGETHER, ANSWER, STEP = Progresses
 WAITS = {  # calls before the first step that are limited by their time without progress
-    "coordinator": Wait("it starts and opens its port for the others", ALONE),
     "join": Wait("it starts and joins the other processes", TOGETHER),
     "connect": Wait("it connects to the other processes", ANSWER),
     "meet": Wait("it connects to the parameter servers", ANSWER),
@@ -212,7 +214,8 @@ class WorkerGroup:
     """One worker a host, in the order of the hosts.
 
     Every wait of a group ends: workers and servers that do not answer are diagnosed and given up,
-    and the end of Ray and Ctrl-C are noticed.
+    and the end of Ray and Ctrl-C are noticed. Workers that have joined end with their group: it has
+    JAX's coordination service.
 
     Args:
         handles: the workers.
@@ -263,17 +266,19 @@ class WorkerGroup:
         """
         if len(self.handles) == 1:
             return
+        from launcher.cluster.process_group import coordination  # which imports JAX
+
         wait = functools.partial(self.gather, starting=True, advance=advance)
-        count, first = len(self.handles), self.handles[0]
-        spread = len({handle.address for handle in self.handles}) > 1
-        (coordinator,) = wait([first.submit("coordinator", first.address if spread else None)])
-        addresses = wait(
-            [
-                handle.submit("join", coordinator, count, rank, handle.address, transport)
-                for rank, handle in enumerate(self.handles)
-            ]
-        )
-        wait(self.call("connect", addresses, secrets.randbits(_KEY_BITS)))
+        count = len(self.handles)
+        address = address_among([handle.address for handle in self.handles])
+        with coordination(count, address) as (coordinator, self._service):
+            addresses = wait(
+                [
+                    handle.submit("join", coordinator, count, rank, handle.address, transport)
+                    for rank, handle in enumerate(self.handles)
+                ]
+            )
+            wait(self.call("connect", addresses, secrets.randbits(_KEY_BITS)))
 
     def use_servers(self, servers: Sequence[WorkerHandle]) -> None:
         """Connect the workers to parameter servers, in place of `join`."""
@@ -428,10 +433,11 @@ class WorkerGroup:
         """Raise RayEndedError if Ray ends as well: then the workers only ended with it."""
         if not (error.died or error.lost_connection):
             return
-        deadline = time.monotonic() + _RAY_SECONDS
+        here = all(handle.address == LOOPBACK for handle in self.handles)
+        deadline = time.monotonic() + (_RAY_HERE_SECONDS if here else _RAY_SECONDS)
         while time.monotonic() < deadline:
             self._check()
-            time.sleep(0.1)
+            time.sleep(0.05)
 
 
 # -- Diagnosis ------------------------------------------------------------------------------------

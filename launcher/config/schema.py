@@ -108,6 +108,11 @@ class Config:
         default_factory=dict, compare=False, repr=False, metadata={"internal": True}
     )
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the model or the data are a user's code."""
+        return isinstance(self.model, CustomModel) or isinstance(self.dataset, CustomDataset)
+
 
 def read_by(task: str) -> tuple[str, ...] | None:
     """Return the settings and sections that a task reads from the command line; None: all."""

@@ -67,6 +67,10 @@ class Callbacks:
             made = users_code(f"hooks=[{name}]", found)() if isinstance(found, type) else found
             self._named.append((name, made))
 
+    def add(self, own: Callback) -> None:
+        """Add a callback of the launcher's own."""
+        self._named.append(("", own))
+
     def of(self, kind: type[_Kind]) -> _Kind | None:
         """Return the callback of a class, if there is one."""
         return next((each for _, each in self._named if isinstance(each, kind)), None)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from launcher.cluster.errors import HungError, RayEndedError, WorkerError
 from launcher.driver.record.step_log import DivergedError
 from launcher.plan import Plan
 
-_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
+_SECOND_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
 # A worker may be a step ahead of the driver's newest result when it dies.
 _SAME_STEP = 1
 
@@ -108,7 +109,8 @@ def _stages(plan: Plan, host: int) -> str:
 def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | str:
     """Return whether to restart after the last of `failures`, which are in order of time.
 
-    The delay doubles from restart to restart, from one second to a minute.
+    A restart is at once where the run has got further than before. Where it has not, the delay
+    doubles each time, from one second to a minute.
 
     Returns:
         The restart, or why there is none, as a clause; "" if restarts are off.
@@ -120,7 +122,9 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | str:
         return f"it failed in the same way twice in a row at step {last.step}"
     if len(failures) > max_restarts:
         return f"it was restarted cluster.max_restarts={max_restarts} times"
-    delay = min(_FIRST_DELAY * 2 ** len(before), _LONGEST_DELAY)
+    pairs = [(old.step, new.step) for old, new in itertools.pairwise(failures)]
+    stuck = [*itertools.takewhile(lambda steps: steps[1] <= steps[0], reversed(pairs))]
+    delay = min(_SECOND_DELAY * 2 ** (len(stuck) - 1), _LONGEST_DELAY) if stuck else 0.0
     return Restart(len(failures), delay)
 
 
@@ -141,11 +145,9 @@ def restart_text(
         since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
     if in_memory:
         since = f"the newest snapshot in memory, or else from {since}"
-    return (
-        f"{failure.report}\n"
-        f"Restart {restart.number} of at most {max_restarts} in {restart.delay_seconds:g} s, "
-        f"from {since}"
-    )
+    when = f"in {restart.delay_seconds:g} s" if restart.delay_seconds else "at once"
+    number = f"Restart {restart.number} of at most {max_restarts}"
+    return f"{failure.report}\n{number} {when}, from {since}"
 
 
 def run_with_restarts(

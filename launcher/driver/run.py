@@ -26,7 +26,7 @@ from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.parallel import Planned
-from launcher.config.schema import Config, CustomDataset, CustomModel
+from launcher.config.schema import Config
 from launcher.driver.callback import HookError, find_hook
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
@@ -215,9 +215,8 @@ def _can_start_early(config: Config, found: Inputs) -> bool:
     """
     if not kind_of(config.cluster).starts_early:
         return False
-    is_own = isinstance(config.model, CustomModel) or isinstance(config.dataset, CustomDataset)
     measures = isinstance(config.parallel, Planned) and config.parallel.cost == "profile"
-    if is_own or measures:
+    if config.is_users or measures:
         return False
     return found.pool is None or not measures_first(config) or is_kept(found.pool)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.callback import Callback
 from launcher.driver.failures import (
     FailedError,
     Failure,
@@ -160,6 +162,7 @@ class _Job:
         self._rendezvous, self._session = rendezvous, session
         plans = ready.candidates
         self._tries = Tries(plans, console, knows_trials(config)) if plans else None
+        self._standbys = Standbys()
         self._follow(ready.plan)
         self.restarts = 0
         # After a roll-back: its step and the index of the next batch.
@@ -173,6 +176,7 @@ class _Job:
         allocation = self._rendezvous.allocation if self._rendezvous else None
         about = plan, self._ready.plan_seconds, self._console, allocation
         self.plan, self.run_log = plan, RunLog(self._home, self._config, *about)
+        self.run_log.step_log.callbacks.add(self._standbys)
 
     @property
     def finished_steps(self) -> int:
@@ -202,20 +206,28 @@ class _Job:
             with self._interruptible():
                 time.sleep(seconds)
 
-        run_with_restarts(self._attempt, self._diagnose, self._prepare_restart, max_restarts, sleep)
+        attempt, prepare = self._attempt, self._prepare_restart
+        try:
+            run_with_restarts(attempt, self._diagnose, prepare, max_restarts, sleep)
+        finally:
+            if self._session is not None:
+                self._session.close()
 
     def _attempt(self) -> None:
         """Start the workers, train, save, and stop the workers."""
         finished, steps = self._home.finished_steps, self._config.train.steps
         if finished >= steps:  # the attempt before failed after its last step
             return
+        began, is_compared = time.monotonic(), bool(self.restarts and self._session)
         for line in self._home.damaged:
             _log.warning(line)
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers", Phase.STARTING) as advance:
-                workers = self._start_workers(stack, advance)
+                session = stack.enter_context(self._ray())
+                workers = self._start_workers(session, advance)
             is_preflight = self._config.task == "preflight"
-            if is_preflight or (self._ready.pool and self._ready.pool.hosts > 1):
+            several = self._ready.pool and self._ready.pool.hosts > 1
+            if is_preflight or (several and not is_compared):
                 with status(self._console, "comparing the hosts", Phase.STARTING):
                     self._compare_hosts(workers)
             if is_preflight:
@@ -223,11 +235,14 @@ class _Job:
             finished = self._resumed(workers)
             assert self._ready.pool is not None
             capability = pool_shape(self._ready.pool).compute_capability
-            built = workers.submit(
-                "build", to_dict(self._config), capability, str(self._home.path.absolute())
-            )
+            about = to_dict(self._config), capability, str(self._home.path.absolute())
+            built = workers.submit("build", *about)
             if usable := self._tried(workers, built):
-                self._train_on(workers, built, finished)
+                self._set_up(workers, built, finished)
+                if session.renews and machines_of(self._config.cluster).max_restarts:
+                    begin = functools.partial(self._begin_standbys, session, about)
+                    self._standbys.arm(time.monotonic() - began, begin)
+                self._train_on(workers, finished)
         if not usable:  # a plan that was tried has ended the workers
             self._attempt()
 
@@ -248,10 +263,31 @@ class _Job:
         self._recorded = finished
         return finished
 
-    def _start_workers(self, stack: ExitStack, advance: Advance) -> Workers:
-        """Start Ray, unless it is started, and connect the workers; `stack` ends them."""
-        started, self._session = self._session or self._start(), None
-        session = stack.enter_context(started)
+    @contextmanager
+    def _ray(self) -> Iterator[RaySession]:
+        """Yield a Ray, started unless it is; after a failure of its workers it stays for others."""
+        session, self._session = self._session or self._start(), None
+        self._standbys.disarm()
+        with ExitStack() as stack:
+            stack.enter_context(session)
+            try:
+                yield session
+            except (WorkerError, HungError, DivergedError):
+                if self._standbys.armed:
+                    session.end_workers()
+                    self._session = session
+                    stack.pop_all()
+                raise
+
+    def _begin_standbys(self, session: RaySession, about: Sequence[Any]) -> None:
+        """Start the workers of the next attempt; users' code may ask for ranks, so it waits."""
+        with suppress(ClusterError):  # the restart meets it again
+            for worker in session.begin(TrainWorker):
+                if not self._config.is_users:
+                    worker.submit("stand_by", *about)
+
+    def _start_workers(self, session: RaySession, advance: Advance) -> Workers:
+        """Start and connect the workers."""
         handles = session.spawn(TrainWorker, advance=advance)
 
         def check() -> None:
@@ -310,9 +346,8 @@ class _Job:
         workers.plan, self._tries = self.plan, None
         return True
 
-    def _train_on(self, workers: Workers, built: Answers, finished: int) -> None:
+    def _train_on(self, workers: Workers, finished: int) -> None:
         """Train by the plan, save, and close the workers."""
-        self._set_up(workers, built, finished)
         with status(self._console, "reading the first batch", Phase.READING) as advance:
             if self._passed_over or self._home.taken:
                 passed = self._passed_over, dict(self._home.taken)
@@ -425,6 +460,35 @@ class _Job:
         settings, log = self._config.train.checkpoint, self.run_log
         checkpoints, failures = self._home.checkpoints, log.failed_saves
         return Saving(workers, checkpoints, settings, describe, failures, log.sync, log.saved)
+
+
+class Standbys(Callback):
+    """Begins the workers of the next attempt, once training has lasted as long as its start.
+
+    A run that is shorter never pays for them.
+
+    Attributes:
+        armed: whether the attempt in progress trains and may have them.
+    """
+
+    def __init__(self) -> None:
+        self.armed = False
+        self._due = 0.0
+        self._begin: Callable[[], None] | None = None
+
+    def arm(self, seconds: float, begin: Callable[[], None]) -> None:
+        """Call `begin` after the first step that ends after so many seconds."""
+        self.armed, self._due, self._begin = True, time.monotonic() + seconds, begin
+
+    def disarm(self) -> None:
+        """Begin none: no attempt trains."""
+        self.armed, self._begin = False, None
+
+    def on_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """See `Callback.on_step`."""
+        if self._begin is not None and time.monotonic() >= self._due:
+            begin, self._begin = self._begin, None
+            begin()
 
 
 class Tries:

@@ -23,6 +23,7 @@ import numpy as np
 from launcher import checkpoint
 from launcher.arrays.stacked_array import spec_at
 from launcher.base import SpanRecorder
+from launcher.base.jax_compat import on_cpus
 from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.scratch import memory_folder
@@ -114,6 +115,11 @@ class TrainWorker(Peer):
         if self._built is None:
             self._config, self._home = from_dict(config), home
             self._built = build_program(self._config, compute_capability)
+
+    def stand_by(self, *about: Any) -> None:
+        """Build the program as `build` does, to join a group later, and hold no device."""
+        with on_cpus():
+            self.build(*about)
 
     def begin_setup(self, plan: dict[str, Any]) -> int:
         """Begin to compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.

@@ -12,6 +12,7 @@ PROBE = '''
 """What the tests run inside worker processes."""
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -56,6 +57,9 @@ class Probe:
     def wait(self, path):
         with open(path) as pipe:
             return pipe.read()
+
+    def start(self):
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
     def say(self, text):
         print(text)

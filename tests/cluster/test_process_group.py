@@ -22,7 +22,7 @@ def handles(monkeypatch):
     answers = lambda futures, watch, servers: [future.answer for future in futures]  # noqa: E731
     monkeypatch.setattr(worker_group, "gather", answers)
     monkeypatch.setattr(process_group, "keep_compiled", lambda: None)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: None)
+    monkeypatch.setattr(process_group, "join_processes", lambda *group: None)
 
     def handle(host):
         worker = Peer()

@@ -112,8 +112,9 @@ def test_a_restart_says_from_where():
         "Ray ended: why\n  after step 12 of 40\n"
         "Restart 2 of at most 3 in 2 s, from the checkpoint at step 10"
     )
-    assert restart_text(found, Restart(1, 1.0), 3, 0).endswith(
-        "from step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
+    assert restart_text(found, Restart(1, 0.0), 3, 0).endswith(
+        "Restart 1 of at most 3 at once, from step 0, as no checkpoint was saved yet "
+        "(train.checkpoint says how often)"
     )
     assert restart_text(found, Restart(1, 1.0), 3, 10, in_memory=True).endswith(
         "from the newest snapshot in memory, or else from the checkpoint at step 10"
@@ -124,12 +125,14 @@ def failures(*pairs):
     return [Failure(cause, step) for cause, step in pairs]
 
 
-def test_the_delay_doubles_up_to_a_minute():
-    told = failures(*((f"worker_{i} died", 100 * i) for i in range(9)))
-    delays = [decide(told[: n + 1], max_restarts=9) for n in range(9)]
+def test_the_delay_doubles_up_to_a_minute_where_a_run_gets_no_further():
+    told = failures(*((f"worker_{i} died", 7) for i in range(9)))
+    delays = [decide(told[: n + 1], max_restarts=10) for n in range(9)]
     assert delays == [
-        Restart(n + 1, s) for n, s in enumerate([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0])
+        Restart(n + 1, s) for n, s in enumerate([0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0])
     ]
+    told += failures(("worker_1 died", 8))
+    assert decide(told, max_restarts=10) == Restart(10, 0.0)
 
 
 @pytest.mark.parametrize("step", [6, 7, 8])
@@ -152,7 +155,7 @@ def test_other_failures_are_not_the_same(told):
 
 def test_there_is_an_end_to_restarts():
     told = failures(*((f"worker_{i} died", i * 10) for i in range(3)))
-    assert decide(told, max_restarts=3) == Restart(3, 4.0)
+    assert decide(told, max_restarts=3) == Restart(3, 0.0)
     assert decide(told, max_restarts=2) == "it was restarted cluster.max_restarts=2 times"
     assert decide(told[:1], max_restarts=0) == ""
 
@@ -175,7 +178,7 @@ def run(outcomes, max_restarts=3, diagnose=lambda error: Failure(str(error), 1, 
 
 def test_a_run_is_tried_until_it_succeeds():
     outcomes = [OSError("a"), OSError("b"), None]
-    assert run(outcomes) == ["attempt", ("a", 1), 1.0, "attempt", ("b", 2), 2.0, "attempt"]
+    assert run(outcomes) == ["attempt", ("a", 1), 0.0, "attempt", ("b", 2), 1.0, "attempt"]
 
 
 def test_what_is_no_failure_ends_it_as_it_is():

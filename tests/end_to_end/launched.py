@@ -31,7 +31,7 @@ class Launcher:
         stderr: int = subprocess.PIPE,
         deadline: float = DEADLINE,
     ) -> None:
-        self._deadline = deadline
+        self._folder, self._deadline = folder, deadline
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [*COMMAND, *words],
@@ -83,8 +83,11 @@ class Launcher:
         return [process for process in psutil.process_iter() if mark_of(process) == self.mark]
 
     def workers(self) -> list[psutil.Process]:
-        """The worker processes: those that have the emulated devices."""
-        return [p for p in self.processes() if command_of(p).startswith("ray::Worker")]
+        """The worker processes: those that a plan names, without any that stand by."""
+        plans = [json.loads(path.read_text()) for path in self._folder.glob("outputs/*/plan.json")]
+        named = {worker["process"] for plan in plans for worker in plan.get("workers") or ()}
+        found = [p for p in self.processes() if command_of(p).startswith("ray::Worker")]
+        return [p for p in found if p.pid in named] or found
 
     def worker(self) -> psutil.Process:
         """The one worker process."""

@@ -6,12 +6,13 @@ Every run here has the same plan, so it must end with the very bytes of the undi
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from disturbed import SLOW, STEPS, WORDS, assert_as_undisturbed, on_one_device
-from launched import Launcher, lines, losses, summary, train
+from launched import Launcher, command_of, lines, losses, summary, train
 
 from launcher.cluster.ray.scratch import memory_folder
 from launcher.config.compose import load
@@ -34,7 +35,7 @@ def test_a_worker_is_killed_and_the_run_comes_to_the_same_bytes(
     launcher.workers()[-1].kill()
     code, out, err = launcher.end()
     assert code == 0, err
-    assert "\nRestart 1 of at most 3 in 1 s, from " in err
+    assert "\nRestart 1 of at most 3 at once, from " in err
     assert err.startswith("launcher: worker_")
     in_memory = re.findall(r"resuming run one at step \d+ from memory", out)
     assert len(in_memory) == (snapshot != "off"), out
@@ -62,6 +63,58 @@ def memory_of(launcher: Launcher) -> Path:
     return memory
 
 
+# As `python -m launcher`, with the next attempt's workers up after the first step.
+STANDBYS_AT_ONCE = """
+import sys
+from launcher.__main__ import main
+from launcher.cluster.ray.session import RaySession
+from launcher.cluster.ray.worker import not_started
+from launcher.driver.training import Standbys
+
+
+def begin_and_wait(self, *made):
+    handles = begin(self, *made)
+    not_started(handles, 200.0)
+    return handles
+
+
+arm, begin = Standbys.arm, RaySession.begin
+Standbys.arm = lambda self, seconds, begin: arm(self, 0.0, begin)
+RaySession.begin = begin_and_wait
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_workers_that_stand_by_take_over_and_come_to_the_same_bytes(
+    hosts: int,
+    undisturbed: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = (*WORDS, *SLOW, "train.global_batch_size=2048", f"cluster.hosts={hosts}")
+    monkeypatch.setattr("launched.COMMAND", (sys.executable, "-c", STANDBYS_AT_ONCE))
+    run = tmp_path / "outputs" / "one"
+    launcher = Launcher(tmp_path, *words)
+
+    def stand_by(restarts: int) -> bool:
+        up = [p for p in launcher.processes() if command_of(p).startswith("ray::Worker")]
+        return len(up) == 2 * hosts and len(lines(run)) >= 6 * (restarts + 1)
+
+    heads = set()
+    for restarts in range(2):  # the second time, by those that the first restart has begun
+        launcher.wait_for(lambda: stand_by(restarts))  # noqa: B023
+        heads |= {p.pid for p in launcher.processes() if p.name() == "raylet"}
+        launcher.workers()[-1].kill()
+    code, _, err = launcher.end()
+    assert code == 0, err
+    assert "\nRestart 1 of at most 3 at once, from " in err
+    assert "\nRestart 2 of at most 3 at once, from " in err
+    assert len(heads) == 1  # Ray stayed
+    assert_as_undisturbed(run, undisturbed(*words))
+
+
 @pytest.mark.slow
 def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     undisturbed: Callable[..., Path], tmp_path: Path
@@ -82,7 +135,7 @@ def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     assert "(most recent call first):" in err
     assert "default_worker.py" in err  # where the main thread of Ray's workers begins
     since = "the newest snapshot in memory, or else from the checkpoint at step"
-    assert f"Restart 1 of at most 3 in 1 s, from {since}" in err
+    assert f"Restart 1 of at most 3 at once, from {since}" in err
     assert_as_undisturbed(run, undisturbed(*TWO_HOSTS))
 
 
@@ -115,7 +168,7 @@ def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(
     code, _, err = Launcher(tmp_path, *words, "train.steps=18").end()
     assert code == 0
     assert err.startswith("launcher: train/loss is nan at step 13")
-    assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step 10" in err
+    assert "Restart 1 of at most 3 at once, from the checkpoint at step 10" in err
     train(tmp_path, *words, "train.steps=24")
 
     monkeypatch.syspath_prepend(tmp_path)

@@ -170,3 +170,59 @@ def test_replicas_on_two_hosts_resume_to_the_bit(tmp_path: Path) -> None:
         with ocp.CheckpointManager(tmp_path / "outputs" / run / "checkpoints") as manager:
             states[run] = manager.restore(steps, args=ocp.args.StandardRestore())
     jax.tree.map(np.testing.assert_array_equal, states["resumed"], states["whole"])
+
+
+# Each process notes what JAX says of its cache.
+COUNTS = """
+import os
+from pathlib import Path
+
+import jax
+from launcher.recipes.datasets.synthetic import Synthetic
+from launcher.recipes.datasets.synthetic.dataset import build as synthetic
+
+
+def check(options, model_options, validation):
+    pass
+
+
+def build(options, model_options, global_batch_size, seed):
+    def note(event, **_):
+        kind = event.rpartition("/")[2]
+        if kind in ("cache_hits", "cache_misses"):
+            with Path(f"{os.getpid()}.{kind}").open("a") as file:
+                print(jax.process_index(), file=file)
+
+    in_worker = Path("/proc/self/cmdline").read_text().startswith("ray::")
+    if in_worker:
+        jax.monitoring.register_event_listener(note)
+    return synthetic(Synthetic(), model_options, global_batch_size, seed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    ["parallel=zero2", "parallel=manual parallel.num_stages=2 parallel.num_micro_batches=2"],
+)
+def test_a_second_start_compiles_nothing_in_any_process(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "counts.py").write_text(COUNTS)
+    words = typed(
+        "model=mlp dataset=custom dataset.module=counts allow_modules=[counts] cluster=emulated "
+        f"cluster.gpus=4 cluster.hosts=2 train.steps=2 train.eval_every=0 report=none {method}"
+    )
+
+    def started(run: str) -> dict[str, set[str]]:
+        """Which processes found a program, and which had to compile one."""
+        train(tmp_path, *words, f"run.id={run}")
+        told: dict[str, set[str]] = {".cache_hits": set(), ".cache_misses": set()}
+        for path in tmp_path.glob("*.cache_*"):
+            told[path.suffix] |= {*path.read_text().split()}
+            path.unlink()
+        return told
+
+    assert started("first")[".cache_misses"] == {"0", "1"}
+    assert started("second") == {".cache_hits": {"0", "1"}, ".cache_misses": set()}

@@ -33,10 +33,12 @@ from launcher.cluster.ray.session import (
     ray_environment,
     replaced_environment,
 )
-from launcher.cluster.ray.worker import LOOPBACK
+from launcher.cluster.ray.worker import LOOPBACK, has_ended
 from launcher.cluster.slurm.rendezvous import Rendezvous
 
 _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
+_OWN = "raylet", "gcs_server"
+_KILLS = 500  # with a hundredth of a second between them
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
 _SHUTDOWN_SECONDS = 15.0
 _HEAD_SECONDS = 30  # for the head to end everything
@@ -76,6 +78,8 @@ class PrivateRay(RaySession):
         self._rendezvous = rendezvous if pool.hosts > 1 else None  # else no other task is expected
         self._known = [LOOPBACK] * pool.hosts
         self._connected, self._at = False, ""
+        self._own: list[psutil.Process] = []  # Ray's processes that all others end with
+        self._kept: list[psutil.Process] = []  # the head's children, of which these are
         with ExitStack() as on_error:
             on_error.callback(self.close)
             self._own_logs = log_dir is None
@@ -95,12 +99,25 @@ class PrivateRay(RaySession):
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
             on_error.pop_all()
 
+    @property
+    def renews(self) -> bool:
+        """See `RaySession.renews`: of several machines, one may be what failed."""
+        return self._rendezvous is None
+
     def check(self) -> None:
         """See `RaySession.check`; continues Ray's head if that was stopped."""
-        if self._head.poll() is not None:
+        if self._head.poll() is not None or any(map(has_ended, self._own)):
             text = "Ray ended: one of its own processes was killed or failed."
             raise RayEndedError(f"{text}\n{self._log_tail()}")
         continue_head(self._head)
+
+    def end_workers(self) -> None:
+        """See `RaySession.end_workers`; ends what they have started, too, which the head gets."""
+        super().end_workers()
+        for _ in range(_KILLS):  # each leaves what it has started in turn
+            if not kill_children(self._head.pid, self._kept):
+                break
+            time.sleep(0.01)
 
     def close(self) -> None:
         """End every process and delete all files of this Ray; see `RaySession.close`."""
@@ -147,6 +164,10 @@ class PrivateRay(RaySession):
             raise RayEndedError(f"Ray came up, but accepts no connection: {error}") from error
         if self._rendezvous is not None:
             self._await_nodes(self._rendezvous)
+        with suppress(psutil.NoSuchProcess):  # the head, which `check` finds
+            head = psutil.Process(self._head.pid)
+            self._kept, below = head.children(), head.children(recursive=True)
+            self._own = [process for process in below if name_of(process) in _OWN]
         self._connected = True
 
     def _address(self) -> str:
@@ -255,6 +276,25 @@ def start_head(
             pass_fds=[*locks, *sockets],
             start_new_session=True,
         )
+
+
+def kill_children(pid: int, kept: Sequence[psutil.Process]) -> bool:
+    """Kill the children of a process, except those of `kept`; return whether there were any."""
+    found = False
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children():
+            if process not in kept and not has_ended(process):
+                found = True
+                process.kill()
+    return found
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process, "" if it has ended."""
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def continue_head(head: subprocess.Popen[str]) -> None:

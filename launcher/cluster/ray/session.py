@@ -174,6 +174,7 @@ class RaySession(ABC):
         self._limit, self._log_dir, self._kill_after = limit, log_dir, kill_after
         self._waiting = Waiting(limit)
         self._begun: list[WorkerHandle] = []
+        self._used: list[WorkerHandle] = []
         self._known: list[str] = []  # the addresses of all hosts, which are exempt from proxies
         self._undo = ExitStack()
         self._ray: Any = None
@@ -187,6 +188,11 @@ class RaySession(ABC):
         Raises:
             RayEndedError: Ray has ended, so none of its workers answers any more.
         """
+
+    @property
+    def renews(self) -> bool:
+        """Whether new workers can start while the old ones run, and take their place."""
+        return False
 
     @abstractmethod
     def _connect(self) -> None:
@@ -259,10 +265,15 @@ class RaySession(ABC):
             ClusterError: Ray or a process did not come up, or not in time.
         """
         self._waiting.advance = advance
+        if any(handle.is_lost() for handle in self._begun):  # while they waited
+            kill(self._begun, self._kill_after)
+            self._begun = []
         handles, self._begun = self._begun or self.begin(worker_class, *arguments), []
+        self._used += handles
         missing = dict.fromkeys([handle.name for handle in handles], "")
 
         def started(seconds: float) -> bool:
+            self.check()
             missing.clear()
             missing.update(not_started(handles, seconds))
             self._waiting.counts(len(handles) - len(missing), len(handles), "processes")
@@ -286,7 +297,13 @@ class RaySession(ABC):
         for number in range(count):
             place = self._place(number % self.pool.hosts)
             handles.append(self._start(place, (ExchangeServer, (workers,)), number))
+        self._used += handles
         return handles
+
+    def end_workers(self) -> None:
+        """Kill the processes of `spawn` and `serve`, which have been up; those begun since stay."""
+        kill(self._used, 0.0)
+        self._used = []
 
     def close(self) -> None:
         """End every process of this session; may be called again.

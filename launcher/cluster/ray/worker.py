@@ -166,6 +166,23 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
+def address_among(addresses: Iterable[str]) -> str | None:
+    """Return this machine's address among those of workers; None if all of these are on it."""
+    import ray
+
+    others = {*addresses} - {LOOPBACK}
+    here: str = ray.util.get_node_ip_address() if others else LOOPBACK
+    return here if others - {here} else None
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process of this machine has ended; its parent may not know yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def kill(workers: Sequence[WorkerHandle], patience: float) -> None:
     """Kill the workers of this machine that are known and still run.
 
@@ -284,6 +301,16 @@ class WorkerHandle:
                 self.elsewhere = where != machine_id()
                 self._process = None if self.elsewhere else psutil.Process(pid)
         return self._process
+
+    def is_lost(self) -> bool:
+        """Return whether the worker's process, on this machine, was up and is gone or stopped."""
+        process = self.process()
+        if process is None:
+            return False
+        try:
+            return has_ended(process) or process.status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return True
 
     def run_on_node(self, function: Callable[..., Any], seconds: float) -> Any:
         """Return `function(pid, log)`, called in a process of its own on the worker's node.

@@ -2,14 +2,16 @@
 
 `keep_compiled` turns it on in a worker process, before anything is compiled there; the driver asks
 `why_not_kept`. What is read back is code that will run, so the folder must be this user's alone.
-JAX writes its files in place: what a kill or a full disk left of them is deleted here. JAX could
-bound the folder, too, but would then read every file's time of last use for each new program.
+Every process of a group writes what it compiles; a file appears when it is whole, so several may
+write one at a time. JAX could bound the folder, too, but would then read every file's time of last
+use for each new program.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import jax
 
 from launcher.base import exposed, make_private
-from launcher.base.jax_compat import around_cache_reads
+from launcher.base.jax_compat import around_cache_reads, write_cache_by
 from launcher.base.measurements import cache_folder, file_name, processor
 
 MOST_BYTES = 2 << 30  # at each start
@@ -31,8 +33,7 @@ def keep_compiled() -> None:
 
     There is one folder for each kind of processor, since machines may share a home. A user's own
     `JAX_COMPILATION_CACHE_DIR` is left alone; `JAX_ENABLE_COMPILATION_CACHE=false` turns this off.
-    Of several processes JAX lets only the first one write. If nothing can be kept, a warning says
-    why.
+    If nothing can be kept, a warning says why.
     """
     if _is_the_users():
         return
@@ -43,6 +44,7 @@ def keep_compiled() -> None:
         _log.warning(_not_kept(error))
         return
     around_cache_reads(lambda key: _reading(folder, key))
+    write_cache_by(lambda key: _writing(folder, key))
     jax.config.update("jax_compilation_cache_max_size", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -117,3 +119,19 @@ def _reading(folder: Path, key: str) -> Iterator[None]:
         if not isinstance(error, OSError):  # of the disk, not of the entry
             path.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def _writing(folder: Path, key: str) -> Iterator[str]:
+    """Have JAX write a program under a name of this thread's, and give it its own once it is whole.
+
+    What a kill leaves is pruned in its turn.
+    """
+    name = f"{key}.{os.getpid()}.{threading.get_ident()}"
+    path = folder / f"{name}{_ENTRY}"
+    try:
+        yield name
+        with suppress(FileNotFoundError):  # JAX does not keep this one
+            path.replace(folder / f"{key}{_ENTRY}")
+    finally:
+        path.unlink(missing_ok=True)

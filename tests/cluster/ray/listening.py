@@ -17,9 +17,9 @@ def ports(processes: Iterable[psutil.Process]) -> dict[tuple[str, int], str]:
     of `processes`."""
     found: dict[tuple[str, int], str] = {}
     for process in processes:
-        kind = process.name() if process.pid != os.getpid() else "launcher"
-        kind = "ray::Worker" if kind.startswith("ray::Worker") else kind
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            kind = process.name() if process.pid != os.getpid() else "launcher"
+            kind = "ray::Worker" if kind.startswith("ray::Worker") else kind
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     ip, port = connection.laddr

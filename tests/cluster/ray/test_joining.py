@@ -1,15 +1,18 @@
 """Workers that stand while they are connected: each of these waits ends, and names them."""
 
 import re
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.cluster import worker_group
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.errors import HungError
+from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay
-from launcher.cluster.ray.worker import silent_servers
+from launcher.cluster.ray.worker import gather, has_ended, silent_servers
 from launcher.cluster.worker_group import WAITS, WorkerGroup
 from launcher.config.cluster import Emulated
 
@@ -18,7 +21,7 @@ from launcher.config.cluster import Emulated
     "method",
     [
         pytest.param("join", marks=pytest.mark.slow),
-        *(pytest.param(m, marks=pytest.mark.stress) for m in ("coordinator", "connect", "meet")),
+        *(pytest.param(m, marks=pytest.mark.stress) for m in ("connect", "meet")),
     ],
 )
 def test_workers_that_stand_while_they_connect_are_named(method, tmp_path, monkeypatch):
@@ -34,3 +37,70 @@ def test_workers_that_stand_while_they_connect_are_named(method, tmp_path, monke
         assert not silent_servers(servers, 60.0)  # whose processes are up
         with pytest.raises(HungError, match=f"(?s)no answer from worker_0.*{said}.*held.py"):
             group.use_servers(servers) if servers else group.join()
+
+
+COMPILES = '''
+"""A worker that compiles a program of its own devices and one of all, and counts what JAX kept."""
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from launcher.cluster.process_group import Peer
+
+
+class Compiles(Peer):
+    def compile(self):
+        events = []
+        jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+        for devices in (jax.local_devices(), jax.devices()):
+            mesh = jax.sharding.Mesh(np.array(devices), ("a",))
+            put = NamedSharding(mesh, PartitionSpec("a"))
+            jax.jit(lambda: jax.numpy.arange(8.0), out_shardings=put).lower().compile()
+        kinds = "cache_misses", "cache_hits"
+        return [events.count(f"/jax/compilation_cache/{kind}") for kind in kinds]
+'''
+
+
+def test_each_process_keeps_its_programs_and_outlives_the_first(tmp_path, monkeypatch):
+    (tmp_path / "compiles.py").write_text(COMPILES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    from compiles import Compiles
+
+    with PrivateRay(emulated_pool(Emulated(gpus=4, hosts=2)), tmp_path) as session:
+        for counts in ([2, 0], [0, 2]):
+            workers = session.spawn(Compiles)
+            group = WorkerGroup(workers, session.check, 600.0, "cluster.step_timeout")
+            group.join()
+            assert group.gather(group.call("compile")) == [counts, counts]
+            first, second = (worker.process() for worker in workers)
+            first.kill()
+            with pytest.raises(WorkerError, match="worker_0"):
+                workers[0].submit("process").result()
+            time.sleep(1.0)  # JAX would have aborted the other by now
+            assert workers[1].submit("process").result() == second.pid
+            second.kill()
+    del sys.modules["compiles"]
+
+
+def test_workers_begun_beside_others_take_their_place(probe, tmp_path):
+    with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
+        used = session.spawn(probe, 1)
+        begun = session.begin(probe, 2)
+        assert gather([worker.submit("add", 0) for worker in (*used, *begun)]) == [1, 1, 2, 2]
+        assert session.renews
+        child = psutil.Process(used[0].submit("start").result())
+        session.end_workers()
+        assert not any(worker.process().is_running() for worker in used)
+        assert has_ended(child)
+        assert session.spawn(probe, 2) == begun
+
+        dead = session.begin(probe, 3)
+        assert gather([worker.submit("add", 0) for worker in dead]) == [3, 3]
+        dead[0].process().kill()  # while it waits: its group starts anew
+        while not dead[0].is_lost():
+            time.sleep(0.01)
+        session.end_workers()
+        taken = session.spawn(probe, 4)
+        assert gather([worker.submit("add", 0) for worker in taken]) == [4, 4]
+        ended = [*used, *begun, *dead]
+        assert not any(worker.process().is_running() for worker in ended)

@@ -185,7 +185,8 @@ def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypat
     (tmp_path / "worker_1.log").symlink_to(tmp_path / "met.py")
     with PrivateRay(TWO_HOSTS, tmp_path) as session:
         handles = session.spawn(met.Met)
-        WorkerGroup(handles, session.check, 600.0, "cluster.step_timeout").join()
+        group = WorkerGroup(handles, session.check, 600.0, "cluster.step_timeout")
+        group.join()
         one, other = (handle.submit("key").result() for handle in handles)
         assert one == other > 2**32  # nobody finds it by counting
         processes = psutil.Process().children(recursive=True)

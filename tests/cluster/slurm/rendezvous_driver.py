@@ -52,7 +52,8 @@ def tell_ports(workers, second: int) -> None:
     from launcher.cluster.worker_group import WorkerGroup
 
     workers[1].address = "127.0.0.2"  # they meet as those of two machines do
-    WorkerGroup(workers, lambda: None, 600.0, "cluster.step_timeout").join()
+    group = WorkerGroup(workers, lambda: None, 600.0, "cluster.step_timeout")
+    group.join()
     for node in (psutil.Process(), psutil.Process(second)):
         print(json.dumps([*ports([node, *node.children(recursive=True)]).items()]))
 
