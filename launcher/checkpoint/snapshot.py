@@ -226,7 +226,8 @@ class Snapshots:
         began = time.perf_counter()
         views = view_share(parts)
         self._layout = self._layout or lay_out(views)
-        taken = self._thread.submit(self._copy, step, views, self._layout, began)
+        viewed = time.perf_counter() - began
+        taken = self._thread.submit(self._copy, step, views, self._layout, viewed)
         self._newest = weakref.ref(state), taken
         return taken
 
@@ -248,7 +249,10 @@ class Snapshots:
             buffer.is_held = False
 
     def spent(self) -> float | None:
-        """Return the seconds of the newest copies that no call has returned; None if all have."""
+        """Return what the newest copies have cost training, in seconds, once; None if nothing.
+
+        That is the time that a step has waited for one, and the processor time of the thread.
+        """
         found = [self._seconds.popleft() for _ in range(len(self._seconds))]
         return sum(found) if found else None
 
@@ -258,7 +262,8 @@ class Snapshots:
         for buffer in self._buffers:
             buffer.remove()
 
-    def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, began: float) -> Buffer:
+    def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, waited: float) -> Buffer:
+        began = time.thread_time()
         buffer = min((b for b in self._buffers if not b.is_held), key=lambda b: b.step)
         buffer.forget()
         buffer.reserve(layout.size)
@@ -267,7 +272,7 @@ class Snapshots:
         buffer.step = step
         if buffer.path is not None:
             _write_header(header_of(buffer.path), step, layout, digest)
-        self._seconds.append(time.perf_counter() - began)
+        self._seconds.append(waited + time.thread_time() - began)
         return buffer
 
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,18 @@ def test_a_buffer_without_a_name_is_for_checkpoints_alone():
     assert memory.spent() > 0
     assert memory.spent() is None
     memory.close()
+
+
+def test_a_snapshot_costs_what_training_waits_for_it_and_the_processor_time_of_its_copy(
+    kept, monkeypatch
+):
+    """A copy that only waits, as on a busy machine, costs nothing."""
+    assert kept.spent() > 0
+    waits, processor = iter((100.0, 102.0)), iter((7.0, 7.5))
+    clocks = {"perf_counter": lambda: next(waits), "thread_time": lambda: next(processor)}
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(**clocks))
+    kept.take(3, make_state(3)).result()
+    assert kept.spent() == 2.5
 
 
 @pytest.mark.parametrize(
