@@ -194,7 +194,8 @@ class Snapshots:
     def reserve(self, state: TrainState, step: int, folder: Path) -> str | None:
         """Take the memory for shares of a state, unless there is too little; return why not.
 
-        Snapshots of steps after `step` are dropped: the run takes another way from there.
+        Snapshots of steps after `step` are dropped: the run takes another way from there. It raises
+        OSError if there is too little after all.
         """
         for buffer in self._buffers:
             buffer.forget(after=step)
@@ -204,11 +205,8 @@ class Snapshots:
         free = shared.f_bavail * shared.f_frsize
         if problem := too_little(needed, free + taken, memory_left() + taken):
             return problem
-        try:
-            for buffer in self._buffers:
-                buffer.reserve(layout.size)
-        except OSError as error:
-            return f"{folder} cannot take {_mib(needed)} ({error.strerror})"
+        for buffer in self._buffers:
+            buffer.reserve(layout.size)
         return None
 
     def take(self, step: int, state: TrainState) -> Future[Buffer]:
@@ -269,9 +267,10 @@ class Snapshots:
         buffer.reserve(layout.size)
         starts = [place.start for _, place in layout.places]
         digest = copy_to(buffer.contents, _values(views), starts)
-        buffer.step = step
-        if buffer.path is not None:
-            _write_header(header_of(buffer.path), step, layout, digest)
+        with suppress(OSError):  # the folder is full: a restart takes the one before
+            if buffer.path is not None:
+                _write_header(header_of(buffer.path), step, layout, digest)
+            buffer.step = step
         self._seconds.append(waited + time.thread_time() - began)
         return buffer
 
@@ -285,10 +284,16 @@ def keep_snapshots(folder: Path, rank: int, state: TrainState, step: int) -> Sna
         state: the present state.
         step: the number of finished steps.
     """
-    kept = Snapshots(buffer_paths(folder, rank))
+    try:
+        kept = Snapshots(buffer_paths(folder, rank))
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
     with open(folder / LOCK, "a") as lock:  # the workers of a host, one after the other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        problem = kept.reserve(state, step, folder)
+        try:
+            problem = kept.reserve(state, step, folder)
+        except OSError as error:
+            problem = f"{folder} cannot take two copies of its share ({error.strerror})"
         if problem is not None:
             kept.close()
     return kept if problem is None else problem

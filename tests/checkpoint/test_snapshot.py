@@ -1,5 +1,7 @@
 """Snapshots of a worker's share: as they were taken, whole or not there, intact or not taken."""
 
+import errno
+import os
 import random
 import threading
 from types import SimpleNamespace
@@ -135,6 +137,33 @@ def test_one_that_is_cut_is_not_there_and_the_one_before_is(kept, tmp_path, monk
     other.take(3, make_state(3)).result()
     assert set(intact(tmp_path, 3)) == {2, 3}
     other._thread.shutdown()
+
+
+def test_a_full_folder_costs_a_snapshot_and_no_run(kept, tmp_path, monkeypatch):
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(snapshot, "write_whole", full)
+    for step in (3, 4):
+        kept.take(step, state := make_state(step)).result()
+    assert kept.hold(4, state).result().state().step.shards[0][1] == 4  # for a checkpoint
+    kept.release()
+    assert set(intact(tmp_path, 3)) == {2}  # in the buffer that was not written
+    monkeypatch.undo()
+    kept.take(5, make_state(5)).result()
+    assert set(intact(tmp_path, 3)) == {2, 5}
+
+
+@pytest.mark.parametrize("at", ["open", "posix_fallocate"])
+def test_a_full_folder_keeps_none(tmp_path, monkeypatch, at):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(snapshot.os, at, full)
+    told = snapshot.keep_snapshots(tmp_path, 0, make_state(0), 0)
+    monkeypatch.undo()
+    assert told.endswith("(No space left on device)")
+    assert {path.name for path in tmp_path.iterdir()} <= {snapshot.LOCK}
 
 
 def test_of_another_way_nothing_stays(kept, tmp_path):
