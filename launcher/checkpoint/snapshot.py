@@ -194,7 +194,8 @@ class Snapshots:
     def reserve(self, state: TrainState, step: int, folder: Path) -> str | None:
         """Take the memory for shares of a state, unless there is too little; return why not.
 
-        Snapshots of steps after `step` are dropped: the run takes another way from there.
+        Snapshots of steps after `step` are dropped: the run takes another way from there. It raises
+        OSError if there is too little after all.
         """
         for buffer in self._buffers:
             buffer.forget(after=step)
@@ -204,11 +205,8 @@ class Snapshots:
         free = shared.f_bavail * shared.f_frsize
         if problem := too_little(needed, free + taken, memory_left() + taken):
             return problem
-        try:
-            for buffer in self._buffers:
-                buffer.reserve(layout.size)
-        except OSError as error:
-            return f"{folder} cannot take {_mib(needed)} ({error.strerror})"
+        for buffer in self._buffers:
+            buffer.reserve(layout.size)
         return None
 
     def take(self, step: int, state: TrainState) -> Future[Buffer]:
@@ -226,7 +224,8 @@ class Snapshots:
         began = time.perf_counter()
         views = view_share(parts)
         self._layout = self._layout or lay_out(views)
-        taken = self._thread.submit(self._copy, step, views, self._layout, began)
+        viewed = time.perf_counter() - began
+        taken = self._thread.submit(self._copy, step, views, self._layout, viewed)
         self._newest = weakref.ref(state), taken
         return taken
 
@@ -248,7 +247,10 @@ class Snapshots:
             buffer.is_held = False
 
     def spent(self) -> float | None:
-        """Return the seconds of the newest copies that no call has returned; None if all have."""
+        """Return what the newest copies have cost training, in seconds, once; None if nothing.
+
+        That is the time that a step has waited for one, and the processor time of the thread.
+        """
         found = [self._seconds.popleft() for _ in range(len(self._seconds))]
         return sum(found) if found else None
 
@@ -258,16 +260,18 @@ class Snapshots:
         for buffer in self._buffers:
             buffer.remove()
 
-    def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, began: float) -> Buffer:
+    def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, waited: float) -> Buffer:
+        began = time.thread_time()
         buffer = min((b for b in self._buffers if not b.is_held), key=lambda b: b.step)
         buffer.forget()
         buffer.reserve(layout.size)
         starts = [place.start for _, place in layout.places]
         digest = copy_to(buffer.contents, _values(views), starts)
-        buffer.step = step
-        if buffer.path is not None:
-            _write_header(header_of(buffer.path), step, layout, digest)
-        self._seconds.append(time.perf_counter() - began)
+        with suppress(OSError):  # the folder is full: a restart takes the one before
+            if buffer.path is not None:
+                _write_header(header_of(buffer.path), step, layout, digest)
+            buffer.step = step
+        self._seconds.append(waited + time.thread_time() - began)
         return buffer
 
 
@@ -280,10 +284,16 @@ def keep_snapshots(folder: Path, rank: int, state: TrainState, step: int) -> Sna
         state: the present state.
         step: the number of finished steps.
     """
-    kept = Snapshots(buffer_paths(folder, rank))
+    try:
+        kept = Snapshots(buffer_paths(folder, rank))
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
     with open(folder / LOCK, "a") as lock:  # the workers of a host, one after the other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        problem = kept.reserve(state, step, folder)
+        try:
+            problem = kept.reserve(state, step, folder)
+        except OSError as error:
+            problem = f"{folder} cannot take two copies of its share ({error.strerror})"
         if problem is not None:
             kept.close()
     return kept if problem is None else problem

@@ -57,7 +57,7 @@ _MOST = 10  # factor on the timeout: for what parameter servers send, and for al
 _ROUNDS = 5  # to read a clock
 _SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
 _RAY_SECONDS = 4.0  # to notice Ray's end elsewhere, whose first sign may be the end of a worker
-_RAY_HERE_SECONDS = 0.2  # the same on this machine
+_RAY_HERE_SECONDS = 0.05  # the same on this machine, whose processes of Ray are watched
 
 
 class Progresses(Enum):

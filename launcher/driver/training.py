@@ -219,8 +219,6 @@ class _Job:
         if finished >= steps:  # the attempt before failed after its last step
             return
         began, is_compared = time.monotonic(), bool(self.restarts and self._session)
-        for line in self._home.damaged:
-            _log.warning(line)
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers", Phase.STARTING) as advance:
                 session = stack.enter_context(self._ray())
@@ -248,10 +246,17 @@ class _Job:
 
     def _resumed(self, workers: Workers) -> int:
         """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
-        home, held = self._home, None
+        held = None
         if self._in_memory:
             steps = workers.submit("snapshots").each()
-            held = checkpoint.newest_of_all(steps, home.finished_steps, self._recorded)
+            newest = functools.partial(checkpoint.newest_of_all, steps, most=self._recorded)
+            held = newest(self._home.finished_steps)
+            if held is None:  # the newest checkpoint is needed, if its files are whole
+                self._reload()
+                held = newest(self._home.finished_steps)
+        home = self._home
+        for line in home.damaged:
+            _log.warning(line)
         finished = home.finished_steps if held is None else held
         if held is None:
             self._passed_over = self._stored_position() - finished
@@ -420,20 +425,31 @@ class _Job:
     def _prepare_restart(self, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._rendezvous = self._rendezvous and reopened(self._rendezvous)
-        try:
-            with self._interruptible():  # it reads checkpoints
-                self._home = folder.reload(self._home, self._config)
-        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
-            raise FailedError(f"{failure.report}\nThe run is not restarted: {error}") from None
+        if failure.passes_over:
+            self._in_memory = False
+        self._reload(f"{failure.report}\n")
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
         self._recorded = max(self._recorded, self.finished_steps)
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over
-            self._in_memory = False
         text = restart_text(failure, restart, limit, finished, self._in_memory)
         complain(text)
         self.run_log.close(finished, text)
+
+    def _reload(self, report: str | None = None) -> None:
+        """Look for checkpoints again; the files of one are read where no snapshot may be newer.
+
+        Args:
+            report: of the failure, if workers that may have snapshots are still to start.
+        """
+        thorough = report is None or not self._in_memory
+        try:
+            with self._interruptible():
+                self._home = folder.reload(self._home, self._config, thorough)
+        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
+            text = f"{report or ''}The run is not restarted: {error}"
+            raise FailedError(text) from None
 
     def _stored_position(self) -> int:
         """Return the index of the next batch after the newest checkpoint or a roll-back to it."""

@@ -1,7 +1,10 @@
 """Snapshots of a worker's share: as they were taken, whole or not there, intact or not taken."""
 
+import errno
+import os
 import random
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +139,33 @@ def test_one_that_is_cut_is_not_there_and_the_one_before_is(kept, tmp_path, monk
     other._thread.shutdown()
 
 
+def test_a_full_folder_costs_a_snapshot_and_no_run(kept, tmp_path, monkeypatch):
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(snapshot, "write_whole", full)
+    for step in (3, 4):
+        kept.take(step, state := make_state(step)).result()
+    assert kept.hold(4, state).result().state().step.shards[0][1] == 4  # for a checkpoint
+    kept.release()
+    assert set(intact(tmp_path, 3)) == {2}  # in the buffer that was not written
+    monkeypatch.undo()
+    kept.take(5, make_state(5)).result()
+    assert set(intact(tmp_path, 3)) == {2, 5}
+
+
+@pytest.mark.parametrize("at", ["open", "posix_fallocate"])
+def test_a_full_folder_keeps_none(tmp_path, monkeypatch, at):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(snapshot.os, at, full)
+    told = snapshot.keep_snapshots(tmp_path, 0, make_state(0), 0)
+    monkeypatch.undo()
+    assert told.endswith("(No space left on device)")
+    assert {path.name for path in tmp_path.iterdir()} <= {snapshot.LOCK}
+
+
 def test_of_another_way_nothing_stays(kept, tmp_path):
     snapshot.keep_snapshots(tmp_path, 3, make_state(1), 1)
     assert set(intact(tmp_path, 3)) == {1}
@@ -168,6 +198,18 @@ def test_a_buffer_without_a_name_is_for_checkpoints_alone():
     assert memory.spent() > 0
     assert memory.spent() is None
     memory.close()
+
+
+def test_a_snapshot_costs_what_training_waits_for_it_and_the_processor_time_of_its_copy(
+    kept, monkeypatch
+):
+    """A copy that only waits, as on a busy machine, costs nothing."""
+    assert kept.spent() > 0
+    waits, processor = iter((100.0, 102.0)), iter((7.0, 7.5))
+    clocks = {"perf_counter": lambda: next(waits), "thread_time": lambda: next(processor)}
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(**clocks))
+    kept.take(3, make_state(3)).result()
+    assert kept.spent() == 2.5
 
 
 @pytest.mark.parametrize(

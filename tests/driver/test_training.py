@@ -170,16 +170,20 @@ def measured(jax):
         (DIED, [[6, 9], [8, 9]], 9),
         (DIED, [[8, 11], [8, 11]], 8),  # step 11 was not recorded
         (DIED, [[6], [9]], 4),
+        (DIED, [[6, 9], [6, 8]], 6),  # the checkpoint of step 7 is damaged
         (DivergedError("train/loss", float("nan"), 9), [[6, 8], [6, 8]], 4),
     ],
-    ids=["newest", "recorded", "not of all", "rollback"],
+    ids=["newest", "recorded", "not of all", "damaged", "rollback"],
 )
 def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
     tmp_path, plan, monkeypatch, caplog, error, held, resumed
 ):
-    """A roll-back takes no snapshot, which may be of what led astray."""
+    """A roll-back takes no snapshot, which may be of what led astray. The files of a checkpoint are
+    read where no snapshot is newer alone."""
     run, steps = Run(tmp_path, plan, monkeypatch, words=["train.non_finite=rollback"]), []
     run.save(4)
+    run.save(7)
+    run.damage(7)
     caplog.set_level("INFO", training.__name__)
 
     def submit(method, *arguments):
@@ -200,6 +204,7 @@ def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
     assert caplog.messages[-1] == line + (
         f"; steps to repeat: {9 - resumed}" if resumed < 9 else ""
     )
+    assert (run.checkpoints / "7").exists() == (resumed > 7)
 
 
 @pytest.mark.parametrize("is_anew", [False, True])

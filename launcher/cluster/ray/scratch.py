@@ -97,9 +97,11 @@ def shared_memory() -> Scratch | None:
     """
     if not os.access(_SHARED, os.W_OK | os.X_OK) or exposed(_SHARED) is not None:
         return None
-    made = _create(_SHARED)
-    atexit.register(made.remove)
-    return made
+    with suppress(OSError):  # it is full
+        made = _create(_SHARED)
+        atexit.register(made.remove)
+        return made
+    return None
 
 
 def memory_folder(environ: Mapping[str, str]) -> Path | None:

@@ -41,7 +41,7 @@ class Worker:
             os.dup2(output, 1)
             os.dup2(output, 2)
             if os.fstat(output).st_size:
-                os.write(output, f"--- {time.ctime()}: started again ---\n".encode())
+                os.write(output, f"--- {time.ctime()}: process {os.getpid()} begins ---\n".encode())
         gc.set_threshold(20_000)  # imports and tracing make a million objects that stay alive
         faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
         # `kill -QUIT <pid>` adds the stacks of a process that seems to hang; see `diagnose`.

@@ -247,18 +247,23 @@ def delete_on_error(
         raise
 
 
-def reload(home: RunFolder, config: Config) -> RunFolder:
+def reload(home: RunFolder, config: Config, thorough: bool = True) -> RunFolder:
     """Return a claimed folder with its present newest intact checkpoint.
 
     Call it while no worker writes: like `claim` it renames damaged checkpoints and deletes partial
     ones.
+
+    Args:
+        home: the folder.
+        config: the run's settings.
+        thorough: whether to read all files of a checkpoint, see `checkpoint.damage`.
 
     Raises:
         LostFolderError: the folder was deleted or renamed.
         ConfigError: like `check`.
     """
     home.check()
-    choice = _choose(config, home.path)
+    choice = _choose(config, home.path, thorough)
     checkpoint.clear_partial_saves(home.checkpoints)
     damaged = tuple(
         f"checkpoint {set_aside(home.checkpoints / str(step), problem)}"

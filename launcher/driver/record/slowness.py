@@ -113,7 +113,7 @@ class Slowness(Callback):
         )
         if slow is not None:
             before, _ = self._costs.get(slow.cause, (0.0, slow))
-            self._costs[slow.cause] = before + slow.seconds * (step - self._taken), slow
+            self._costs[slow.cause] = before + slow.seconds * max(0, step - self._taken), slow
         self._taken = step
         shown = slow.cause if slow else None
         if shown == self._shown:

@@ -83,6 +83,9 @@ def test_what_slows_the_run_is_logged_once_shown_and_summed_up():
         steps(101, 120, 0.25)
         assert fields == {"slow": said[0]}
         steps(121, 200, 0.25)
+        ((cost, _),) = slowness._costs.values()
+        steps(131, 200, 0.25)  # again, after a restart
+        assert slowness._costs["the data of worker 0"][0] > cost
         steps(201, 240, 0.0)
     assert said == [
         "the data of worker 0 has slowed the run since step 105 by 250 ms a step; "
