@@ -220,7 +220,7 @@ class Cluster:
         hosts: the number of hosts.
         price_per_device_hour: what a device costs an hour, in any currency; None: not known.
         hours_between_faults: the mean time between two faults of all hosts together; None: by their
-            number (`report.faults`).
+            number (`driver.record.faults`).
         clause: why the kind has no other settings, for messages.
     """
 

@@ -271,10 +271,10 @@ class _Job:
     @contextmanager
     def _ray(self) -> Iterator[RaySession]:
         """Yield a Ray, started unless it is; after a failure of its workers it stays for others."""
-        session, self._session = self._session or self._start(), None
+        started, self._session = self._session or self._start(), None
         self._standbys.disarm()
         with ExitStack() as stack:
-            stack.enter_context(session)
+            session = stack.enter_context(started)
             try:
                 yield session
             except (WorkerError, HungError, DivergedError):

@@ -249,7 +249,10 @@ def run_told(config: Config, third: str = ""):
         (limit,) = (one for one in given if isinstance(one, StartLimit))
         told.append(("start", limit.seconds))
         yield SimpleNamespace(
-            spawn=lambda worker, advance: None, check=lambda: None, serve=lambda count, workers: []
+            spawn=lambda worker, advance: None,
+            check=lambda: None,
+            serve=lambda count, workers: [],
+            renews=False,
         )
 
     def init(**said):

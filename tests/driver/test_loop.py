@@ -15,11 +15,11 @@ from launcher.checkpoint import Saver
 from launcher.config.sections import Checkpoint, Train
 from launcher.driver.loop import SNAPSHOT_SHARE, Cadence, SnapshotCadence
 from launcher.driver.record.accounting import WallClock
+from launcher.driver.record.faults import Faults
 from launcher.driver.record.step_log import DivergedError, is_evaluated
 from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import build_dataset, build_model
 from launcher.report.breakdown import Goodput
-from launcher.report.faults import Faults
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_train_step

@@ -25,7 +25,7 @@ from launcher.trace.ir.jaxpr import (
 
 ROOT = Path(launcher.__file__).parent
 FORMS = (
-    r"ClosedJaxpr|jax\.extend|jax\.make_jaxpr|call_hi_primitive|\bft_in\b|\bnum_(consts|carry)\b"
+    r"ClosedJaxpr|jax\.extend(?!\.backend)|jax\.make_jaxpr|call_hi_primitive|\bft_in\b|\bnum_(consts|carry)\b"
     r"|\b(cond|body)_nconsts\b|\b(call|fun)_jaxpr\b|\bprevent_cse\b|params\[.(policy|differentiated)"
 )
 X, W = jnp.linspace(-1.0, 1.0, 8).reshape(4, 2), jnp.ones((3, 2, 2))

@@ -16,9 +16,9 @@ import psutil
 from launcher.config.schema import Config
 from launcher.driver.callback import Callback
 from launcher.driver.folder.folder import RunFolder
+from launcher.driver.record.faults import NO_FAULTS, Faults, expected_faults
 from launcher.plan import Plan
 from launcher.report.breakdown import Goodput, Known, StepBreakdown, break_down, read_breakdown
-from launcher.report.faults import NO_FAULTS, Faults, expected_faults
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from launcher.base import Clock
 from launcher.driver.callback import Callback
+from launcher.driver.record.slow import EVERY, Monitor, Slow, Spot, StepSample, spots_of
 from launcher.plan import Plan
 from launcher.report.measured import measured_seconds
 from launcher.report.pages.timeline import ProcessSpans, Timeline
-from launcher.report.slow import EVERY, Monitor, Slow, Spot, StepSample, spots_of
 
 if TYPE_CHECKING:
     from launcher.train.step_result import Recording, StepResult

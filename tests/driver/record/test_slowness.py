@@ -10,9 +10,9 @@ from launcher.base.output import lines_to
 from launcher.base.spans import Clock
 from launcher.driver.callback import Callbacks
 from launcher.driver.record import slowness as module
+from launcher.driver.record.slow import EVERY, Monitor
 from launcher.driver.record.slowness import Slowness
 from launcher.driver.record.step_log import StepLog, warm_up
-from launcher.report.slow import EVERY, Monitor
 from launcher.train.step_result import StepResult
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

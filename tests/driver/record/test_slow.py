@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from launcher.report.slow import (
+from launcher.driver.record.slow import (
     DATA,
     DISPATCH,
     EVERY,

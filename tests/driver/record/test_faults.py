@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from launcher.report.faults import Faults, expected_faults
+from launcher.driver.record.faults import Faults, expected_faults
 
 HOUR = 3600.0
 CASES = [
