@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from launcher.checkpoint.read import restore_parts as restore_parts
     from launcher.checkpoint.read import stored_shapes as stored_shapes
     from launcher.checkpoint.shards import copy_to_host as copy_to_host
-    from launcher.checkpoint.snapshot import Snapshot as Snapshot
+    from launcher.checkpoint.snapshot import Shards as Shards
     from launcher.checkpoint.snapshot import intact as intact
     from launcher.checkpoint.snapshot import newest_of_all as newest_of_all
     from launcher.checkpoint.snapshot import restored as restored
@@ -66,7 +66,7 @@ _HOMES = {
         "stored_shapes",
     ),
     "shards": ("copy_to_host",),
-    "snapshot": ("Snapshot", "intact", "newest_of_all", "restored"),
+    "snapshot": ("Shards", "intact", "newest_of_all", "restored"),
     "write": ("SaveError", "Writers", "save", "save_parts"),
 }
 

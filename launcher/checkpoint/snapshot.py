@@ -58,6 +58,7 @@ _HEADER = ".json"
 _CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 Key = tuple[str, tuple[tuple[int, int], ...]]  # an array's name, and the range of each dimension
+Shards = Mapping[Key, np.ndarray]  # of a snapshot, views of its buffer
 
 
 class ShardPlace(NamedTuple):
@@ -94,19 +95,6 @@ class Pages:
             buffer = np.frombuffer(mmap.mmap(file.fileno(), self.size), np.uint8)
         parts = jax.tree.map(lambda shards: _mapped(shards, buffer), self.outline)
         return SimpleNamespace(**parts)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A whole snapshot in a buffer.
-
-    Attributes:
-        step: the number of finished steps.
-        shards: the shards, views of the buffer.
-    """
-
-    step: int
-    shards: Mapping[Key, np.ndarray]
 
 
 # -- Taking one -----------------------------------------------------------------------------------
@@ -194,8 +182,7 @@ class Snapshots:
     def reserve(self, state: TrainState, step: int, folder: Path) -> str | None:
         """Take the memory for shares of a state, unless there is too little; return why not.
 
-        Snapshots of steps after `step` are dropped: the run takes another way from there. It raises
-        OSError if there is too little after all.
+        Snapshots of steps after `step` are dropped: the run takes another way from there.
         """
         for buffer in self._buffers:
             buffer.forget(after=step)
@@ -205,8 +192,11 @@ class Snapshots:
         free = shared.f_bavail * shared.f_frsize
         if problem := too_little(needed, free + taken, memory_left() + taken):
             return problem
-        for buffer in self._buffers:
-            buffer.reserve(layout.size)
+        try:
+            for buffer in self._buffers:
+                buffer.reserve(layout.size)
+        except OSError as error:
+            return f"{folder} cannot take {_mib(needed)} ({error.strerror})"
         return None
 
     def take(self, step: int, state: TrainState) -> Future[Buffer]:
@@ -284,16 +274,10 @@ def keep_snapshots(folder: Path, rank: int, state: TrainState, step: int) -> Sna
         state: the present state.
         step: the number of finished steps.
     """
-    try:
-        kept = Snapshots(buffer_paths(folder, rank))
-    except OSError as error:
-        return f"{folder} cannot be written ({error.strerror})"
+    kept = Snapshots(buffer_paths(folder, rank))
     with open(folder / LOCK, "a") as lock:  # the workers of a host, one after the other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            problem = kept.reserve(state, step, folder)
-        except OSError as error:
-            problem = f"{folder} cannot take two copies of its share ({error.strerror})"
+        problem = kept.reserve(state, step, folder)
         if problem is not None:
             kept.close()
     return kept if problem is None else problem
@@ -422,10 +406,9 @@ def header_of(buffer: Path) -> Path:
     return buffer.with_name(buffer.name + _HEADER)
 
 
-def intact(folder: Path, rank: int) -> dict[int, Snapshot]:
+def intact(folder: Path, rank: int) -> dict[int, Shards]:
     """Return a worker's snapshots that are whole and of which no bit has changed, by step."""
-    found = filter(None, map(read_snapshot, buffer_paths(folder, rank)))
-    return {snapshot.step: snapshot for snapshot in found}
+    return dict(filter(None, map(read_snapshot, buffer_paths(folder, rank))))
 
 
 def newest_of_all(steps: Sequence[Sequence[int]], after: int, most: int) -> int | None:
@@ -440,8 +423,8 @@ def newest_of_all(steps: Sequence[Sequence[int]], after: int, most: int) -> int 
     return max((step for step in common if after < step <= most), default=None)
 
 
-def read_snapshot(buffer: Path) -> Snapshot | None:
-    """Return the snapshot in a buffer; None if it is not whole, or not what was written."""
+def read_snapshot(buffer: Path) -> tuple[int, Shards] | None:
+    """Return a buffer's snapshot and its step; None if it is not whole, or not what was written."""
     header = _read_header(header_of(buffer))
     if header is None:
         return None
@@ -455,21 +438,21 @@ def read_snapshot(buffer: Path) -> Snapshot | None:
         value = ShardPlace(start, tuple(shape), dtype).of(contents)
         shards[name, tuple(map(tuple, ranges))] = value
         digest.update(value.reshape(-1).view(np.uint8).data)
-    return Snapshot(header["step"], shards) if digest.hexdigest() == header["digest"] else None
+    return (header["step"], shards) if digest.hexdigest() == header["digest"] else None
 
 
-def restored(snapshot: Snapshot, like: TrainState) -> TrainState:
+def restored(shards: Shards, like: TrainState) -> TrainState:
     """Return the state of a snapshot that was taken under the same plan.
 
     Args:
-        snapshot: the snapshot; its buffer may be written afterwards.
+        shards: the snapshot's; its buffer may be written afterwards.
         like: the state's shapes, a tree of `jax.ShapeDtypeStruct` with shardings.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(stored_parts(like))
     named = [(flat_name(path), leaf) for path, leaf in leaves]
     wanted = [each for name, leaf in named for each in _shards_here(name, leaf)]
     # JAX may take a NumPy array's memory for its own array, and the buffer is written again.
-    values = [np.array(snapshot.shards[key]).reshape(shape) for key, shape, _ in wanted]
+    values = [np.array(shards[key]).reshape(shape) for key, shape, _ in wanted]
     on_devices = iter(jax.device_put(values, [device for *_, device in wanted]))
     arrays = [_assembled(leaf, on_devices) for _, leaf in named]
     return replace(like, **jax.tree.unflatten(tree, arrays))

@@ -91,6 +91,7 @@ WAITS = {  # calls before the first step that are limited by their time without 
     "measure_host": Wait("it measures its host", ALONE),
     "measure": Wait("it measures its devices and links", TOGETHER),
     "build": Wait("it reads the first data and traces the step", ALONE),
+    "locality": Wait("it reports its place among the processes", ANSWER),
     "begin_setup": Wait("it partitions the step into programs", ALONE),
     "compiled": Wait("it compiles", TOGETHER),
     "compile": Wait("it compiles", TOGETHER),

@@ -30,16 +30,19 @@ class Failure:
         report: the full text, one or more lines.
         passes_over: whether the restart must skip the batch of `step`, because it led to values
             that are not finite.
+        trained: whether the attempt had finished a step: else it failed while it started.
     """
 
     cause: str
     step: int
     report: str = ""
     passes_over: bool = False
+    trained: bool = True
 
     def is_like(self, other: Failure) -> bool:
-        """Return whether `other` is the same failure at the same step."""
-        return self.cause == other.cause and abs(self.step - other.step) <= _SAME_STEP
+        """Return whether `other` is the same failure at the same step, or in the same start."""
+        same = (self.cause, self.trained) == (other.cause, other.trained)
+        return same and abs(self.step - other.step) <= _SAME_STEP
 
 
 @dataclass(frozen=True)

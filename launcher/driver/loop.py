@@ -196,10 +196,10 @@ class SnapshotCadence:
         """Return whether to take one after `step`."""
         if self._every is not None:
             return step % self._every == 0
-        if self._under_way or not affordable(self._spent, self._newest, self._trained):
-            return False
-        self._under_way = True
-        return True
+        affordable = self._spent + self._newest <= SNAPSHOT_SHARE * self._trained
+        is_due = affordable and not self._under_way
+        self._under_way |= is_due
+        return is_due
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Take a step's metrics: its time, and that of a snapshot that is complete."""
@@ -207,17 +207,6 @@ class SnapshotCadence:
         if (seconds := metrics.get("perf/snapshot_seconds")) is not None:
             self._spent += seconds
             self._newest, self._under_way = seconds, False
-
-
-def affordable(spent: float, one: float, trained: float) -> bool:
-    """Return whether one more snapshot keeps to `SNAPSHOT_SHARE` of the time.
-
-    Args:
-        spent: the seconds that the snapshots so far have taken.
-        one: the seconds that one takes.
-        trained: the seconds of the steps so far.
-    """
-    return spent + one <= SNAPSHOT_SHARE * trained
 
 
 def resuming(

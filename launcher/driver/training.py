@@ -238,7 +238,8 @@ class _Job:
             if usable := self._tried(workers, built):
                 self._set_up(workers, built, finished)
                 if session.renews and machines_of(self._config.cluster).max_restarts:
-                    begin = functools.partial(self._begin_standbys, session, about)
+                    places = workers.submit("locality").each()
+                    begin = functools.partial(self._begin_standbys, session, places, about)
                     self._standbys.arm(time.monotonic() - began, begin)
                 self._train_on(workers, finished)
         if not usable:  # a plan that was tried has ended the workers
@@ -246,15 +247,15 @@ class _Job:
 
     def _resumed(self, workers: Workers) -> int:
         """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
-        held = None
+        home, held = self._home, None
         if self._in_memory:
             steps = workers.submit("snapshots").each()
             newest = functools.partial(checkpoint.newest_of_all, steps, most=self._recorded)
-            held = newest(self._home.finished_steps)
+            held = newest(home.finished_steps)
             if held is None:  # the newest checkpoint is needed, if its files are whole
-                self._reload()
-                held = newest(self._home.finished_steps)
-        home = self._home
+                with self._interruptible():
+                    self._home = home = folder.reload(home, self._config)
+                held = newest(home.finished_steps)
         for line in home.damaged:
             _log.warning(line)
         finished = home.finished_steps if held is None else held
@@ -284,12 +285,12 @@ class _Job:
                     stack.pop_all()
                 raise
 
-    def _begin_standbys(self, session: RaySession, about: Sequence[Any]) -> None:
+    def _begin_standbys(self, session: RaySession, places: list[Any], about: Any) -> None:
         """Start the workers of the next attempt; users' code may ask for ranks, so it waits."""
         with suppress(ClusterError):  # the restart meets it again
-            for worker in session.begin(TrainWorker):
+            for worker, place in zip(session.begin(TrainWorker), places, strict=True):
                 if not self._config.is_users:
-                    worker.submit("stand_by", *about)
+                    worker.submit("stand_by", self.plan.to_dict(), place, *about)
 
     def _start_workers(self, session: RaySession, advance: Advance) -> Workers:
         """Start and connect the workers."""
@@ -420,14 +421,19 @@ class _Job:
     def _diagnose(self, error: Exception) -> Failure | None:
         train = self._config.train
         rolls_back = train.non_finite == "rollback"
-        return failure_of(error, self.finished_steps, train.steps, self.plan, rolls_back)
+        found = failure_of(error, self.finished_steps, train.steps, self.plan, rolls_back)
+        return found and replace(found, trained=self.finished_steps > self._recorded)
 
     def _prepare_restart(self, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._rendezvous = self._rendezvous and reopened(self._rendezvous)
         if failure.passes_over:
             self._in_memory = False
-        self._reload(f"{failure.report}\n")
+        try:
+            with self._interruptible():  # it reads checkpoints
+                self._home = folder.reload(self._home, self._config, not self._in_memory)
+        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
+            raise FailedError(f"{failure.report}\nThe run is not restarted: {error}") from None
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
         self._recorded = max(self._recorded, self.finished_steps)
@@ -436,20 +442,6 @@ class _Job:
         text = restart_text(failure, restart, limit, finished, self._in_memory)
         complain(text)
         self.run_log.close(finished, text)
-
-    def _reload(self, report: str | None = None) -> None:
-        """Look for checkpoints again; the files of one are read where no snapshot may be newer.
-
-        Args:
-            report: of the failure, if workers that may have snapshots are still to start.
-        """
-        thorough = report is None or not self._in_memory
-        try:
-            with self._interruptible():
-                self._home = folder.reload(self._home, self._config, thorough)
-        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
-            text = f"{report or ''}The run is not restarted: {error}"
-            raise FailedError(text) from None
 
     def _stored_position(self) -> int:
         """Return the index of the next batch after the newest checkpoint or a roll-back to it."""

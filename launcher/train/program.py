@@ -21,6 +21,7 @@ from launcher.base import source_of
 from launcher.checkpoint.train_state import ADAPTERS, TrainState, without_adapters
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
+from launcher.plan import Plan, make_forward_plan
 from launcher.recipes import Batches, InputError, build_dataset, build_model
 from launcher.trace import TracedStep, described_cudnn, trace_step, trace_users
 from launcher.train.feed import num_batches, shapes_of
@@ -55,6 +56,11 @@ class Program:
     train: TracedStep
     evaluate: TracedStep | None
     eval_batches: int
+
+    def by(self, plan: Plan) -> list[tuple[TracedStep, Plan]]:
+        """Return the train step with its plan, and the evaluation step with one that follows it."""
+        steps = filter(None, [self.evaluate])
+        return [(self.train, plan), *((step, make_forward_plan(step, like=plan)) for step in steps)]
 
 
 def build_program(config: Config, compute_capability: float | None = None) -> Program:

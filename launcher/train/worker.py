@@ -30,17 +30,20 @@ from launcher.cluster.ray.scratch import memory_folder
 from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
-from launcher.plan import Plan, make_forward_plan
+from launcher.plan import Plan
 from launcher.recipes import InputError
 from launcher.runtime import (
     Copies,
     Digester,
     Executable,
     KernelChoices,
+    Locality,
     StageTimes,
     StepCompilation,
     StepServices,
     choices_in,
+    emit_for,
+    locality_of,
     named_values,
     shared_copies,
     wait_for_more,
@@ -83,6 +86,7 @@ class TrainWorker(Peer):
         self._stages: StageTimes | None = None
         self._trial: TriedPlan | None = None
         self._compiling: Compiling | None = None
+        self._ahead: tuple[Any, ...] = ()  # a plan, a locality, and what is emitted for them
         self._sampler: Sampler | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
@@ -90,7 +94,7 @@ class TrainWorker(Peer):
         self._garbage = GarbageTime()
         self._spans = SpanRecorder()
         self._saver = checkpoint.Saver(self._spans)
-        self._found: dict[int, checkpoint.Snapshot] = {}
+        self._found: dict[int, checkpoint.Shards] = {}
         self._before_evaluation: StepResult | None = None
         self._passed_over = 0
         self._taken: Mapping[str, int] = {}
@@ -116,10 +120,16 @@ class TrainWorker(Peer):
             self._config, self._home = from_dict(config), home
             self._built = build_program(self._config, compute_capability)
 
-    def stand_by(self, *about: Any) -> None:
-        """Build the program as `build` does, to join a group later, and hold no device."""
+    def locality(self) -> Locality:
+        """Return this worker's place among the others, as its steps depend on it."""
+        return locality_of(jax.devices(), StepServices(self._transport, self._servers, self._spans))
+
+    def stand_by(self, plan: dict[str, Any], locality: Locality, *about: Any) -> None:
+        """Do what `build` and `begin_setup` can without a device, to take a place later."""
         with on_cpus():
             self.build(*about)
+            steps = self._program.by(Plan.from_dict(plan))
+            self._ahead = plan, locality, [emit_for(*each, locality) for each in steps]
 
     def begin_setup(self, plan: dict[str, Any]) -> int:
         """Begin to compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.
@@ -132,7 +142,9 @@ class TrainWorker(Peer):
                 library has another version than in the driver.
         """
         services = StepServices(self._transport, self._servers, self._spans, self._choices)
-        self._compiling = Compiling(self._program, Plan.from_dict(plan), services)
+        *about, emitted = self._ahead or (None,)
+        ahead = emitted if about == [plan, self.locality()] else None
+        self._compiling = Compiling(self._program, Plan.from_dict(plan), services, ahead)
         return len(self._compiling.programs)
 
     def chose_anew(self) -> bool:
@@ -439,6 +451,7 @@ class Compiling:
         program: the run's program.
         plan: the plan of the train step; evaluation follows it.
         services: what instructions use.
+        ahead: what `emit_for` has returned for both steps, if it was called.
 
     Attributes:
         programs: the distinct programs, while they are compiled.
@@ -447,29 +460,26 @@ class Compiling:
         PlanError: the program differs from the one that was planned.
     """
 
-    def __init__(self, program: Program, plan: Plan, services: StepServices) -> None:
+    def __init__(self, program: Program, plan: Plan, services: StepServices, ahead: Any) -> None:
         self._started, devices = time.perf_counter(), jax.devices()
+        # A recorded step holds no evaluation.
+        rest = StepServices(*services[:2], SpanRecorder(), services.choices)
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler")
-        self._evaluate = None
+        self._steps: list[StepCompilation] = []
         try:
-            self._train = StepCompilation(program.train, plan, devices, services, self._pool)
-            if program.evaluate:
-                like = make_forward_plan(program.evaluate, like=plan)
-                # A recorded step holds no evaluation.
-                rest = StepServices(*services[:2], SpanRecorder(), services.choices)
-                self._evaluate = StepCompilation(program.evaluate, like, devices, rest, self._pool)
+            for k, (step, own) in enumerate(program.by(plan)):
+                about = devices, rest if k else services, self._pool, ahead and ahead[k]
+                self._steps.append(StepCompilation(step, own, *about))
         finally:  # what is begun waits for it
             if services.choices:
                 services.choices.choose()
-        steps = filter(None, (self._train, self._evaluate))
-        self.programs = [future for step in steps for future in step.programs]
+        self.programs = [future for step in self._steps for future in step.programs]
 
     def result(self) -> tuple[Executable, Executable | None, float]:
         """Wait for all; return the train step, the evaluation step, and the seconds it took."""
         with self._pool:
-            train = self._train.result()
-            evaluate = self._evaluate.result() if self._evaluate else None
-        return train, evaluate, time.perf_counter() - self._started
+            train, *others = [step.result() for step in self._steps]
+        return train, next(iter(others), None), time.perf_counter() - self._started
 
 
 class TriedPlan:

@@ -153,6 +153,13 @@ def test_other_failures_are_not_the_same(told):
     assert isinstance(decide(failures(*told), max_restarts=9), Restart)
 
 
+def test_a_recovery_that_fails_is_not_the_failure_that_it_recovers_from():
+    """Only where it fails twice is nothing gained by another."""
+    told = [Failure("worker_0 died", 7, trained=trained) for trained in (True, False, False)]
+    assert decide(told[:2], max_restarts=9) == Restart(2, 1.0)
+    assert isinstance(decide(told, max_restarts=9), str)
+
+
 def test_there_is_an_end_to_restarts():
     told = failures(*((f"worker_{i} died", i * 10) for i in range(3)))
     assert decide(told, max_restarts=3) == Restart(3, 0.0)

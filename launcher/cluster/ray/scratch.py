@@ -97,11 +97,9 @@ def shared_memory() -> Scratch | None:
     """
     if not os.access(_SHARED, os.W_OK | os.X_OK) or exposed(_SHARED) is not None:
         return None
-    with suppress(OSError):  # it is full
-        made = _create(_SHARED)
-        atexit.register(made.remove)
-        return made
-    return None
+    made = _create(_SHARED)
+    atexit.register(made.remove)
+    return made
 
 
 def memory_folder(environ: Mapping[str, str]) -> Path | None:

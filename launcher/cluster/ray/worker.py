@@ -175,10 +175,10 @@ def address_among(addresses: Iterable[str]) -> str | None:
     return here if others - {here} else None
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Return whether a process of this machine has ended; its parent may not know yet."""
+def has_ended(process: psutil.Process, or_is: str = psutil.STATUS_ZOMBIE) -> bool:
+    """Return whether a process here has ended, which its parent may not know, or has a status."""
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, or_is)
     except psutil.NoSuchProcess:
         return True
 
@@ -305,12 +305,7 @@ class WorkerHandle:
     def is_lost(self) -> bool:
         """Return whether the worker's process, on this machine, was up and is gone or stopped."""
         process = self.process()
-        if process is None:
-            return False
-        try:
-            return has_ended(process) or process.status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
-            return True
+        return process is not None and has_ended(process, or_is=psutil.STATUS_STOPPED)
 
     def run_on_node(self, function: Callable[..., Any], seconds: float) -> Any:
         """Return `function(pid, log)`, called in a process of its own on the worker's node.

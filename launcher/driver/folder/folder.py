@@ -251,12 +251,7 @@ def reload(home: RunFolder, config: Config, thorough: bool = True) -> RunFolder:
     """Return a claimed folder with its present newest intact checkpoint.
 
     Call it while no worker writes: like `claim` it renames damaged checkpoints and deletes partial
-    ones.
-
-    Args:
-        home: the folder.
-        config: the run's settings.
-        thorough: whether to read all files of a checkpoint, see `checkpoint.damage`.
+    ones. With `thorough`, it reads all of their files (`checkpoint.damage`).
 
     Raises:
         LostFolderError: the folder was deleted or renamed.

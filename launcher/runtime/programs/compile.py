@@ -79,6 +79,7 @@ class StepCompilation:
         devices: the devices, as for `compile_step`, which says what may be wrong with these.
         services: what its instructions use.
         pool: compiles the programs.
+        ahead: what `emit_for` has returned, if it was called with these.
 
     Attributes:
         programs: the compilation of each distinct program of this process.
@@ -91,13 +92,14 @@ class StepCompilation:
         devices: Sequence[jax.Device],
         services: StepServices,
         pool: Executor,
+        ahead: tuple[TracedStep, Emitted] | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._plan, self._services = plan, services
-        step = _checked(step, plan, devices, services.servers)
+        _check(step, plan, devices, services.servers)
         with jax.transfer_guard("allow"):  # of the programs' constants
-            self._step = step.cut_at(plan.layer_ends)
-            self._emitted = emit(self._step, plan, *_here(devices, services))
+            here = locality_of(devices, services)
+            self._step, self._emitted = ahead or emit_for(step, plan, here)
             self._placement = place_on_devices(plan, devices, self._emitted.slots)
             self._compilation = Compilation(
                 self._emitted, self._placement, pool, choices=services.choices
@@ -123,28 +125,55 @@ def wait_for_more(programs: Sequence[Future[Any]], seen: int) -> int:
     return len(programs) - len(waiting)
 
 
-def _here(devices: Sequence[jax.Device], services: StepServices) -> tuple[Any, ...]:
-    """Return what `emit` reads of this worker: its number, its devices and what is between them."""
-    if services.servers:
-        return (services.servers.rank,)
-    owner, me = [device.process_index for device in devices], jax.process_index()
-    near = {me, *(services.transport.neighbours if services.transport else ())}
+@dataclass(frozen=True)
+class Locality:
+    """A worker's place among the processes of a plan: what its instructions depend on.
 
-    def between(mesh: tuple[int, ...], replicas: int) -> Between:
-        rows = np.reshape([owner[d] for d in mesh], (replicas, -1))
+    Attributes:
+        rank: its number, where parameter servers sum.
+        devices: its devices, by the plan's numbers; None: all of them.
+        owners: the process of each device.
+        near: the processes that share memory with it, itself included; None if devices have links.
+    """
+
+    rank: int
+    devices: frozenset[int] | None = None
+    owners: tuple[int, ...] = ()
+    near: frozenset[int] | None = None
+
+    def between(self, mesh: tuple[int, ...], replicas: int) -> Between:
+        """Return the medium between so many replicas on these devices."""
+        if self.near is None:
+            return Between.LINKS
+        rows = np.reshape([self.owners[d] for d in mesh], (replicas, -1))
         processes = set(rows.flat)
-        if len(processes) == 1 or devices[mesh[0]].platform != "cpu":
+        if len(processes) == 1:
             return Between.LINKS
         whole = bool((rows == rows[:, :1]).all())  # each replica in one process
-        return Between.MEMORY if whole and processes <= near else Between.SOCKETS
-
-    return 0, {n for n, process in enumerate(owner) if process == me}, between
+        return Between.MEMORY if whole and processes <= self.near else Between.SOCKETS
 
 
-def _checked(
+def locality_of(devices: Sequence[jax.Device], services: StepServices) -> Locality:
+    """Return the locality of this worker, by the devices and services of its steps."""
+    if services.servers:
+        return Locality(services.servers.rank)
+    me = jax.process_index()
+    near = frozenset((me, *(services.transport.neighbours if services.transport else ())))
+    owners = tuple(device.process_index for device in devices)
+    own = frozenset(n for n, process in enumerate(owners) if process == me)
+    return Locality(0, own, owners, near if devices[0].platform == "cpu" else None)
+
+
+def emit_for(step: TracedStep, plan: Plan, locality: Locality) -> tuple[TracedStep, Emitted]:
+    """Return a step as its plan cuts it, and what a worker runs of it; no device is needed."""
+    step = step.planned_as(plan.fingerprint).cut_at(plan.layer_ends)
+    return step, emit(step, plan, locality.rank, locality.devices, locality.between)
+
+
+def _check(
     step: TracedStep, plan: Plan, devices: Sequence[jax.Device], servers: Servers | None
-) -> TracedStep:
-    """Return the step as the plan means it; raise PlanError if it is not for these."""
+) -> None:
+    """Raise PlanError if a plan is not for these."""
     step = step.planned_as(plan.fingerprint)
     if plan.fingerprint != step.fingerprint:
         raise PlanError(
@@ -161,7 +190,6 @@ def _checked(
     needed = plan.num_devices // workers
     if len(devices) < needed:
         raise PlanError(f"the plan needs {needed} devices; here are {len(devices)}")
-    return step
 
 
 class Compilation:

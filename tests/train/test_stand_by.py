@@ -1,0 +1,49 @@
+"""What a worker that stands by has emitted is what it runs once it takes a place."""
+
+import dataclasses
+from contextlib import nullcontext
+
+import jax
+import numpy as np
+import pytest
+
+from launcher.config.compose import load, to_dict
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.plan import local_shape
+from launcher.runtime.programs import compile as compiling
+from launcher.train import worker as module
+from launcher.train.program import build_program
+from launcher.train.worker import TrainWorker
+
+WORDS = (
+    *("model=mlp", "model.hidden_size=8", "dataset=synthetic", "cluster.gpus=2"),
+    *("parallel=manual", "parallel.num_stages=2", "parallel.num_micro_batches=2"),
+)
+
+
+@pytest.mark.parametrize("anew", ["no", "the plan", "the locality"])
+def test_a_place_is_taken_with_what_was_emitted_for_it_alone(monkeypatch, anew):
+    config = load(WORDS)
+    plan = plan_of(config.parallel, build_program(config).train, local_shape(2, 1, "cpu"))
+    monkeypatch.setattr(module, "on_cpus", nullcontext)  # no other test's arrays are to end
+    worker, emitted, emit = TrainWorker(), [], compiling.emit
+    monkeypatch.setattr(compiling, "emit", lambda *args: emitted.append(args) or emit(*args))
+    place = worker.locality()
+    if anew == "the locality":
+        place = dataclasses.replace(place, near=frozenset())
+    worker.stand_by(plan.to_dict(), place, to_dict(config))
+    assert len(emitted) == 2  # of a step and of an evaluation
+    if anew == "the plan":
+        plan = dataclasses.replace(plan, predicted_step_seconds=1.0)
+    worker.setup(plan.to_dict())
+    assert len(emitted) == (2 if anew == "no" else 4)
+    other = TrainWorker()
+    other.build(to_dict(config))
+    other.setup(plan.to_dict())
+    for each in worker, other:
+        each.create()
+        each.step(1)
+        each.loss = each.flush().metrics["train/loss"]
+        each.close()
+    assert worker.loss == other.loss
+    jax.tree.map(np.testing.assert_array_equal, worker._state, other._state)
