@@ -211,11 +211,11 @@ class Snapshots:
             taken.result()
         parts = stored_parts(state)
         jax.block_until_ready([x for x in jax.tree.leaves(parts) if x.addressable_shards])
-        began = time.perf_counter()
+        clock = time.thread_time if jax.default_backend() == "cpu" else time.perf_counter
+        began = clock()
         views = view_share(parts)
         self._layout = self._layout or lay_out(views)
-        viewed = time.perf_counter() - began
-        taken = self._thread.submit(self._copy, step, views, self._layout, viewed)
+        taken = self._thread.submit(self._copy, step, views, self._layout, clock() - began)
         self._newest = weakref.ref(state), taken
         return taken
 
@@ -239,7 +239,7 @@ class Snapshots:
     def spent(self) -> float | None:
         """Return what the newest copies have cost training, in seconds, once; None if nothing.
 
-        That is the time that a step has waited for one, and the processor time of the thread.
+        That is processor time and, of GPUs, the time in which a step waited for the arrays.
         """
         found = [self._seconds.popleft() for _ in range(len(self._seconds))]
         return sum(found) if found else None

@@ -199,16 +199,17 @@ def test_a_buffer_without_a_name_is_for_checkpoints_alone():
     memory.close()
 
 
-def test_a_snapshot_costs_what_training_waits_for_it_and_the_processor_time_of_its_copy(
-    kept, monkeypatch
-):
+@pytest.mark.parametrize(("kind", "cost"), [("cpu", 1.5), ("gpu", 2.5)])
+def test_a_snapshot_costs_processor_time_and_the_wait_for_a_gpu(kept, monkeypatch, kind, cost):
     """A copy that only waits, as on a busy machine, costs nothing."""
     assert kept.spent() > 0
-    waits, processor = iter((100.0, 102.0)), iter((7.0, 7.5))
+    waits = iter((100.0, 102.0))
+    processor = iter((*((1.0, 2.0) if kind == "cpu" else ()), 7.0, 7.5))
     clocks = {"perf_counter": lambda: next(waits), "thread_time": lambda: next(processor)}
     monkeypatch.setattr(snapshot, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(snapshot.jax, "default_backend", lambda: kind)
     kept.take(3, make_state(3)).result()
-    assert kept.spent() == 2.5
+    assert kept.spent() == cost
 
 
 @pytest.mark.parametrize(

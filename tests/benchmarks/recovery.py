@@ -1,0 +1,145 @@
+"""How long a run of the default model takes from a worker's end to the next new step.
+
+    python tests/benchmarks/recovery.py [rounds] [--methods data zero3 manual auto]
+
+In each round, each method trains on 2 hosts of 2 emulated devices with dropout. At a random step, a
+random worker is killed; in every fourth round once more a few steps after the first new one, which
+is mostly before the next workers stand by. A step is new if it is after the newest one recorded
+before the restart. Prints the seconds to it beside those that the same run took from its command to
+its first step. A first run of each method, which nobody disturbs and whose start is not counted,
+says what bytes each must come to. Ends with an error if one comes to others, or leaves a process or
+a folder behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from turns import ROOT, table
+
+from launcher.cluster.ray.scratch import memory_folder
+
+sys.path.append(str(ROOT / "tests" / "end_to_end"))
+from launched import Launcher, lines, losses, summary
+
+STEPS, FIRST_KILL, NEXT_KILL = 100, (45, 60), (3, 20)
+WORDS = (
+    *("cluster=emulated", "cluster.hosts=2", "cluster.gpus=4", "model.dropout=0.1"),
+    *(f"train.steps={STEPS}", "train.eval_every=0", "report=none"),
+)
+METHODS = {
+    "data": ("parallel=data",),
+    "zero3": ("parallel=zero3",),
+    "manual": ("parallel=manual", "parallel.num_stages=2", "parallel.num_micro_batches=4"),
+    "auto": ("parallel=auto",),
+}
+
+
+class Recovery(NamedTuple):
+    """Seconds from a kill to the first new step and of the run's start, and the steps repeated."""
+
+    seconds: float
+    start: float
+    repeated: int
+
+
+def trained(folder: Path, method: str, name: str, kills: int) -> list[Recovery]:
+    """Train to the end with so many kills; each is of a random worker."""
+    run, found = folder / "outputs" / name, []
+    launcher = Launcher(folder, *WORDS, *METHODS[method], f"run.id={name}", deadline=900)
+    launcher.wait_for(lambda: newest(run) >= 1)
+    memory = memory_folder(launcher.workers()[0].environ())
+    due = random.randint(*FIRST_KILL)
+    for _ in range(kills):
+        launcher.wait_for(lambda: newest(run) >= due)  # noqa: B023
+        found.append(killed(launcher, run))
+        due = newest(run) + random.randint(*NEXT_KILL)
+    code, out, err = launcher.end()
+    assert code == 0, f"{out}\n{err}"
+    assert memory is None or not memory.exists(), memory
+    assert summary(run)["restarts"] == kills, err
+    start = summary(run)["time_to_first_step_seconds"]
+    resumed = re.findall(rf"resuming run {name} at .*?(?:repeat: (\d+))?\n", out)
+    assert len(resumed) == kills, out
+    return [Recovery(s, start, int(n or 0)) for s, n in zip(found, resumed, strict=True)]
+
+
+def killed(launcher: Launcher, run: Path) -> float:
+    """Kill a random worker; return the seconds to the first step that no attempt had recorded."""
+    victim = random.choice(launcher.workers())
+    victim.kill()
+    began, before = time.monotonic(), 0
+
+    def replaced() -> bool:
+        nonlocal before
+        before = max(before, newest(run))
+        plan = json.loads((run / "plan.json").read_text())
+        return all(worker["process"] != victim.pid for worker in plan["workers"])
+
+    launcher.wait_for(replaced)
+    launcher.wait_for(lambda: newest(run) > before)
+    return time.monotonic() - began
+
+
+def newest(run: Path) -> int:
+    """Return the newest step of a run's metrics."""
+    return max((line["step"] for line in lines(run)), default=0)
+
+
+def check_equal(run: Path, undisturbed: Path) -> None:
+    """Check that two runs have the same losses and final state, byte for byte."""
+    assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
+    assert losses(run) == losses(undisturbed), run
+    states = []
+    for folder in (run, undisturbed):
+        with ocp.CheckpointManager((folder / "checkpoints").absolute()) as manager:
+            states.append(manager.restore(STEPS, args=ocp.args.StandardRestore()))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", type=int, nargs="?", default=1)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    args = parser.parse_args()
+    found: dict[str, list[Recovery]] = {method: [] for method in args.methods}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for method in args.methods:
+            trained(folder, method, method, kills=0)
+        for number, method in itertools.product(range(args.rounds), args.methods):
+            run = f"{method}-{number}"
+            kills = 2 if number % 4 == 3 else 1
+            found[method] += trained(folder, method, run, kills)
+            check_equal(folder / "outputs" / run, folder / "outputs" / method)
+            for seconds, start, repeated in found[method][-kills:]:
+                print(f"{run}: {seconds:.2f} s of {start:.2f} s, {repeated} steps repeated")
+    rows = [summed(method, each) for method, each in found.items()]
+    rows.append(summed("all", [each for one in found.values() for each in one]))
+    table(("", "kill to new step, s", "start, s", "median ratio", "p90", "most repeated"), rows)
+
+
+def summed(name: str, found: list[Recovery]) -> tuple[str, float, float, float, float, str]:
+    """Return a row of the table: medians, the ratios' median and 90th percentile."""
+    ratios = [each.seconds / each.start for each in found]
+    seconds, start, _ = map(statistics.median, zip(*found, strict=True))
+    p90 = float(np.quantile(ratios, 0.9, method="higher"))
+    repeated = str(max(each.repeated for each in found))
+    return name, seconds, start, statistics.median(ratios), p90, repeated
+
+
+if __name__ == "__main__":
+    main()
