@@ -106,9 +106,7 @@ FOLDS = {
 }
 # A device that has shards of the operands computes a partial sum of the result.
 PARTIAL_SUMS = CONTRACTIONS | OWN_KERNELS | frozenset(("reduce_sum",))
-ADDITIONS = frozenset(("add", "add_any"))
 NEGATIONS = frozenset(("neg",))
-SCATTERED_SUMS = frozenset(("scatter-add",))
 # Autodiff adds the parts of a gradient with these.
 GRADIENT_SUMS = frozenset(("add_any",))
 # An operand is used for many elements of the result: its gradient is a sum over them.
