@@ -74,8 +74,7 @@ IN_PLACE = FUSED | frozenset((
 ))
 # The result repeats a smaller operand, or counts.
 BROADCASTS = frozenset(("broadcast_in_dim", "iota"))
-# Cheap enough to be recomputed in the backward pass, and computed once where two are the same. A
-# barrier is there to prevent just that.
+# Cheap enough to be recomputed in the backward pass. A barrier is there to prevent just that.
 CHEAP = FUSED - BARRIERS
 
 # Attention in one kernel, which holds no scores of pairs: how many products it is made of. Its
