@@ -54,7 +54,6 @@ from launcher.trace.ir.jaxpr import sub_jaxprs as sub_jaxprs
 from launcher.trace.ir.jaxpr import walk as walk
 from launcher.trace.ir.kernels import Kernel as Kernel
 from launcher.trace.ir.kernels import call_kernel as call_kernel
-from launcher.trace.ir.primitive_kinds import ADDITIONS as ADDITIONS
 from launcher.trace.ir.primitive_kinds import BARRIERS as BARRIERS
 from launcher.trace.ir.primitive_kinds import BROADCASTS as BROADCASTS
 from launcher.trace.ir.primitive_kinds import CALLS_WITH_RULES as CALLS_WITH_RULES
@@ -80,7 +79,6 @@ from launcher.trace.ir.primitive_kinds import PARTIAL_SUMS as PARTIAL_SUMS
 from launcher.trace.ir.primitive_kinds import PRODUCTS as PRODUCTS
 from launcher.trace.ir.primitive_kinds import RECOMPUTED as RECOMPUTED
 from launcher.trace.ir.primitive_kinds import REDUCTIONS as REDUCTIONS
-from launcher.trace.ir.primitive_kinds import SCATTERED_SUMS as SCATTERED_SUMS
 from launcher.trace.ir.primitive_kinds import SEARCHES as SEARCHES
 from launcher.trace.ir.primitive_kinds import SPREADING as SPREADING
 from launcher.trace.ir.primitive_kinds import UNPARTITIONED as UNPARTITIONED

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from launcher.plan.cost.waiting import PutOff, put_off
 from launcher.trace import (
-    ADDITIONS,
     BARRIERS,
     BROADCASTS,
     CHEAP,
@@ -35,7 +34,6 @@ from launcher.trace import (
     OTHER_DIMS,
     PARTIAL_SUMS,
     REDUCTIONS,
-    SCATTERED_SUMS,
     Atom,
     Body,
     Equation,
@@ -74,11 +72,7 @@ class Liveness:
         as_soon: bool = False,
         on_gpu: bool = False,
     ) -> None:
-        self.equations = _once(equations)
-        if on_gpu:
-            self.equations = _scattered_into(self.equations)
-        if waits:
-            self.equations = put_off(self.equations, outs, at_once, waits)
+        self.equations = put_off(equations, outs, at_once, waits) if waits else [*equations]
         if as_soon or on_gpu:
             self.equations = (_as_soon if as_soon else _as_late)(self.equations)
         turned = list(map(_turned, self.equations))
@@ -211,49 +205,6 @@ def _housed(values: Sequence[float], buffers: Sequence[float]) -> float:
     return total
 
 
-def _once(equations: Sequence[Equation]) -> list[Equation]:
-    """Return the equations without those that compute the same as an earlier one.
-
-    The values of a barrier count as new ones.
-    """
-    same: dict[Var, Var] = {}
-    done: dict[object, Equation] = {}
-    found = []
-    for eqn in equations:
-        reads = [same.get(v, v) if is_var(v) else v for v in eqn.invars]
-        eqn = eqn.replace(invars=reads)
-        name = eqn.primitive.name
-        if name in CHEAP or name in REDUCTIONS:
-            known = [v if is_var(v) else (str(v.val), v.aval) for v in reads]
-            key = name, tuple(known), str(eqn.params)
-            if key in done:
-                same.update(zip(eqn.outvars, done[key].outvars, strict=True))
-                continue
-            done[key] = eqn
-        found.append(eqn)
-    return found
-
-
-def _scattered_into(equations: Sequence[Equation]) -> list[Equation]:
-    """Return the equations, scattered into what is added where they scatter into zeros before.
-
-    So XLA:GPU simplifies them.
-    """
-    reads = Counter(v for eqn in equations for v in eqn.invars if is_var(v))
-    maker = {v: eqn for eqn in equations for v in eqn.outvars}
-    into: dict[int, list[Equation]] = {}
-    for add in (eqn for eqn in equations if eqn.primitive.name in ADDITIONS):
-        for v, other in zip(add.invars, add.invars[::-1], strict=True):
-            made = maker.get(v) if is_var(v) and reads[v] == 1 else None
-            if made and made.primitive.name in SCATTERED_SUMS and is_var(other):
-                zeros = maker.get(made.invars[0]) if is_var(made.invars[0]) else None
-                if zeros and zeros.primitive.name in BROADCASTS and id(made) not in into:
-                    scatter = made.replace(invars=[other, *made.invars[1:]], outvars=add.outvars)
-                    into |= {id(made): [], id(add): [scatter]}
-                    break
-    return [one for eqn in equations for one in into.get(id(eqn), [eqn])]
-
-
 def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
     """Return the equations by how many run before them, at least."""
     level: dict[Var, int] = {}
@@ -372,23 +323,21 @@ def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> se
     """Return the equations, by number, whose result may take the place of what they read.
 
     XLA:GPU computes a value in one kernel with the sums of it, and of what it is made of at once,
-    which may not write over what it reads; nor may one that rounds it to fewer bits between.
+    which may not write over what it reads; nor may one that computes in another width between.
     """
     summed = set[Var]()
     for eqn in reversed(equations):
         name, outs = eqn.primitive.name, {*eqn.outvars}
         if name in REDUCTIONS or (name in FUSED and summed & outs and kept.isdisjoint(outs)):
             summed.update(v for v in eqn.invars if is_var(v))
-    found, in_sums = set[int](), summed - kept
+    found, apart = set[int](), summed - kept
     for place, eqn in enumerate(equations):
-        name, reads = eqn.primitive.name, {v for v in eqn.invars if is_var(v)}
-        apart = (
-            on_gpu
-            and name in FUSED
-            and (summed & {*eqn.outvars} or in_sums & reads or _is_wider(eqn, reads))
-        )
-        if name in IN_PLACE and not apart:
+        name, outs = eqn.primitive.name, {*eqn.outvars}
+        reads = {v for v in eqn.invars if is_var(v)} if on_gpu and name in FUSED else set()
+        if name in IN_PLACE and not (reads and (summed & outs or apart & reads)):
             found.add(place)
+        if reads and (apart & reads or _changes_width(eqn)):
+            apart |= outs - kept
     return found
 
 
@@ -442,6 +391,12 @@ def _spreads(eqn: Equation) -> bool:
     """Return whether the result is a broadcast, which is recomputed at no cost."""
     read = max((v.aval.size for v in eqn.invars), default=1)
     return eqn.primitive.name in BROADCASTS and read < eqn.outvars[0].aval.size
+
+
+def _changes_width(eqn: Equation) -> bool:
+    """Return whether the result has elements of another number of bits."""
+    name, (first, *_), (out, *_) = eqn.primitive.name, eqn.invars, eqn.outvars
+    return name in FORMS and first.aval.dtype.itemsize != out.aval.dtype.itemsize
 
 
 def _is_wider(eqn: Equation, defined: Set[Var]) -> bool:

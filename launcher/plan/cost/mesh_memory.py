@@ -194,9 +194,9 @@ def mesh_memory(
 def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: bool) -> Summed:
     """Return how a stage's gradients are made and summed in its backward passes.
 
-    XLA:GPU puts off products of gradients, to run them under the sums: to where the program ties a
-    bucket to the pass, if there are several. Under the collectives of a model axis it puts off all
-    of them, and convolutions too.
+    XLA:GPU puts off products and convolutions of gradients, to run them under the sums: to where
+    the program ties a bucket to the pass, if there are several. Under the collectives of a model
+    axis it puts off all of them.
 
     Args:
         cut: the partitioned step.

@@ -107,7 +107,7 @@ class Stored:
         self._added = {v for v in self.gradients if by.get(v) in FUSED | {"dot_general"}}
         is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
         whole = [v for v, name in is_operand if name.of in how.gathered]
-        products = {v for v in self.gradients if by.get(v) == "dot_general"}
+        products = {v for v in self.gradients if by.get(v) in CONTRACTIONS}
         own = {*self.gradients.values()}
         together = [of & own for of in how.together if of & own]
         waits = [
@@ -115,11 +115,9 @@ class Stored:
             for place in sum_places(dataclasses.replace(one, closed=self.jaxpr), together)
             for k in place.buckets
         ]
-        if how.is_cut:
-            convolved = {v for v in self.gradients if by.get(v) in CONTRACTIONS} - products
-            waits.append(PutOff(convolved))
         known = (of.gradients for of in waits)
-        waits.append(PutOff(products.difference(*known, self.apart(how.afresh))))
+        added = {v for v in products if by[v] == "dot_general"}
+        waits.append(PutOff(added.difference(*known, self.apart(how.afresh))))
         after = [v for v, name in self.inputs.items() if name.kind in ("cotangent", "seed")]
         equations = computed_late(self.jaxpr.eqns, after)
         self.liveness = Liveness(equations, held, summed, whole, waits, on_gpu=True)

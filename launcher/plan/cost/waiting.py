@@ -5,7 +5,6 @@ XLA:GPU puts off products of gradients, to run them under collectives.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -30,16 +29,16 @@ def put_off(
     gradients: Iterable[Atom],
     waits: Sequence[PutOff],
 ) -> list[Equation]:
-    """Return the equations, those of gradients that wait for one another in their new place.
+    """Return the equations, those for each set of gradients together where XLA:GPU runs them.
 
-    They are those that nothing but one gradient follows from. They run when all that the gradients
-    of their set are made of is there, and its ties, and not before what stands before them. If
-    there are ties, products for gradients of no set run with the next set.
+    They are those from which nothing but one gradient of the set follows. They run when all that
+    they read is made, and the set's ties are, but not before equations that stand before the first
+    of them. If there are ties, products for gradients of no set run with the next set.
 
     Args:
         equations: the program, in order.
         outs: its results, but for gradients.
-        gradients: the others.
+        gradients: the other results.
         waits: the sets.
     """
     number = {v: k for k, of in enumerate(waits) for v in of.gradients}
@@ -48,6 +47,7 @@ def put_off(
     reach.update((v, None) for v in outs if is_var(v))
     tied = any(of.ties for of in waits)
     of_set: dict[int, list[Equation]] = {}
+    after: dict[int, int] = {}  # how many of the rest stand after the first of a set
     alone: list[Equation] = []
     rest: list[Equation] = []
     for eqn in reversed(equations):
@@ -58,16 +58,14 @@ def put_off(
                 reach[v] = gradient if reach.get(v, gradient) is gradient else None
         if gradient in number:
             of_set.setdefault(number[gradient], []).append(eqn)
+            after[number[gradient]] = len(rest)
         else:
             (alone if gradient and tied else rest).append(eqn)
     made = {v: place for place, eqn in enumerate(reversed(rest), 1) for v in eqn.outvars}
-    stays = {id(eqn) for eqn in rest}
-    runs = itertools.accumulate((id(eqn) in stays for eqn in equations), initial=0)
-    before = {id(eqn): count for eqn, count in zip(equations, runs, strict=False)}
     at: dict[int, list[Equation]] = {}
     for k, of in of_set.items():
         place = _ready((*(v for eqn in of for v in eqn.invars), *waits[k].ties), made)
-        at.setdefault(max(place, before[id(of[-1])]), []).extend(reversed(of))
+        at.setdefault(max(place, len(rest) - after[k]), []).extend(reversed(of))
     sets, moved = sorted(at), set[Atom]()
     for eqn in reversed(alone):
         place = _ready(eqn.invars, made)

@@ -74,8 +74,7 @@ IN_PLACE = FUSED | frozenset((
 ))
 # The result repeats a smaller operand, or counts.
 BROADCASTS = frozenset(("broadcast_in_dim", "iota"))
-# Cheap enough to be recomputed in the backward pass, and computed once where two are the same. A
-# barrier is there to prevent just that.
+# Cheap enough to be recomputed in the backward pass. A barrier is there to prevent just that.
 CHEAP = FUSED - BARRIERS
 
 # Attention in one kernel, which holds no scores of pairs: how many products it is made of. Its
@@ -106,9 +105,7 @@ FOLDS = {
 }
 # A device that has shards of the operands computes a partial sum of the result.
 PARTIAL_SUMS = CONTRACTIONS | OWN_KERNELS | frozenset(("reduce_sum",))
-ADDITIONS = frozenset(("add", "add_any"))
 NEGATIONS = frozenset(("neg",))
-SCATTERED_SUMS = frozenset(("scatter-add",))
 # Autodiff adds the parts of a gradient with these.
 GRADIENT_SUMS = frozenset(("add_any",))
 # An operand is used for many elements of the result: its gradient is a sum over them.

@@ -26,14 +26,14 @@ ALL = set(range(5))
 @pytest.mark.parametrize(
     ("how", "waiting"),
     [
-        (Summed(ALL, together=[ALL]), {1, 3, 4}),
+        (Summed(ALL, together=[ALL]), {0, 1, 3, 4}),
         (Summed(ALL, together=[ALL], is_cut=True), {0, 1, 3, 4}),
         (Summed(ALL), {3, 4}),
     ],
     ids=["for a bucket", "for collectives along model", "for nothing"],
 )
 def test_products_wait_for_the_gradients_that_they_are_summed_with(how, waiting):
-    """Convolutions do where the pass has collectives of its own, and sums of rows never."""
+    """So do convolutions, and sums of rows never."""
     shapes = (8, 4), (2, 3, 8, 8)
     closed = make_jaxpr(gradients, *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
     inputs = tuple(Name("operand", k) for k in (8, 9))
