@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import psutil
 from jax._src import distributed
 
+from launcher.base.jax_compat import coordination_service
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
@@ -97,6 +98,7 @@ class Trainee:
 def joined():
     """A worker that has met the others, by the words of the command line."""
     worker, index, count = TrainWorker(), int(sys.argv[1]), int(sys.argv[2])
+    worker.service = coordination_service(sys.argv[3], count) if index == 0 else None
     store = lambda: distributed.global_state.client  # noqa: E731
     address = worker.join(sys.argv[3], count, index, "127.0.0.1", "pull")
     store().key_value_set(f"address_{index}", address)
