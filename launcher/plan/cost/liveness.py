@@ -360,6 +360,8 @@ def _columns(equations: Sequence[Equation]) -> dict[Var, Var]:
     """
     leaves, found = _leaves(equations), dict[Var, Var]()
     at = {v: place for place, eqn in enumerate(equations) for v in eqn.outvars}
+    reads = dict.fromkeys(v for eqn in equations for v in eqn.invars if is_var(v))
+    order = {v: place for place, v in enumerate(reads)}  # sets of values have none
     for eqn in (e for e in equations if e.primitive.name in REDUCTIONS):
         (v,) = filter(is_var, eqn.invars)
         while v in at and equations[at[v]].primitive.name in NEGATIONS:
@@ -369,7 +371,7 @@ def _columns(equations: Sequence[Equation]) -> dict[Var, Var]:
         narrow = any(x.aval.dtype.itemsize < v.aval.dtype.itemsize for x in full)
         computed = len(full) > 1 and equations[at[v]].primitive.name not in FORMS
         if v.aval.ndim - 1 not in eqn.params["axes"] and rows <= _UNSPLIT and narrow and computed:
-            found[v] = max(full, key=lambda x: at.get(x, -1))
+            found[v] = max(full, key=lambda x: (at.get(x, -1), order[x]))
     return found
 
 

@@ -179,6 +179,18 @@ def test_what_is_stored_on_gpus(program, arrays):
     assert liveness.peak(lambda v: nbytes(v.aval)) / ARRAY == pytest.approx(arrays, abs=0.3)
 
 
+def test_what_is_stored_on_gpus_is_the_same_in_each_process():
+    def program(*arrays):
+        a, b, c = (x.astype(jnp.float32) for x in arrays[-3:])
+        return (a * b).sum(0), jnp.sin(a * b * c).sum(0), (b * c).sum(0)
+
+    row = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    # Others, not used, so that values lie at other addresses, by which sets are in order.
+    jaxprs = [make_jaxpr(program, *[row] * (3 + others)) for others in range(20)]
+    found = [Liveness(x.eqns, x.outvars, on_gpu=True) for x in jaxprs]
+    assert len({one.peak(lambda v: nbytes(v.aval)) for one in found}) == 1
+
+
 def of_rows(scores, x):
     return jax.lax.dot_general(scores, x, (((1,), (1,)), ((0,), (0,))))
 
