@@ -78,8 +78,6 @@ def train(
         how = step == profiled, *step_log.timelines.start(step)
         watched = [True] if slowness and slowness.is_watched(step) else []
         calls.send("training", "step", step, *how, *watched)
-        if snapshots and step < settings.steps and snapshots.is_due(step):
-            calls.send("training", "snapshot", step)
         if is_evaluated(step, settings):
             for batch in range(settings.eval_batches or 0):
                 calls.send("evaluating", "evaluate", batch)
@@ -88,6 +86,8 @@ def train(
         if samples and samples.is_due(step):
             calls.send("training", "flush")
             calls.send("sampling", "sample", step, samples.prompts, samples.most)
+        if snapshots and step < settings.steps and snapshots.is_due(step):
+            calls.send("training", "snapshot", step)
         is_best = bool(best and best.is_to_keep(step))
         if step < settings.steps and (cadence.is_due(step, time.monotonic()) or is_best):
             calls.finish()  # a step that diverged must not be saved

@@ -219,6 +219,20 @@ def test_snapshots_take_one_percent_of_the_time_and_the_first_step_has_one(cost,
     assert len(taken) == pytest.approx(steps, abs=1)
 
 
+class Snapped(Training):
+    """A training with a snapshot after each step."""
+
+    snapshots = SnapshotCadence(1)
+
+
+def test_snapshots_change_no_step_and_no_evaluation(tmp_path):
+    plain, snapped = (made(tmp_path / made.__name__).run() for made in (Training, Snapped))
+    assert snapped.losses() == plain.losses()
+    evaluated = [[line.get("eval/loss") for line in one.lines] for one in (plain, snapped)]
+    assert evaluated[0] == evaluated[1]
+    assert [step for step, loss in enumerate(evaluated[1], 1) if loss] == [3, 6]
+
+
 def test_snapshots_are_taken_as_often_as_is_set():
     snapshots = SnapshotCadence(30)
     assert [step for step in range(1, 100) if snapshots.is_due(step)] == [30, 60, 90]

@@ -72,6 +72,7 @@ class Training:
     """Runs `loop.train` on a fresh worker, in `folder`, from its newest checkpoint."""
 
     background = False  # whether a process of its own writes the saves
+    snapshots = None
 
     def __init__(self, folder, *words, stop_after=None):
         self.config = load([*WORDS, *words])
@@ -98,7 +99,8 @@ class Training:
             settings = config.train.checkpoint
             saving = Saving(self.handle, self.folder, settings, describe, self.failures)
             with lines_to(self.say):
-                train(config.train, self.handle, self.step_log, self.stop, finished, saving)
+                told = self.handle, self.step_log, self.stop, finished, saving
+                train(config.train, *told, self.snapshots)
         finally:
             self.handle.close()
         return self
