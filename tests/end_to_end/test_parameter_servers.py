@@ -58,8 +58,7 @@ def test_a_killed_server_is_named_and_the_run_comes_to_the_same_bytes(
     code, _, err = launcher.end()
     assert code == 0, err
     assert re.match(rf"launcher: {SERVER} died: its process was killed", err), err
-    since = "the newest snapshot in memory, or else from the checkpoint at step"
-    assert f"Restart 1 of at most 3 at once, from {since}" in err
+    assert "Restart 1 of at most 3 at once, from the newest snapshot in memory, or else from" in err
     run = tmp_path / "outputs" / "one"
     assert summary(run)["restarts"] == 1
     assert_as_undisturbed(run, undisturbed(*SERVED))
