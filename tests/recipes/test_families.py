@@ -44,7 +44,7 @@ class Family:
         below: what the loss must fall below on samples that were not seen before.
         steps: in so many steps of 32 samples.
         rate: of Adam.
-        by_slice: whether statistics or noise are those of each slice of the batch.
+        by_slice: whether statistics are those of each slice of the batch.
     """
 
     tiny: str
@@ -91,7 +91,7 @@ FAMILIES = {
     ),
     "unet": Family(
         f"{_PICTURES} width=8 levels=2 blocks=1",
-        "width=16 levels=2 blocks=2 image_size=16", 0.45, 60, by_slice=True,
+        "width=16 levels=2 blocks=2 image_size=16", 0.45, 60,
     ),
     "mlp": Family(
         "input_size=8 hidden_size=32 output_size=4",

@@ -238,8 +238,8 @@ def test_the_update_unpacks_the_sums_of_the_only_microbatch(kind):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_one_flat_array_crosses_sockets(monkeypatch, micro_batches):
     """Of a single bucket, too, whose sums XLA would combine: each array costs its round trips."""
-    through = (0, None, lambda devices, replicas: Between.SOCKETS)
-    monkeypatch.setattr(sys.modules[compile_step.__module__], "_here", lambda *_: through)
+    locality = sys.modules[compile_step.__module__].Locality
+    monkeypatch.setattr(locality, "between", lambda *_: Between.SOCKETS)
     made = compiled(DataParallel(micro_batches))
     crossing = [size for text in made.hlo_text().values() for _, size in collectives(text)]
     assert [size for size in crossing if size > 4] == [LAYERS * LAYER]  # 4: the loss
