@@ -167,10 +167,8 @@ class TransformerOptions(SizedOptions):
         if rows and rows > (own := self.vocab_size):  # type: ignore[attr-defined]
             yield f"vocabulary padded from {own:,} to {rows:,}, so that devices divide it"
         if whole := [f"model.{name}" for name, size in sizes.items() if size % devices]:
-            yield (
-                f"{devices} devices do not divide {' and '.join(whole)}, which is not cut; "
-                "heads are not padded"
-            )
+            more = "" if whole == ["model.vocab_size"] else "; heads are not padded"
+            yield f"not cut: {' and '.join(whole)}, which {devices} devices do not divide{more}"
 
 
 def uneven(options: ModelOptions, *pairs: tuple[str, str]) -> Iterator[ConfigError]:

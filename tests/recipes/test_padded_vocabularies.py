@@ -182,9 +182,12 @@ def test_every_plan_trains_as_one_device_does_without(name, plan):
         ({}, 1, ["vocabulary padded from 253 to 256, so that devices divide it"]),
         ({"vocab_size": 256}, 4, []),
         (
-            {"vocab_size": 300}, 8,
-            ["8 devices do not divide model.num_heads and model.vocab_size, which is not cut; "
-             "heads are not padded"],
+            {"vocab_size": 256}, 8,
+            ["not cut: model.num_heads, which 8 devices do not divide; heads are not padded"],
+        ),
+        (
+            {"vocab_size": 301}, 4,
+            ["not cut: model.vocab_size, which 4 devices do not divide"],
         ),
     ],
 )  # fmt: skip
