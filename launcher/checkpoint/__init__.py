@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from launcher.checkpoint.orbax_compat import PLACEHOLDER as PLACEHOLDER
     from launcher.checkpoint.read import check_model as check_model
     from launcher.checkpoint.read import check_state as check_state
+    from launcher.checkpoint.read import check_vocabulary as check_vocabulary
     from launcher.checkpoint.read import first_of as first_of
     from launcher.checkpoint.read import restore as restore
     from launcher.checkpoint.read import restore_model as restore_model
@@ -62,8 +63,8 @@ _HOMES = {
     "flat": ("Mismatch", "write_flat"),
     "orbax_compat": ("PLACEHOLDER",),
     "read": (
-        *("check_model", "check_state", "first_of", "restore", "restore_model", "restore_parts"),
-        "stored_shapes",
+        *("check_model", "check_state", "check_vocabulary", "first_of", "restore"),
+        *("restore_model", "restore_parts", "stored_shapes"),
     ),
     "shards": ("copy_to_host",),
     "snapshot": ("Shards", "intact", "newest_of_all", "restored"),

@@ -23,9 +23,9 @@ import numpy as np
 
 from launcher.arrays.npz import Header, read_arrays, read_headers, write_arrays
 from launcher.arrays.stacked_array import StackedArray, sharding_of
-from launcher.checkpoint.hugging_face import HuggingFace
+from launcher.checkpoint.hugging_face import find_hugging_face
 from launcher.checkpoint.train_state import MODEL_PARTS, flat_name
-from launcher.recipes.models.hugging_face import CONFIG
+from launcher.recipes.models.hugging_face import padded
 
 Arrays = Callable[[str], np.ndarray]  # an array by its flat name
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
@@ -37,6 +37,19 @@ _NUMBERED = re.compile(r"(?:(.+)_)?(\d+)")
 
 class Mismatch(Exception):
     """What is stored does not fit the model, or cannot be named; the text is a few words."""
+
+
+_UNPADDED = (
+    " (a vocabulary that an earlier version did not pad: task=export export.format=hf of that run, "
+    "and train.init_from=hf:<folder> in a new one, take it over)"
+)
+
+
+def differ(name: str, there: Any, here: Any, where: str) -> str:
+    """Return in words that an array has another shape there than here, or is missing in one."""
+    pairs = zip(there, here, strict=False) if isinstance(there, tuple) else ()
+    is_padding = [n if n == m else padded(n) for n, m in pairs] == list(here)
+    return f"{name} is {there} there and {here} {where}{_UNPADDED if is_padding else ''}"
 
 
 class Weights(Protocol):
@@ -57,7 +70,7 @@ def find_weights(path: Path) -> Weights | None:
     """Return the arrays that are at a path; None for a folder of checkpoints."""
     if not path.is_dir():
         return _Npz(path)
-    return HuggingFace(path) if (path / CONFIG).exists() else None
+    return find_hugging_face(path)
 
 
 class _Npz:

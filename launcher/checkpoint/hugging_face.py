@@ -141,6 +141,11 @@ class HuggingFace:
         return found
 
 
+def find_hugging_face(path: Path) -> HuggingFace | None:
+    """Return the model in a folder; None if it is none of this kind."""
+    return HuggingFace(path) if (path / CONFIG).exists() else None
+
+
 class Folder(NamedTuple):
     """What a folder for `transformers` is to hold, the arrays' values apart.
 

@@ -21,6 +21,7 @@ from launcher.checkpoint.flat import (
     Source,
     absent_like,
     can_take,
+    differ,
     find_weights,
     names_of,
     read_flat,
@@ -30,6 +31,7 @@ from launcher.checkpoint.layout import ARRAYS
 from launcher.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.checkpoint.train_state import MODEL_PARTS, TrainState, flat_name
 from launcher.checkpoint.write import stored_parts
+from launcher.recipes import InputError
 
 _MESSAGE_LIMIT = 200  # characters
 _MOST_NAMED = 5
@@ -47,9 +49,17 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
 
     Raises:
         FileNotFoundError: there is no such step.
-        ValueError: a stored array has another shape.
+        InputError: a stored array has another shape.
     """
-    return replace(like, **restore_parts(folder / str(step), stored_parts(like)))
+    path = folder / str(step)
+    try:
+        return replace(like, **restore_parts(path, stored_parts(like)))
+    except ValueError:  # the shapes are not looked at before: a resume is not to wait for that
+        try:
+            check_state(path, like)
+        except Mismatch as error:
+            raise InputError(f"the run cannot resume from {path}: {error}") from None
+        raise
 
 
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
         if not isinstance(source, str):
             shape = shape[1:] if isinstance(source[1], int) else (len(source), *shape)
         if shape != leaf.shape:
-            raise Mismatch(f"{name} is {shape} there and {leaf.shape} in the model")
+            raise Mismatch(differ(name, shape, leaf.shape, "in the model"))
         if isinstance(source, tuple) and isinstance(source[1], int):
             _check_all_rows(source[0], one.shape[0], found)
         if isinstance(one, Header) and not can_take(leaf.dtype, one.dtype):
@@ -125,7 +135,24 @@ def check_state(path: Path, like: TrainState) -> None:
     for name in sorted(wanted.keys() | stored.keys()):
         there, here = stored.get(name, "missing"), wanted.get(name, "missing")
         if there != here:
-            raise Mismatch(f"{name} is {there} there and {here} here")
+            raise Mismatch(differ(name, there, here, "here"))
+
+
+def check_vocabulary(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a stored model's vocabulary is padded where that of these settings is.
+
+    Args:
+        model: the settings of its section.
+        shapes: the shapes of its arrays, by their flat names.
+
+    Raises:
+        Mismatch: it is not.
+    """
+    name = "params.word_embeddings.embedding"
+    if model.vocabulary_rows and name in shapes:
+        here = (model.vocabulary_rows, *shapes[name][1:])
+        if shapes[name] != here:
+            raise Mismatch(differ(name, shapes[name], here, "in the model"))
 
 
 def _stored_leaves(path: Path) -> dict[str, Any]:

@@ -60,12 +60,21 @@ class ModelOptions:
         """The number of pipeline layers: one more than the model's marks; None: counted later."""
         return None
 
+    @property
+    def vocabulary_rows(self) -> int:
+        """How many rows the arrays of its vocabulary have; 0: that is not known."""
+        return 0
+
     def filled(self) -> Self:
         """Return the settings with their shorthands expanded; raise ConfigError."""
         return self
 
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""
+        yield from ()
+
+    def notes(self, devices: int) -> Iterator[str]:
+        """Yield what a plan should say of these dimensions, cut over so many devices."""
         yield from ()
 
 

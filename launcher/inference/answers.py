@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.checkpoint import FinishedModel
+from launcher.checkpoint import FinishedModel, check_vocabulary
 from launcher.cluster.kinds import find_devices
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.worker_group import WorkerGroup
@@ -52,7 +52,7 @@ def model_answers(
         console: where progress is shown.
 
     Raises:
-        Mismatch: the checkpoint cannot be read.
+        Mismatch: the checkpoint cannot be read, or is of another vocabulary.
         InputError: the model or the data cannot be used.
         ConfigError: the devices asked for are not here.
         ClusterError: the workers could not be started.
@@ -60,6 +60,7 @@ def model_answers(
     """
     pool = find_devices(settings.cluster)
     model = FinishedModel(source, settings.optimizer.lora, ema)
+    check_vocabulary(settings.model, model.shapes)
     layout = layout_of(plan, model.shapes, pool.num_devices)
     begun = to_dict(settings), str(source.absolute()), layout, *given
     reading = f"reading {source}"

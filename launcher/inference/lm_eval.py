@@ -172,6 +172,7 @@ def _run(path: Path) -> _Found:
         home = path if (path / "config.yaml").exists() else path.parents[1]
         settings = load_frozen(home / "config.yaml")
         model = checkpoint.FinishedModel(source, settings.optimizer.lora, False)
+        checkpoint.check_vocabulary(settings.model, model.shapes)
     except (checkpoint.InitError, checkpoint.Mismatch, OSError) as error:
         raise ConfigError(f"{path} is not a run to evaluate: {error}") from None
     tokenizer = run_tokenizer(settings)

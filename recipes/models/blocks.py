@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from launcher.recipes.models.hugging_face import padded
 from launcher.trace import mark_pipeline_boundary
 
 
@@ -42,15 +43,32 @@ def applied(module: nn.Module, params: Any, *inputs: Any, **how: Any) -> Any:
 
 def word_embeddings(options: Any, dtype: Any) -> nn.Embed:
     """Return a language model's embedding, a submodule as in `dense`, by its settings."""
-    normal, shape = nn.initializers.normal(INIT_SCALE), (options.vocab_size, options.hidden_size)
-    return nn.Embed(*shape, embedding_init=normal, dtype=dtype, name="word_embeddings")
+    rows, hidden = padded(options.vocab_size), options.hidden_size
+    initial = _then_zeros(0, options.vocab_size)
+    return nn.Embed(rows, hidden, embedding_init=initial, dtype=dtype, name="word_embeddings")
 
 
 def output_layer(module: Any, x: jax.Array) -> None:
     """Make the kernel of an output layer of its own; the loss multiplies by it."""
     if not module.options.tie_embeddings and module.is_initializing():
-        initial = nn.initializers.normal(INIT_SCALE)
-        nn.Dense(module.options.vocab_size, False, kernel_init=initial, name="output_layer")(x)
+        size = module.options.vocab_size
+        initial = _then_zeros(1, size)
+        nn.Dense(padded(size), False, kernel_init=initial, name="output_layer")(x)
+
+
+def _then_zeros(axis: int, count: int) -> Callable[..., jax.Array]:
+    """Return what draws initial values, and zeros after the first `count` along an axis."""
+    normal = nn.initializers.normal(INIT_SCALE)
+
+    def initial(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        drawn = normal(key, shape, dtype)
+        if shape[axis] == count:
+            return drawn
+        # Not drawn apart and padded: devices divide the whole alone.
+        is_used = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < count
+        return jnp.where(is_used, drawn, 0)
+
+    return initial
 
 
 def dense(

@@ -49,6 +49,19 @@ NAMES = {
     "hidden_size": "hidden_size",
 }
 
+_MULTIPLE, _MOST_ADDED = 128, 0.05  # of a padded vocabulary, and the share of it that is padding
+
+
+def padded(vocabulary: int) -> int:
+    """Return how many rows the arrays of a vocabulary have: its own, or a multiple of 128.
+
+    Devices divide the multiple, as in Megatron-LM (Shoeybi et al., 2019, section 3.1). It does not
+    depend on how many there are, so that every plan trains the same arrays; where it would add more
+    than a twentieth, the vocabulary stays as it is. Padding begins at 0 and gets no gradient.
+    """
+    multiple = -(-vocabulary // _MULTIPLE) * _MULTIPLE
+    return multiple if multiple <= vocabulary * (1 + _MOST_ADDED) else vocabulary
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -62,6 +75,7 @@ class Tensor:
         offset: what is to be added here: norms that are stored as their difference from 1.
         joined: the axes of `split` that are one axis there, as the number of axes that each of its
             axes is made of; empty: each is one.
+        of_vocabulary: whether its first axis there is the vocabulary, which is padded here.
         part: of an array here that is several there, such as the kernels of all experts: the axis
             that they are stacked along, which one this is, and how many there are. `split` and
             `order` are those of one.
@@ -73,6 +87,7 @@ class Tensor:
     order: tuple[int, ...] = ()
     offset: float = 0.0
     joined: tuple[int, ...] = ()
+    of_vocabulary: bool = False
     part: tuple[int, int, int] | None = None
 
     @property
@@ -84,7 +99,8 @@ class Tensor:
     @property
     def shape_here(self) -> tuple[int, ...]:
         """The shape of the array here, or of that which it is a part of."""
-        own = [self.split[axis] for axis in self._order]
+        split = (self.split[0] + self._padding, *self.split[1:])
+        own = [split[axis] for axis in self._order]
         if self.part is not None:
             axis, _, count = self.part
             own.insert(axis, count)
@@ -92,7 +108,10 @@ class Tensor:
 
     def to_ours(self, array: np.ndarray) -> np.ndarray:
         """Return the array, or the part, as it is here, of what it is there."""
-        array = array.reshape(self.split).transpose(self._order)
+        array = array.reshape(self.split)
+        if self._padding:
+            array = np.pad(array, [(0, self._padding), *[(0, 0)] * (array.ndim - 1)])
+        array = array.transpose(self._order)
         # In 32 bits: a narrow type would round the sum.
         return array.astype(np.float32) + np.float32(self.offset) if self.offset else array
 
@@ -101,11 +120,16 @@ class Tensor:
         if self.part is not None:
             array = array.take(self.part[1], self.part[0])
         array = array - np.asarray(self.offset, array.dtype) if self.offset else array
-        return np.ascontiguousarray(array.transpose(np.argsort(self._order)).reshape(self.shape))
+        array = array.transpose(np.argsort(self._order))[: self.split[0]]
+        return np.ascontiguousarray(array.reshape(self.shape))
 
     @property
     def _order(self) -> tuple[int, ...]:
         return self.order or tuple(range(len(self.split)))
+
+    @property
+    def _padding(self) -> int:
+        return padded(self.split[0]) - self.split[0] if self.of_vocabulary else 0
 
 
 def folder_of(named: str) -> Path | None:

@@ -61,8 +61,7 @@ def next_token_model(module: nn.Module, options: Any, draws: bool = False) -> Mo
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         hidden = applied(module, params, batch["tokens"], packed=packing_of(batch), **how(key))
-        chunks, dtype = options.loss_chunks, module.dtype
-        return next_token_loss(hidden, params, batch, dtype, chunks, evaluates=key is None)
+        return next_token_loss(hidden, params, batch, options, module.dtype, key is None)
 
     return Model(init, loss)
 
@@ -135,6 +134,6 @@ def cached_decoder(model: nn.Module, options: Any, shape: tuple[int, int], **how
         hidden: Any = made[0] if isinstance(made, tuple) else made
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         logits = hidden @ output_matrix(params).astype(dtype)
-        return logits.astype(jnp.float32), new[_CACHE]
+        return logits[:, : options.vocab_size].astype(jnp.float32), new[_CACHE]
 
     return Decoder(cache, read, length)

@@ -12,20 +12,28 @@ Scores = dict[str, jax.Array]  # of each token, float32 [batch, length]
 
 
 def next_token_loss(
-    hidden: jax.Array, params: Any, batch: Any, dtype: Any, chunks: int, evaluates: bool
+    hidden: jax.Array, params: Any, batch: Any, options: Any, dtype: Any, evaluates: bool
 ) -> tuple[jax.Array, Metrics]:
     """Return the mean loss of a language model, and the metrics beside it.
+
+    Columns of the output matrix beyond the vocabulary are padding: they take no probability.
 
     Args:
         hidden: the last hidden values, float [batch, length, hidden_size].
         params: the model's; their output layer or embedding maps them to logits.
         batch: as `mean_of` takes it, with `targets`, int32 [batch, length].
+        options: the model's settings.
         dtype: the type of the product with the output layer.
-        chunks: as `scores_in_chunks` takes it.
         evaluates: whether the accuracy is a metric.
     """
-    matrix, targets = output_matrix(params), batch["targets"]
-    return mean_of(scores_in_chunks(hidden, matrix, targets, dtype, chunks, evaluates), batch)
+    matrix, targets, bias = output_matrix(params), batch["targets"], params.get("head_bias")
+    if matrix.shape[-1] > options.vocab_size:
+        # Added, not chosen: a choice would be kept for the backward pass, a byte a logit.
+        is_token = jnp.arange(matrix.shape[-1]) < options.vocab_size
+        padding = jnp.where(is_token, 0.0, -jnp.inf)
+        bias = padding if bias is None else bias + padding
+    chunks = options.loss_chunks
+    return mean_of(scores_in_chunks(hidden, matrix, targets, dtype, chunks, evaluates, bias), batch)
 
 
 def output_matrix(params: Any) -> jax.Array:

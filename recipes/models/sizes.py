@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from launcher.config.errors import ConfigError, advice
 from launcher.config.families import ModelOptions
 from launcher.config.fields import LARGEST, choice
-from launcher.recipes.models.hugging_face import PREFIX, dimensions_in
+from launcher.recipes.models.hugging_face import PREFIX, dimensions_in, padded
 
 _REQUIRED = object()  # of a setting that has no value unless it is given
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -154,6 +154,21 @@ class TransformerOptions(SizedOptions):
     hidden_size: int = dimension()
     scan_layers: bool = False
     attention: str = choice("auto", "auto", "xla", "cudnn")
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """How many rows the vocabulary's arrays have, with their padding; 0: there are none."""
+        return padded(getattr(self, "vocab_size", 0))
+
+    def notes(self, devices: int) -> Iterator[str]:
+        """Yield how the vocabulary is padded, and which dimensions are not cut."""
+        sizes = {name: getattr(self, name, 0) for name in ("num_heads", "num_kv_heads")}
+        sizes["vocab_size"] = rows = self.vocabulary_rows
+        if rows and rows > (own := self.vocab_size):  # type: ignore[attr-defined]
+            yield f"vocabulary padded from {own:,} to {rows:,}, so that devices divide it"
+        if whole := [f"model.{name}" for name, size in sizes.items() if size % devices]:
+            more = "" if whole == ["model.vocab_size"] else "; heads are not padded"
+            yield f"not cut: {' and '.join(whole)}, which {devices} devices do not divide{more}"
 
 
 def uneven(options: ModelOptions, *pairs: tuple[str, str]) -> Iterator[ConfigError]:

@@ -5,7 +5,7 @@
 Prints a line a row, or those whose names hold one of the words: the memory that the plan is said to
 need, the device's, and whether it is refused. `published.json` holds the rows with their sources.
 Left out of the shares are those that ran by ways that no method of ours has, ZeRO-1, and those
-whose microbatch is not told. Vocabularies are padded as Megatron pads them.
+whose microbatch is not told.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _CLUSTERS = {
     "a100-80gb": ("cluster=a100_8_x8",),
     "a100-40gb": ("cluster=p4d_24xlarge_x4",),
 }
-_PADDED = 128  # Megatron's vocabularies are a multiple of this on each device of the tensor axis
 _GIB = 2**30
 
 
@@ -95,13 +94,12 @@ def rows() -> Iterator[Row]:
 
 def settings(row: Row) -> list[str]:
     """Return a row as the words of a command line."""
-    part = _PADDED * row.tensor
     micro_batches = row.global_batch // (row.data * (row.micro_batch or 1))
     words = [
         *("task=plan", "dataset=synthetic", "train.eval_every=0", "wandb.mode=disabled"),
         *("model=gpt", f"model.num_layers={row.layers}", f"model.hidden_size={row.hidden}"),
         *(f"model.num_heads={row.heads}", f"model.sequence_length={row.sequence}"),
-        f"model.vocab_size={-(-row.vocabulary // part) * part}",
+        f"model.vocab_size={row.vocabulary}",
         *("train.precision=bf16", f"train.global_batch_size={row.global_batch}"),
         *_CLUSTERS[row.gpu],
         *(f"cluster.gpus={row.gpus}", f"cluster.hosts={-(-row.gpus // 8)}"),

@@ -18,6 +18,7 @@ from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import check_start, find_start
+from launcher.recipes import InputError
 
 FLIPS = 80
 
@@ -177,6 +178,15 @@ def test_parameters_of_another_model_are_refused_by_name(checkpoints, params, to
     good = {"w": (20, 30), "b": (3,)}
     like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in good.items()}
     check_start("there", checkpoints / "6", {"params": like})
+
+
+def test_a_state_of_another_shape_is_refused_by_name(checkpoints):
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state())
+    like.params["w"] = jax.ShapeDtypeStruct((20, 31), jnp.float32, sharding=where)
+    told = rf"cannot resume from {checkpoints / '6'}: params.w is \(20, 30\) there and \(20, 31\)"
+    with pytest.raises(InputError, match=told):
+        checkpoint.restore(checkpoints, 6, like)
 
 
 def copy(source, target):

@@ -210,12 +210,22 @@ def _plans_and_problem(
         return max(plans_to_try(config, pool, best), _VERIFIED if target else 1)
 
     with held_back(), status(console, "planning", Phase.PLANNING) as progress:
-        plans = plans_of(config.parallel, step, cluster, progress, accept, how_many)
+        plans = [
+            with_notes(config, plan)
+            for plan in plans_of(config.parallel, step, cluster, progress, accept, how_many)
+        ]
     if target is None:
         known = known_fastest(config, plans)
         return [known] if known else plans, "".join(over)
     plans, problem = verified(plans, step, target, console)
     return plans[: plans_to_try(config, pool, plans[0])], problem
+
+
+def with_notes(config: Config, plan: Plan) -> Plan:
+    """Return a plan that says what the model's dimensions mean for it."""
+    devices = max(stage.logical_mesh[1] for stage in plan.stages)
+    notes = config.model.notes(devices)
+    return replace(plan, notes=tuple(dict.fromkeys([*notes, *plan.notes])))
 
 
 def plans_to_try(config: Config, pool: DevicePool | None, best: Plan) -> int:

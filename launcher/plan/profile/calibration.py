@@ -374,6 +374,8 @@ def _measured_now(shape: ClusterShape) -> Calibration | None:
     kind = "emulated CPU device" if shape.device_kind == "cpu" else shape.device_kind
     count = f"{shape.num_devices} {kind}{'s' if shape.num_devices > 1 else ''}"
     where = f"kept for later plans: {path}" if path else "for this plan alone"
+    if shape.device_kind == "cpu" and calibration.effective_parallelism is None:
+        where += f"; other processes were at work, and hid some rates: {_BY_TASK}"
     _log.info(
         f"measured the rates of {count} in {time.monotonic() - began:.1f} s, {where} "
         "(parallel.cost=model plans without)"

@@ -70,12 +70,11 @@ def config_of(options: BERTOptions) -> dict[str, Any]:
 
 def tensors(options: BERTOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    hidden, vocabulary = options.hidden_size, options.vocab_size
-    length = options.sequence_length
+    hidden, length = options.hidden_size, options.sequence_length
+    vocabulary = options.vocab_size
     place, head = "bert.embeddings", "cls.predictions"
-    yield Tensor(
-        f"{place}.word_embeddings.weight", "word_embeddings.embedding", (vocabulary, hidden)
-    )
+    words = f"{place}.word_embeddings.weight", "word_embeddings.embedding"
+    yield Tensor(*words, (vocabulary, hidden), of_vocabulary=True)
     yield Tensor(f"{place}.position_embeddings.weight", "position_embeddings", (length, hidden))
     yield Tensor(f"{place}.token_type_embeddings.weight", "kind_embeddings", (_KINDS, hidden))
     yield from layer_norm(f"{place}.LayerNorm", "embedding_layernorm", hidden)
@@ -83,7 +82,7 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
     yield from in_layers(options.num_layers, "bert.encoder.layer", lambda _: block)
     yield from _dense(f"{head}.transform.dense", "head_dense", hidden, hidden)
     yield from layer_norm(f"{head}.transform.LayerNorm", "head_layernorm", hidden)
-    yield Tensor(f"{head}.bias", "head_bias", (vocabulary,))
+    yield Tensor(f"{head}.bias", "head_bias", (vocabulary,), of_vocabulary=True)
 
 
 def _block(options: BERTOptions, hidden: int) -> Iterator[Tensor]:

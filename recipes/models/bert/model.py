@@ -24,7 +24,7 @@ from launcher.recipes.models.blocks import (
     gelu,
     word_embeddings,
 )
-from launcher.recipes.models.losses import Metrics, mean_of, output_matrix, scores_in_chunks
+from launcher.recipes.models.losses import Metrics, next_token_loss
 
 _EPSILON = 1e-12
 
@@ -50,7 +50,7 @@ class BERT(nn.Module):
         x = encoded(self, norm("embedding_layernorm")(x), _EPSILON, norm_first=False)
         x = dense(x, hidden, "head_dense", self.dtype)
         if self.is_initializing():  # the loss adds it
-            self.param("head_bias", nn.initializers.zeros, (options.vocab_size,))
+            self.param("head_bias", nn.initializers.zeros, (words.num_embeddings,))
         return norm("head_layernorm")(gelu(x))
 
 
@@ -70,15 +70,7 @@ def build(options: BERTOptions, precision: str) -> Model:
         return bert.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
-        scores = scores_in_chunks(
-            applied(bert, params, batch["tokens"]),
-            output_matrix(params),
-            batch["targets"],
-            bert.dtype,
-            options.loss_chunks,
-            evaluates=key is None,
-            bias=params["head_bias"],
-        )
-        return mean_of(scores, batch)
+        hidden = applied(bert, params, batch["tokens"])
+        return next_token_loss(hidden, params, batch, options, bert.dtype, key is None)
 
     return Model(init, loss)

@@ -56,15 +56,15 @@ def config_of(options: GPTOptions) -> dict[str, Any]:
 
 def tensors(options: GPTOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    hidden, vocabulary = options.hidden_size, options.vocab_size
-    length = options.sequence_length
-    yield Tensor("transformer.wte.weight", "word_embeddings.embedding", (vocabulary, hidden))
+    hidden, length = options.hidden_size, options.sequence_length
+    words = (options.vocab_size, hidden)
+    yield Tensor("transformer.wte.weight", "word_embeddings.embedding", words, of_vocabulary=True)
     yield Tensor("transformer.wpe.weight", "position_embeddings", (length, hidden))
     block = list(_block(options, hidden))
     yield from in_layers(options.num_layers, "transformer.h", lambda _: block)
     yield from layer_norm("transformer.ln_f", "final_layernorm", hidden)
     if not options.tie_embeddings:
-        yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
+        yield Tensor("lm_head.weight", "output_layer.kernel", words, (1, 0), of_vocabulary=True)
 
 
 def _block(options: GPTOptions, hidden: int) -> Iterator[Tensor]:

@@ -183,14 +183,15 @@ def tensors_around(
         options: the settings.
         mlp: returns the arrays of a block's MLP, by their names in the block.
     """
-    hidden, vocabulary = options.hidden_size, options.vocab_size
+    hidden = options.hidden_size
+    words: Any = {"split": (options.vocab_size, hidden), "of_vocabulary": True}
     offset = 1.0 if options.scale_embeddings else 0.0  # Gemma stores its norms less 1
-    yield Tensor("model.embed_tokens.weight", "word_embeddings.embedding", (vocabulary, hidden))
+    yield Tensor("model.embed_tokens.weight", "word_embeddings.embedding", **words)
     rest = list(_attention_and_norms(options, hidden, offset))
     yield from in_layers(options.num_layers, "model.layers", lambda i: (*rest, *mlp(i)))
     yield Tensor("model.norm.weight", "final_layernorm.scale", (hidden,), offset=offset)
     if not options.tie_embeddings:
-        yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
+        yield Tensor("lm_head.weight", "output_layer.kernel", order=(1, 0), **words)
 
 
 def _attention_and_norms(options: LlamaOptions, hidden: int, offset: float) -> Iterator[Tensor]:

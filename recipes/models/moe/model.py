@@ -239,9 +239,7 @@ def build(options: MoEOptions, precision: str) -> Model:
     def loss(params: Any, batch: Any, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         hidden, (balance, z) = applied(moe, params, batch["tokens"], packing_of(batch))
         evaluates = key is None  # which compares predictions alone
-        value, metrics = next_token_loss(
-            hidden, params, batch, moe.dtype, options.loss_chunks, evaluates
-        )
+        value, metrics = next_token_loss(hidden, params, batch, options, moe.dtype, evaluates)
         metrics |= {"cross_entropy": value, "balance_loss": balance, "router_z_loss": z}
         if evaluates:
             return value, metrics

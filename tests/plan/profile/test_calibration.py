@@ -301,6 +301,16 @@ def test_the_first_plan_measures_and_says_it_and_the_next_ones_use_it(
 
 
 @pytest.mark.devices
+def test_other_processes_that_hid_rates_are_told(requests: Path, said: list[str]) -> None:
+    hidden = dataclasses.replace(FOUND, effective_parallelism=None)
+    requests.with_name("measure_devices.py").write_text(f"print({json.dumps(vars(hidden))!r})\n")
+    assert calibration.measure_first(SHAPE) == hidden
+    [line] = said
+    told = "; other processes were at work, and hid some rates: python -m launcher task=calibrate"
+    assert f"{calibration_file(SHAPE)}{told} measures again (" in line
+
+
+@pytest.mark.devices
 def test_what_is_of_other_versions_is_measured_again(requests: Path, said: list[str]) -> None:
     path = calibration_file(SHAPE)
     path.parent.mkdir(parents=True)
