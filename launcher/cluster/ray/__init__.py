@@ -5,3 +5,5 @@ one and checks that its nodes could ever hold the workers. `worker` is the drive
 worker, and `worker_actor` is the actor that runs in it. `ray_compat` has all undocumented parts of
 Ray. Only this package imports Ray.
 """
+
+from launcher.cluster.ray.node_folder import NodeFolder as NodeFolder
