@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from launcher.checkpoint.pieces import Holdings as Holdings
     from launcher.checkpoint.pieces import Moment as Moment
     from launcher.checkpoint.pieces import Piece as Piece
-    from launcher.checkpoint.pieces import alone as alone
+    from launcher.checkpoint.pieces import copies as copies
     from launcher.checkpoint.pieces import lends as lends
     from launcher.checkpoint.pieces import newest_of_all as newest_of_all
     from launcher.checkpoint.read import check_model as check_model
@@ -67,7 +67,7 @@ _HOMES = {
     "finished": ("FinishedModel", "export_hugging_face"),
     "flat": ("Mismatch", "write_flat"),
     "orbax_compat": ("PLACEHOLDER",),
-    "pieces": ("Holdings", "Moment", "Piece", "alone", "lends", "newest_of_all"),
+    "pieces": ("Holdings", "Moment", "Piece", "copies", "lends", "newest_of_all"),
     "read": (
         *("check_model", "check_state", "first_of", "restore", "restore_model", "restore_parts"),
         "stored_shapes",

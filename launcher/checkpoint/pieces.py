@@ -37,6 +37,14 @@ class Holding(NamedTuple):
     pieces: Collection[Piece]
 
 
+class Copy(NamedTuple):
+    """The pieces that a host sends, to which other one, and the bytes that it gets itself."""
+
+    pieces: list[Piece]
+    to: int
+    taken: int
+
+
 Holdings = Mapping[Moment, Holding]  # all of a host
 
 
@@ -46,15 +54,14 @@ def within(part: Box, whole: Box) -> tuple[slice, ...]:
     return tuple(slice(first - start, end - start) for (first, end), (start, _) in both)
 
 
-def newest_of_all(hosts: Sequence[Holdings], after: int, most: int) -> Moment | None:
+def newest_of_all(hosts: Sequence[Holdings], most: int) -> Moment | None:
     """Return the newest moment of which the hosts together hold every piece, if there is one.
 
     Args:
         hosts: the holdings of each.
-        after: the step of the checkpoint, which an older snapshot is no better than.
         most: the newest step that is recorded.
     """
-    moments = {moment for holdings in hosts for moment in holdings if after < moment.step <= most}
+    moments = {moment for holdings in hosts for moment in holdings if moment.step <= most}
     for moment in sorted(moments, reverse=True):
         held = [holdings[moment] for holdings in hosts if moment in holdings]
         elements = Counter[str]()
@@ -65,10 +72,16 @@ def newest_of_all(hosts: Sequence[Holdings], after: int, most: int) -> Moment | 
     return None
 
 
-def alone(held: Sequence[Collection[Piece]]) -> list[list[Piece]]:
-    """Return for each host the pieces that no other one holds as a replica."""
-    holders = Counter(piece for pieces in held for piece in pieces)
-    return [[piece for piece in pieces if holders[piece] == 1] for pieces in held]
+def copies(sizes: Sequence[Mapping[Piece, int]]) -> list[Copy]:
+    """Return for each host the copy that it sends: of what no other one holds as a replica.
+
+    Args:
+        sizes: the bytes of the pieces that each holds.
+    """
+    holders = Counter(piece for pieces in sizes for piece in pieces)
+    alone = [[piece for piece in pieces if holders[piece] == 1] for pieces in sizes]
+    counts = [sum(size[piece] for piece in own) for size, own in zip(sizes, alone, strict=True)]
+    return [Copy(own, (k + 1) % len(sizes), counts[k - 1]) for k, own in enumerate(alone)]
 
 
 def lends(

@@ -181,7 +181,7 @@ def intact(folders: Iterable[Path]) -> dict[Moment, Found]:
     """Return the contents of the whole files of which no bit has changed, by the moment."""
     found: dict[Moment, Found] = {}
     for path in [path for folder in folders for path in folder.glob(f"*{HEADER}")]:
-        with suppress(OSError):  # another one takes its place
+        with suppress(OSError, ValueError):  # another one takes its place; it is empty
             header = read_header(path)
             if header and (shards := _read(path.with_suffix(""), header)) is not None:
                 shapes = {name: tuple(shape) for name, shape in header["arrays"].items()}

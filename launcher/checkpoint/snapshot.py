@@ -158,11 +158,6 @@ class Buffer:
         place = f"/proc/{os.getpid()}" if sys.platform == "linux" else "/dev"
         return f"{place}/fd/{self._file}"
 
-    @property
-    def taken(self) -> int:
-        """The bytes of memory that it has, also of an earlier process."""
-        return os.fstat(self._file).st_blocks * 512
-
     def reserve(self, size: int) -> None:
         """Take memory for `size` bytes, unless it is taken; raise OSError if there is none."""
         if size != self.contents.size:
@@ -247,19 +242,22 @@ class Snapshots:
         """
         assert self._layout is not None
         assert self._folder is not None
-        chosen = [each for each in self._layout.places if each[0] in pieces]
+        wanted = set(pieces)
+        chosen = [each for each in self._layout.places if each[0] in wanted]
         self._copied = (there, ShareLayout({}, self._layout.shapes, chosen)) if chosen else None
         if not size:
             for path in self._folder.glob(f"{_COPY}.*"):
-                path.unlink()
+                path.unlink(missing_ok=True)
             return None
         needed = len(self._buffers) * self._layout.size + size
         return self._too_little("two copies of its share and one of a neighbour's take", needed)
 
     def _too_little(self, what: str, needed: int) -> str | None:
         assert self._folder is not None
-        shared, files = os.statvfs(self._folder), [*self._folder.iterdir()]
-        taken = sum(path.stat().st_blocks * 512 for path in files)
+        shared, taken = os.statvfs(self._folder), 0
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # the end of a neighbour's copy
+                taken += path.stat().st_blocks * 512
         free = shared.f_bavail * shared.f_frsize
         return too_little(what, needed, free + taken, memory_left() + taken)
 
@@ -373,7 +371,7 @@ def keep_snapshots(
                 shutil.rmtree(folder, ignore_errors=True)
         for header in own.glob(f"{_COPY}.*{HEADER}"):
             if not (found := read_header(header)) or found["moment"][0] > moment.step:
-                header.unlink()
+                header.unlink(missing_ok=True)
         snapshots = Snapshots(own, moment.attempt)
         problem = snapshots.reserve(state, moment.step)
         if problem is not None:

@@ -25,31 +25,28 @@ class NewestState(NamedTuple):
     held: list[list[checkpoint.Piece]]
 
 
-def find(workers: Workers) -> list[checkpoint.Holdings]:
-    """Return what each host holds."""
-    places = host_places([handle.address for handle in workers.handles])
-    return _each(workers, "snapshots", [(place,) for place in places])
-
-
-def newest_state(hosts: Sequence[checkpoint.Holdings], after: int, most: int) -> NewestState | None:
+def newest_state(workers: Workers, most: int) -> NewestState | None:
     """Return the newest state of which the hosts together hold all; None if there is none.
 
     Args:
-        hosts: what `find` has returned.
-        after: the step of the newest checkpoint; a state has to be of a later one.
+        workers: the workers, of any plan, on the same hosts or on some that are left.
         most: the newest step that is recorded.
     """
-    moment = checkpoint.newest_of_all(hosts, after, most)
+    hosts: list[checkpoint.Holdings] = _each(
+        workers, "snapshots", [(place,) for place in _places(workers)]
+    )
+    moment = checkpoint.newest_of_all(hosts, most)
     if moment is None:
         return None
-    held = [host[moment].pieces if moment in host else [] for host in hosts]
-    return NewestState(moment, list(map(list, held)))
+    return NewestState(
+        moment, [list(host[moment].pieces) if moment in host else [] for host in hosts]
+    )
 
 
 def restore(workers: Workers, newest: NewestState) -> None:
     """Restore a state in the workers, by their present plan.
 
-    The workers are those of `find`, and have set their plan up.
+    The workers are those of `newest_state`, and have set their plan up.
     """
     moment = newest.moment
     lacks = workers.submit("lacks", moment).each()
@@ -72,21 +69,17 @@ def keep(workers: Workers, moment: checkpoint.Moment) -> bool:
         workers: the workers, with their state.
         moment: the number of finished steps, and of the attempt that begins.
     """
-    places = host_places([handle.address for handle in workers.handles])
-    kept = _each(workers, "keep_snapshots", [(moment, place) for place in places])
+    kept = _each(workers, "keep_snapshots", [(moment, place) for place in _places(workers)])
     if problem := _first(kept):
         workers.submit("drop_snapshots").result()
         _log.info(f"the state is not kept in memory for restarts: {problem}")
         return False
     if len(kept) == 1:
         return True
-    folders, sizes = zip(*kept, strict=True)
-    alone = checkpoint.alone(sizes)
-    taken = [sum(map(of.get, pieces)) for of, pieces in zip(sizes, alone, strict=True)]
-    next_folders, taken_here = [*folders[1:], folders[0]], [taken[-1], *taken[:-1]]
-    about = list(zip(alone, next_folders, taken_here, strict=True))
+    copies = checkpoint.copies([sizes for _, sizes in kept])
+    about = [(copy.pieces, kept[copy.to][0], copy.taken) for copy in copies]
     if problem := _first(_each(workers, "exchange_copies", about)):
-        _each(workers, "exchange_copies", [([], folder, 0) for folder in folders])
+        _each(workers, "exchange_copies", [([], there, 0) for _, there, _ in about])
         _log.info(f"the state in memory does not outlive the loss of a host: {problem}")
     return True
 
@@ -99,6 +92,10 @@ def host_places(addresses: Sequence[str]) -> list[checkpoint.HostPlace]:
         places.append(checkpoint.HostPlace(rank, found[address], counts[address]))
         found[address] += 1
     return places
+
+
+def _places(workers: Workers) -> list[checkpoint.HostPlace]:
+    return host_places([handle.address for handle in workers.handles])
 
 
 def _each(workers: Workers, method: str, arguments: Iterable[Sequence[Any]]) -> list[Any]:

@@ -251,13 +251,12 @@ class _Job:
         """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
         home, held = self._home, None
         if self._in_memory:
-            hosts = in_memory.find(workers)
-            newest = functools.partial(in_memory.newest_state, hosts, most=self._recorded)
-            held = newest(home.finished_steps)
-            if held is None:  # the newest checkpoint is needed, if its files are whole
+            held = in_memory.newest_state(workers, self._recorded)
+            step = held.moment.step if held else 0
+            if step <= home.finished_steps:  # it is needed, if its files are whole
                 with self._interruptible():
                     self._home = home = folder.reload(home, self._config)
-                held = newest(home.finished_steps)
+            held = held if step > home.finished_steps else None
         for line in home.damaged:
             _log.warning(line)
         self._held, finished = held, home.finished_steps if held is None else held.moment.step

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launcher.checkpoint import pieces
-from launcher.checkpoint.pieces import Holding, Moment, alone, lends, newest_of_all
+from launcher.checkpoint.pieces import Copy, Holding, Moment, copies, lends, newest_of_all
 from launcher.checkpoint.share_file import Found
 
 SHAPES = {"kernel": (12, 8), "bias": (8,), "step": ()}
@@ -35,12 +35,14 @@ TWO_AXES = [[*grid("kernel", 2, 2)[k % 2 :: 2], *WHOLE[1:]] for k in range(4)]
         (ZERO3, [[k] for k in grid("kernel", 3, 1)]),
         (STAGES, [grid("kernel", 1, 1), grid("bias", 1)]),
         (TWO_AXES, [[]] * 4),  # each shard is on two hosts
-        ([WHOLE], [WHOLE]),
     ],
-    ids=["replicas", "zero3", "stages", "two axes", "one host"],
+    ids=["replicas", "zero3", "stages", "two axes"],
 )
-def test_a_neighbour_gets_what_no_other_host_holds(held, expected):
-    assert alone(held) == expected
+def test_the_next_host_gets_what_no_other_one_holds(held, expected):
+    sizes = [{piece: 8 * pieces.volume(piece[1]) for piece in own} for own in held]
+    taken = [sum(sizes[k - 1][piece] for piece in expected[k - 1]) for k in range(len(held))]
+    to = [*range(1, len(held)), 0]
+    assert copies(sizes) == [*map(Copy, expected, to, taken)]
 
 
 def holdings(*steps_of_hosts, held=STAGES):
@@ -57,7 +59,6 @@ def holdings(*steps_of_hosts, held=STAGES):
         (holdings([33, 36], [33, 36]), 36),
         (holdings([36, 39], [36, 39]), 36),  # 39 is not recorded
         (holdings([30, 33], [36, 39]), None),
-        (holdings([5, 10], [5, 10]), None),  # the checkpoint is as new
         (holdings([33], []), None),  # a host is lost, and nobody has its pieces
         (holdings([33], [], held=[WHOLE, WHOLE]), 33),  # a replica
         (holdings([33], [], [33], held=[*STAGES, [*grid("bias", 2)[:1]]]), None),  # half of it
@@ -65,13 +66,13 @@ def holdings(*steps_of_hosts, held=STAGES):
     ],
 )
 def test_the_newest_is_one_whose_pieces_are_all_on_hand(hosts, newest):
-    found = newest_of_all(hosts, after=10, most=37)
+    found = newest_of_all(hosts, most=37)
     assert found == (None if newest is None else Moment(newest, 0))
 
 
 def test_pieces_of_two_attempts_are_not_put_together():
     one, other = holdings([33], [33])
-    assert newest_of_all([one, {Moment(33, 1): other[Moment(33, 0)]}], 10, 37) is None
+    assert newest_of_all([one, {Moment(33, 1): other[Moment(33, 0)]}], 37) is None
 
 
 def arrays():

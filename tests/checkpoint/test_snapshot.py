@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from launcher.checkpoint import HostPlace, Moment, intact, snapshot
 from launcher.checkpoint.share_file import header_of
 from launcher.checkpoint.snapshot import BUFFERS, Snapshots, memory_left, too_little
 from launcher.checkpoint.train_state import TrainState
+from launcher.cluster.ray import NodeFolder
+from launcher.cluster.ray.node_folder import write_file_part
 
 FLIPS = 200
 HERE = HostPlace(3)
@@ -291,3 +294,75 @@ def test_a_snapshot_is_read_under_another_plan(kept, tmp_path):
     np.testing.assert_array_equal(
         [np.asarray(row) for row in params["split"].rows], expected.params["split"]
     )
+
+
+class Beside(NodeFolder):
+    """A folder of another host that stands on this machine, written without Ray."""
+
+    def write(self, name, chunks, header):
+        return write_file_part(self.path, name, list(chunks), header)
+
+
+@pytest.fixture
+def copied(kept, tmp_path):
+    """The next host's place, with a copy of some pieces of the state after step 3."""
+    next_host = HostPlace(4)
+    (there := next_host.own(tmp_path / "next")).mkdir(parents=True)
+    sent = [piece for piece in kept.sizes if piece[0] in ("params.rows", "params.twice")]
+    assert kept.exchange(sent, Beside("", str(there)), 0) is None
+    kept.take(3, make_state(3)).result()
+    assert kept._thread.submit(lambda: True).result()  # after the copy is sent
+    yield next_host
+    shutil.rmtree(tmp_path / "next")
+
+
+def test_a_copy_of_some_pieces_is_on_another_host(kept, copied, tmp_path):
+    own, theirs = intact(HERE.all(tmp_path)), intact(copied.all(tmp_path / "next"))
+    assert list(theirs) == [Moment(3, 0)]
+    found, whole = theirs[Moment(3, 0)], own[Moment(3, 0)]
+    assert found.shapes == whole.shapes
+    assert set(found.shards) == {"params.rows", "params.twice"}
+    for piece in found.holding.pieces:
+        np.testing.assert_array_equal(found.copy_of(piece), whole.copy_of(piece))
+    for step, count in ((3, 1), (2, 0)):  # of another way, nothing stays
+        keep(tmp_path / "next", step, copied)
+        assert len(intact(copied.all(tmp_path / "next"))) == count
+
+
+def test_a_changed_bit_of_a_copy_is_found(kept, copied, tmp_path):
+    draws = random.Random(1)
+    (copy,) = copied.own(tmp_path / "next").glob("copy.3.0")
+    start = {name: place.start for (name, _), place in reversed(kept._layout.places)}
+    read = [start["params.twice"] + k for k in range(10)]
+    for n in range(20):
+        path = copy if n % 2 else header_of(copy)
+        at = draws.choice(read) if n % 2 else draws.randrange(path.stat().st_size)
+        with open(path, "r+b") as file:
+            file.seek(at)
+            before = file.read(1)
+            for byte, count in ((bytes([before[0] ^ 1 << draws.randrange(8)]), 0), (before, 1)):
+                file.seek(at)
+                file.write(byte)
+                file.flush()
+                assert len(intact(copied.all(tmp_path / "next"))) == count, (path, at)
+
+
+def test_a_copy_that_cannot_be_sent_costs_no_snapshot(kept, tmp_path, caplog):
+    kept.exchange(list(kept.sizes), Beside("", str(tmp_path / "gone")), 0)
+    kept.take(3, make_state(3)).result()
+    assert kept.spent() is None or kept._thread.submit(kept.spent).result() > 0
+    assert steps_in(tmp_path) == {2, 3}
+    assert "step 3 is not copied to another host" in caplog.text
+
+
+def test_too_little_memory_for_a_copy_is_told_and_one_that_is_not_taken_goes(
+    kept, copied, tmp_path, monkeypatch
+):
+    other = keep(tmp_path / "next", 3, copied)
+    monkeypatch.setattr(snapshot, "memory_left", lambda: 2**20)
+    told = other.exchange([], Beside("", ""), 10 * 2**20)
+    assert told.startswith("two copies of its share and one of a neighbour's take 10 MiB, and 1 M")
+    assert list(intact(copied.all(tmp_path / "next"))) == [Moment(3, 0)]
+    assert other.exchange([], Beside("", ""), 0) is None
+    assert list(intact(copied.all(tmp_path / "next"))) == []
+    other.close()

@@ -189,12 +189,14 @@ def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
 
     own = [Holding({"x": (), "y": ()}, [(name, ())]) for name in "xy"]
     found = [{Moment(n, 0): own[k] for n in each} for k, each in enumerate(held)]
-    monkeypatch.setattr(training.in_memory, "find", lambda workers: found)
+    monkeypatch.setattr(training.in_memory, "_each", lambda *called: found)
+    monkeypatch.setattr(training.in_memory, "_places", lambda workers: [])
     monkeypatch.setattr(training.in_memory, "keep", lambda workers, moment: True)
 
     def attempt(job):
-        steps.append((job._resumed(None), job._passed_over))
-        job._in_memory = job._snapshots(None, steps[-1][0]) is not None
+        workers = SimpleNamespace(submit=lambda *called: SimpleNamespace(result=lambda: None))
+        steps.append((job._resumed(workers), job._passed_over))
+        job._in_memory = job._snapshots(workers, steps[-1][0]) is not None
         if len(steps) == 1:
             job.run_log.step_log.finished_steps = 9
             raise error
