@@ -186,7 +186,7 @@ class Buffer:
 
 
 class Snapshots:
-    """The buffers of a worker, and the thread that copies to them.
+    """The buffers of a worker, and the threads that copy to them, and from them to another host.
 
     Args:
         folder: the folder of the buffers' files; None for one buffer that no other process finds.
@@ -200,6 +200,9 @@ class Snapshots:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._layout: ShareLayout | None = None
         self._copied: tuple[NodeFolder, ShareLayout] | None = None
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="copies")
+        self._sent = Future[None]()  # the newest copy
+        self._sent.set_result(None)
         # With the state itself, copies of its arrays that JAX keeps would stay.
         self._newest: tuple[weakref.ref[TrainState], Future[Buffer]] | None = None
         self._seconds = deque[float]()  # of copies that `spent` has not returned
@@ -309,12 +312,14 @@ class Snapshots:
     def close(self) -> None:
         """Stop the thread and give the memory back."""
         self._thread.shutdown()
+        self._sender.shutdown()
         for buffer in self._buffers:
             buffer.remove()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)  # with a neighbour's copy
 
     def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, waited: float) -> Buffer:
+        self._sent.result()  # else hosts may have no step in common
         began = time.thread_time()
         buffer = min((b for b in self._buffers if not b.is_held), key=lambda b: b.step)
         buffer.forget()
@@ -327,19 +332,21 @@ class Snapshots:
                 header = layout.header(Moment(step, self._attempt), digest)
                 write_whole(header_of(buffer.path), header, private=True, durable=False)
             buffer.step = step
-            if self._copied is not None:  # before the next one is copied
-                self._thread.submit(self._send, buffer, spent, *self._copied)
+            if self._copied is not None:
+                self._sent = self._sender.submit(self._send, step, buffer, spent, *self._copied)
                 return buffer
         self._seconds.append(spent)
         return buffer
 
-    def _send(self, buffer: Buffer, spent: float, there: NodeFolder, layout: ShareLayout) -> None:
+    def _send(
+        self, step: int, buffer: Buffer, spent: float, there: NodeFolder, layout: ShareLayout
+    ) -> None:
         """Copy pieces of a buffer to another host, in which they lie as here, with holes between.
 
         That takes no memory for the holes.
         """
         began, digest = time.thread_time(), xxhash.xxh3_128()
-        moment = Moment(buffer.step, self._attempt)
+        moment = Moment(step, self._attempt)
         chunks = [(place.start, place.bytes_of(buffer.contents)) for _, place in layout.places]
         for _, value in chunks:
             digest.update(value.data)
@@ -347,7 +354,7 @@ class Snapshots:
             header = layout.header(moment, digest.hexdigest())
             spent += there.write(f"{_COPY}.{moment.step}.{moment.attempt}", chunks, header)
         except OSError as error:
-            _log.warning(f"step {buffer.step} is not copied to another host: {error}")
+            _log.warning(f"step {step} is not copied to another host: {error}")
         self._seconds.append(spent + time.thread_time() - began)
 
 

@@ -311,7 +311,7 @@ def copied(kept, tmp_path):
     sent = [piece for piece in kept.sizes if piece[0] in ("params.rows", "params.twice")]
     assert kept.exchange(sent, Beside("", str(there)), 0) is None
     kept.take(3, make_state(3)).result()
-    assert kept._thread.submit(lambda: True).result()  # after the copy is sent
+    kept._sent.result()
     yield next_host
     shutil.rmtree(tmp_path / "next")
 
@@ -350,7 +350,8 @@ def test_a_changed_bit_of_a_copy_is_found(kept, copied, tmp_path):
 def test_a_copy_that_cannot_be_sent_costs_no_snapshot(kept, tmp_path, caplog):
     kept.exchange(list(kept.sizes), Beside("", str(tmp_path / "gone")), 0)
     kept.take(3, make_state(3)).result()
-    assert kept.spent() is None or kept._thread.submit(kept.spent).result() > 0
+    kept._sent.result()
+    assert kept.spent() > 0
     assert steps_in(tmp_path) == {2, 3}
     assert "step 3 is not copied to another host" in caplog.text
 
@@ -366,3 +367,26 @@ def test_too_little_memory_for_a_copy_is_told_and_one_that_is_not_taken_goes(
     assert other.exchange([], Beside("", ""), 0) is None
     assert list(intact(copied.all(tmp_path / "next"))) == []
     other.close()
+
+
+def test_a_copy_that_takes_long_holds_up_no_checkpoint_and_no_step_is_lost_meanwhile(
+    kept, tmp_path, monkeypatch
+):
+    """The next snapshot waits for it: until then, the hosts have the older one in common."""
+    may_send, real = threading.Event(), Beside.write
+    monkeypatch.setattr(Beside, "write", lambda *args: may_send.wait(60) and real(*args))
+    there = HostPlace(4).own(tmp_path / "next")
+    there.mkdir(parents=True)
+    kept.exchange(list(kept.sizes), Beside("", str(there)), 0)
+    kept.hold(3, make_state(3)).result()
+    kept.release()
+    taken = kept.take(4, make_state(4))
+    with pytest.raises(TimeoutError):
+        taken.result(0.2)
+    assert steps_in(tmp_path) == {2, 3}
+    may_send.set()
+    taken.result()
+    assert steps_in(tmp_path) == {3, 4}
+    kept._sent.result()
+    assert [moment.step for moment in intact([there])] == [4]
+    shutil.rmtree(tmp_path / "next")
