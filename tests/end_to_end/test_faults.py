@@ -65,10 +65,12 @@ def test_a_host_is_lost_with_its_memory_and_the_run_comes_to_the_same_bytes(
 ) -> None:
     """The other host holds a copy of what was there alone; a damaged one is not taken."""
     run = tmp_path / "outputs" / "one"
-    kept = (word for word in TWO_HOSTS if method == "manual" or "parallel.num" not in word)
-    words = (*kept, f"parallel={method}", "train.checkpoint.every_steps=10")
-    launcher = Launcher(tmp_path, *words, "train.snapshot=4")
-    launcher.wait_for(lambda: len(lines(run)) >= 18 and len(launcher.workers()) == 2)
+    words = TWO_HOSTS
+    if method == "zero3":
+        words = (*(w for w in words if "parallel" not in w), "parallel=zero3")
+    launcher = Launcher(tmp_path, *words, "train.checkpoint.every_steps=10", "train.snapshot=4")
+    saved = run / "checkpoints" / "10"
+    launcher.wait_for(lambda: len(lines(run)) >= 18 and (saved.exists() or not is_damaged))
     memory = memory_of(launcher)
     launcher.workers()[-1].kill()
     shutil.rmtree(memory / "host_1")
@@ -83,7 +85,7 @@ def test_a_host_is_lost_with_its_memory_and_the_run_comes_to_the_same_bytes(
     resumed = re.search(r"resuming run one at step \d+ from (\S+?)(?:; .* (\d+))?\n", out)
     assert resumed is not None, out
     assert (resumed[1] == "memory") == (not is_damaged), out
-    assert is_damaged or int(resumed[2] or 0) <= 4
+    assert is_damaged or int(resumed[2] or 0) <= 8  # the newest may have been on its way
     assert_as_undisturbed(run, undisturbed(*words))
     assert not memory.exists()
 
