@@ -96,7 +96,8 @@ def killed(launcher: Launcher, run: Path, memory: Path | None) -> float:
     victim = random.choice(launcher.workers())
     victim.kill()
     if memory is not None:
-        shutil.rmtree(memory / f"host_{hosts.index(victim.pid)}")
+        host = memory / f"host_{hosts.index(victim.pid)}"
+        shutil.rmtree(host.rename(memory / "lost"))  # so that nobody writes there meanwhile
     began, before = time.monotonic(), 0
 
     def replaced() -> bool:
