@@ -7,9 +7,10 @@ checkpoint (settings, plan, next batch) is JSON in the same folder, and `checksu
 a checksum of every file, so that a damaged checkpoint is recognised.
 
 `shards` is a process's part of a state, `write` and `read` move it, `snapshot` keeps it in memory,
-`background` writes it from there without holding up training, `layout` detects damage, `choose`
-picks the checkpoint to resume from, and `finished` is the model for other programs; `flat` and
-`hugging_face` are the files of these.
+in files that `share_file` reads, of which hosts give one another `pieces`, `background` writes it
+from there without holding up training, `layout` detects damage, `choose` picks the checkpoint to
+resume from, and `finished` is the model for other programs; `flat` and `hugging_face` are the files
+of these.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
 
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
     from launcher.checkpoint.flat import Mismatch as Mismatch
     from launcher.checkpoint.flat import write_flat as write_flat
     from launcher.checkpoint.orbax_compat import PLACEHOLDER as PLACEHOLDER
+    from launcher.checkpoint.pieces import Holdings as Holdings
+    from launcher.checkpoint.pieces import Moment as Moment
+    from launcher.checkpoint.pieces import Piece as Piece
+    from launcher.checkpoint.pieces import copies as copies
+    from launcher.checkpoint.pieces import lends as lends
+    from launcher.checkpoint.pieces import newest_of_all as newest_of_all
     from launcher.checkpoint.read import check_model as check_model
     from launcher.checkpoint.read import check_state as check_state
     from launcher.checkpoint.read import check_vocabulary as check_vocabulary
@@ -47,10 +54,9 @@ if TYPE_CHECKING:
     from launcher.checkpoint.read import restore_parts as restore_parts
     from launcher.checkpoint.read import stored_shapes as stored_shapes
     from launcher.checkpoint.shards import copy_to_host as copy_to_host
-    from launcher.checkpoint.snapshot import Shards as Shards
-    from launcher.checkpoint.snapshot import intact as intact
-    from launcher.checkpoint.snapshot import newest_of_all as newest_of_all
-    from launcher.checkpoint.snapshot import restored as restored
+    from launcher.checkpoint.share_file import Found as Found
+    from launcher.checkpoint.share_file import intact as intact
+    from launcher.checkpoint.snapshot import HostPlace as HostPlace
     from launcher.checkpoint.write import SaveError as SaveError
     from launcher.checkpoint.write import Writers as Writers
     from launcher.checkpoint.write import save as save
@@ -62,12 +68,14 @@ _HOMES = {
     "finished": ("FinishedModel", "export_hugging_face"),
     "flat": ("Mismatch", "write_flat"),
     "orbax_compat": ("PLACEHOLDER",),
+    "pieces": ("Holdings", "Moment", "Piece", "copies", "lends", "newest_of_all"),
     "read": (
         *("check_model", "check_state", "check_vocabulary", "first_of", "restore"),
         *("restore_model", "restore_parts", "stored_shapes"),
     ),
+    "share_file": ("Found", "intact"),
     "shards": ("copy_to_host",),
-    "snapshot": ("Shards", "intact", "newest_of_all", "restored"),
+    "snapshot": ("HostPlace",),
     "write": ("SaveError", "Writers", "save", "save_parts"),
 }
 

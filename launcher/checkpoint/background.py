@@ -25,6 +25,7 @@ import psutil
 
 from launcher.base import SpanRecorder, end_with_parent
 from launcher.checkpoint.layout import partial_path
+from launcher.checkpoint.pieces import Piece
 from launcher.checkpoint.snapshot import Pages, Snapshots, keep_snapshots
 from launcher.checkpoint.write import SaveError, Writers, abandon, save
 from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
@@ -154,14 +155,14 @@ class Saver:
         """Start the process of low priority that writes the saves from now on; only once."""
         self._process = self._process or Background()
 
-    def keep_snapshots(self, *arguments: Any) -> str | None:
-        """Keep snapshots, as `keep_snapshots`, unless it says why not; return that."""
+    def keep_snapshots(self, *arguments: Any) -> dict[Piece, int] | str:
+        """Keep snapshots, as `keep_snapshots`; return the bytes of each piece, or why not."""
         kept = keep_snapshots(*arguments)
         if isinstance(kept, str):
             return kept
         self.drop_snapshots()
         self.snapshots = kept
-        return None
+        return kept.sizes
 
     def drop_snapshots(self) -> None:
         """Give the memory for snapshots back; saves take what they need."""

@@ -1,14 +1,19 @@
 """Snapshots: a worker's share of the state in host memory, taken while training continues.
 
 A share is each distinct shard of the state on this process's devices, so that the worker that takes
-this one's place needs nothing else. It lies in one of two buffers. These are files of the folder of
-`scratch.shared_memory`, which outlives the workers, is this user's alone, and is removed at the end
-of the driver (on other nodes, of the task that lends the node), however that comes.
+this one's place needs nothing else. It lies in one of two buffers. These are files of the host's
+folder in that of `scratch.shared_memory`, which outlives the workers, is this user's alone, and is
+removed at the end of the driver (on other nodes, of the task that lends the node), however that
+comes.
 
-Beside a buffer lies its header with the step, the place of each shard and a digest (xxh3_128, which
-finds accidents, not forgery). The header is deleted before the first byte is written, and comes
-back by a rename after the last one: a snapshot that was cut anywhere is not there, and one with a
-changed bit is not taken. The older of the two buffers is written, so one is whole at any time.
+Beside a buffer lies its header (`share_file`), which is deleted before the first byte is written,
+and comes back by a rename after the last one: a snapshot that was cut anywhere is not there, and
+one with a changed bit is not taken. The older of the two buffers is written, so one is whole at any
+time.
+
+What no other host holds as a replica is then copied to the next host's folder. So when a host is
+lost with its folder, the others still have all of the state. It is put together from the pieces of
+all (`pieces`), under any plan.
 
 Training waits for no copy: a thread copies NumPy's views of the arrays, whose memory XLA leaves as
 it is while a view lives; the next step then writes elsewhere. So for that time the share takes the
@@ -21,58 +26,79 @@ run that keeps no snapshots has one buffer without a name, for its checkpoints.
 from __future__ import annotations
 
 import fcntl
-import json
+import logging
 import mmap
 import os
+import shutil
 import sys
 import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import psutil
 import xxhash
 
-from launcher.arrays.stacked_array import StackedArray
-from launcher.base import parse_json, read_bytes, write_whole
-from launcher.checkpoint.shards import Index, OwnedShards, outline_share, view_share
-from launcher.checkpoint.train_state import TrainState, flat_name
+from launcher.base import write_whole
+from launcher.checkpoint.pieces import Moment, Piece
+from launcher.checkpoint.shards import outline_share, view_share
+from launcher.checkpoint.share_file import (
+    HEADER,
+    ShareLayout,
+    header_of,
+    lay_out,
+    read_header,
+)
+from launcher.checkpoint.train_state import TrainState
 from launcher.checkpoint.write import stored_parts
+from launcher.cluster.ray import NodeFolder
 
-BUFFERS = 2
 LOCK = "lock.memory"
-_ALIGNMENT = 64  # bytes
+BUFFERS = "share.0", "share.1"
+_COPY = "copy"  # of a neighbour's, and then the moment
 _PART = 2**22  # bytes that are copied and digested at a time, so that they are still in the cache
-_HEADER = ".json"
 # A cgroup's limit of memory, its use, and the part of it that is cached files, which give way: the
 # names of version 2, and of version 1.
 _CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-Key = tuple[str, tuple[tuple[int, int], ...]]  # an array's name, and the range of each dimension
-Shards = Mapping[Key, np.ndarray]  # of a snapshot, views of its buffer
+
+_log = logging.getLogger(__name__)
 
 
-class ShardPlace(NamedTuple):
-    """A shard's place in a buffer: its first byte, its shape, and the name of its type."""
+@dataclass(frozen=True)
+class HostPlace:
+    """The place of a host's folder.
 
-    start: int
-    shape: tuple[int, ...]
-    dtype: str
+    Emulated hosts share a machine, and each has a folder there; they share those of hosts that are
+    there no more, too.
 
-    def of(self, buffer: np.ndarray) -> np.ndarray:
-        """Return the shard, a view of the buffer uint8 [bytes]."""
-        size = int(np.prod(self.shape)) * jax.numpy.dtype(self.dtype).itemsize
-        contents = buffer[self.start : self.start + size]
-        return contents.view(jax.numpy.dtype(self.dtype)).reshape(self.shape)
+    Attributes:
+        rank: the host's number.
+        index: its number among the hosts on its machine.
+        count: the number of these.
+    """
+
+    rank: int
+    index: int = 0
+    count: int = 1
+
+    def own(self, memory: Path) -> Path:
+        """Return its folder in that of the machine."""
+        return memory / f"host_{self.rank}"
+
+    def all(self, memory: Path) -> list[Path]:
+        """Return the folders in its charge: its own, and of hosts before a plan was changed."""
+        found = [path for path in memory.glob("host_*") if path.name[5:].isdecimal()]
+        return [path for path in found if int(path.name[5:]) % self.count == self.index]
 
 
 @dataclass(frozen=True)
@@ -132,11 +158,6 @@ class Buffer:
         place = f"/proc/{os.getpid()}" if sys.platform == "linux" else "/dev"
         return f"{place}/fd/{self._file}"
 
-    @property
-    def taken(self) -> int:
-        """The bytes of memory that it has, also of an earlier process."""
-        return os.fstat(self._file).st_blocks * 512
-
     def reserve(self, size: int) -> None:
         """Take memory for `size` bytes, unless it is taken; raise OSError if there is none."""
         if size != self.contents.size:
@@ -148,8 +169,8 @@ class Buffer:
     def forget(self, after: int = -1) -> None:
         """Forget what it holds, if that is of a later step than `after`."""
         header = None if self.path is None else header_of(self.path)
-        found = header and _read_header(header)
-        self.step = found["step"] if found else self.step
+        found = header and read_header(header)
+        self.step = found["moment"][0] if found else self.step
         if self.step > after:
             self.step = -1
             if header is not None:
@@ -165,39 +186,83 @@ class Buffer:
 
 
 class Snapshots:
-    """The buffers of a worker, and the thread that copies to them.
+    """The buffers of a worker, and the threads that copy to them, and from them to another host.
 
     Args:
-        paths: the buffers' files; None is a buffer that no other process finds.
+        folder: the folder of the buffers' files; None for one buffer that no other process finds.
+        attempt: the number of the run's attempt.
     """
 
-    def __init__(self, paths: Sequence[Path | None] = (None,)) -> None:
+    def __init__(self, folder: Path | None = None, attempt: int = 0) -> None:
+        paths = [None] if folder is None else [folder / name for name in BUFFERS]
         self._buffers = [Buffer(path) for path in paths]
+        self._folder, self._attempt = folder, attempt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._layout: ShareLayout | None = None
+        self._copied: tuple[NodeFolder, ShareLayout] | None = None
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="copies")
+        self._sent = Future[None]()  # the newest copy
+        self._sent.set_result(None)
         # With the state itself, copies of its arrays that JAX keeps would stay.
         self._newest: tuple[weakref.ref[TrainState], Future[Buffer]] | None = None
         self._seconds = deque[float]()  # of copies that `spent` has not returned
 
-    def reserve(self, state: TrainState, step: int, folder: Path) -> str | None:
+    @property
+    def sizes(self) -> dict[Piece, int]:
+        """The bytes of each piece of a share."""
+        assert self._layout is not None
+        return {piece: place.size for piece, place in self._layout.places}
+
+    def reserve(self, state: TrainState, step: int) -> str | None:
         """Take the memory for shares of a state, unless there is too little; return why not.
 
         Snapshots of steps after `step` are dropped: the run takes another way from there.
         """
+        assert self._folder is not None
         for buffer in self._buffers:
             buffer.forget(after=step)
         self._layout = layout = lay_out(outline_share(stored_parts(state)))
-        needed, shared = len(self._buffers) * layout.size, os.statvfs(folder)
-        taken = sum(buffer.taken for buffer in self._buffers)
-        free = shared.f_bavail * shared.f_frsize
-        if problem := too_little(needed, free + taken, memory_left() + taken):
+        needed = len(self._buffers) * layout.size
+        if problem := self._too_little("two copies of its share take", needed):
             return problem
         try:
             for buffer in self._buffers:
                 buffer.reserve(layout.size)
         except OSError as error:
-            return f"{folder} cannot take {_mib(needed)} ({error.strerror})"
+            return f"{self._folder} cannot take {_mib(needed)} ({error.strerror})"
         return None
+
+    def exchange(self, pieces: Collection[Piece], there: NodeFolder, size: int) -> str | None:
+        """Copy some pieces of each snapshot to another host, and take those of a third one here.
+
+        Args:
+            pieces: the pieces to copy.
+            there: the folder to copy them to.
+            size: the bytes that are taken here.
+
+        Returns:
+            Why they cannot be taken: there is too little memory.
+        """
+        assert self._layout is not None
+        assert self._folder is not None
+        wanted = set(pieces)
+        chosen = [each for each in self._layout.places if each[0] in wanted]
+        self._copied = (there, ShareLayout({}, self._layout.shapes, chosen)) if chosen else None
+        if not size:
+            for path in self._folder.glob(f"{_COPY}.*"):
+                path.unlink(missing_ok=True)
+            return None
+        needed = len(self._buffers) * self._layout.size + size
+        return self._too_little("two copies of its share and one of a neighbour's take", needed)
+
+    def _too_little(self, what: str, needed: int) -> str | None:
+        assert self._folder is not None
+        shared, taken = os.statvfs(self._folder), 0
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # the end of a neighbour's copy
+                taken += path.stat().st_blocks * 512
+        free = shared.f_bavail * shared.f_frsize
+        return too_little(what, needed, free + taken, memory_left() + taken)
 
     def take(self, step: int, state: TrainState) -> Future[Buffer]:
         """Begin to copy a state; return once the next step may overwrite its arrays.
@@ -247,77 +312,78 @@ class Snapshots:
     def close(self) -> None:
         """Stop the thread and give the memory back."""
         self._thread.shutdown()
+        self._sender.shutdown()
         for buffer in self._buffers:
             buffer.remove()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # with a neighbour's copy
 
     def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, waited: float) -> Buffer:
+        self._sent.result()  # else hosts may have no step in common
         began = time.thread_time()
         buffer = min((b for b in self._buffers if not b.is_held), key=lambda b: b.step)
         buffer.forget()
         buffer.reserve(layout.size)
         starts = [place.start for _, place in layout.places]
         digest = copy_to(buffer.contents, _values(views), starts)
+        spent = waited + time.thread_time() - began
         with suppress(OSError):  # the folder is full: a restart takes the one before
             if buffer.path is not None:
-                _write_header(header_of(buffer.path), step, layout, digest)
+                header = layout.header(Moment(step, self._attempt), digest)
+                write_whole(header_of(buffer.path), header, private=True, durable=False)
             buffer.step = step
-        self._seconds.append(waited + time.thread_time() - began)
+            if self._copied is not None:
+                self._sent = self._sender.submit(self._send, step, buffer, spent, *self._copied)
+                return buffer
+        self._seconds.append(spent)
         return buffer
 
+    def _send(
+        self, step: int, buffer: Buffer, spent: float, there: NodeFolder, layout: ShareLayout
+    ) -> None:
+        """Copy pieces of a buffer to another host, in which they lie as here, with holes between.
 
-def keep_snapshots(folder: Path, rank: int, state: TrainState, step: int) -> Snapshots | str:
-    """Return buffers in a folder, with the memory for a state's share, or why there are none.
+        That takes no memory for the holes.
+        """
+        began, digest = time.thread_time(), xxhash.xxh3_128()
+        moment = Moment(step, self._attempt)
+        chunks = [(place.start, place.bytes_of(buffer.contents)) for _, place in layout.places]
+        for _, value in chunks:
+            digest.update(value.data)
+        try:
+            header = layout.header(moment, digest.hexdigest())
+            spent += there.write(f"{_COPY}.{moment.step}.{moment.attempt}", chunks, header)
+        except OSError as error:
+            _log.warning(f"step {step} is not copied to another host: {error}")
+        self._seconds.append(spent + time.thread_time() - began)
+
+
+def keep_snapshots(
+    memory: Path, place: HostPlace, state: TrainState, moment: Moment
+) -> Snapshots | str:
+    """Return a worker's buffers with the memory for its share of a state, or why there are none.
 
     Args:
-        folder: the folder, where the buffers of a worker that has ended may lie.
-        rank: the worker's rank, by which the one that takes its place finds them.
+        memory: the machine's folder in shared memory.
+        place: the worker's place there. Snapshots of a worker that was there before stay.
         state: the present state.
-        step: the number of finished steps.
+        moment: the number of finished steps, and of the attempt that begins.
     """
-    kept = Snapshots(buffer_paths(folder, rank))
-    with open(folder / LOCK, "a") as lock:  # the workers of a host, one after the other
+    own = place.own(memory)
+    with open(memory / LOCK, "a") as lock:  # the workers of a machine, one after the other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        problem = kept.reserve(state, step, folder)
+        own.mkdir(mode=0o700, exist_ok=True)
+        for folder in place.all(memory):
+            if folder != own:
+                shutil.rmtree(folder, ignore_errors=True)
+        for header in own.glob(f"{_COPY}.*{HEADER}"):
+            if not (found := read_header(header)) or found["moment"][0] > moment.step:
+                header.unlink(missing_ok=True)
+        snapshots = Snapshots(own, moment.attempt)
+        problem = snapshots.reserve(state, moment.step)
         if problem is not None:
-            kept.close()
-    return kept if problem is None else problem
-
-
-class ShareLayout(NamedTuple):
-    """The layout of a share in a buffer.
-
-    Attributes:
-        outline: the share's parts, trees of `OwnedShards` with a `ShardPlace` for each value.
-        places: the key and the place of each value, in the order of `copy_to`.
-        size: the bytes of the buffer.
-    """
-
-    outline: dict[str, Any]
-    places: list[tuple[Key, ShardPlace]]
-    size: int
-
-
-def lay_out(views: dict[str, Any]) -> ShareLayout:
-    """Lay a share out: trees of `OwnedShards`, by the names that they are stored under."""
-    places: list[tuple[Key, ShardPlace]] = []
-    end = 0
-
-    def placed(name: str, each: tuple[Index, np.ndarray], shape: tuple[int, ...]) -> Any:
-        nonlocal end
-        index, value = each
-        place = ShardPlace(end, value.shape, value.dtype.name)
-        places.append((shard_key(name, index, shape), place))
-        end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return index, place
-
-    def outlined(path: Any, leaf: OwnedShards) -> OwnedShards:
-        name = flat_name(path)
-        shards = tuple(placed(name, each, leaf.shape) for each in leaf.shards)
-        others = tuple(placed(name, each, leaf.shape) for each in leaf.others)
-        return replace(leaf, shards=shards, others=others)
-
-    outline = jax.tree_util.tree_map_with_path(outlined, views)
-    return ShareLayout(outline, places, max(end, _ALIGNMENT))
+            snapshots.close()
+    return snapshots if problem is None else problem
 
 
 def copy_to(buffer: np.ndarray, values: Sequence[np.ndarray], starts: Sequence[int]) -> str:
@@ -341,28 +407,23 @@ def _mapped(leaf: Any, buffer: np.ndarray) -> Any:
     return replace(leaf, shards=own, others=())
 
 
-def shard_key(name: str, index: Index, shape: Sequence[int]) -> Key:
-    """Return the key of a shard of an array of that name and shape."""
-    ranges = (each.indices(n)[:2] for each, n in zip(index, shape, strict=True))
-    return name, tuple(ranges)
-
-
 # -- Memory ---------------------------------------------------------------------------------------
 
 
-def too_little(needed: int, shared: int, memory: int) -> str | None:
+def too_little(what: str, needed: int, shared: int, memory: int) -> str | None:
     """Return why buffers are not to be taken; None if they are.
 
     Half of what is free is left to all others: in shared memory to Ray's object store.
 
     Args:
+        what: the buffers, as a clause without its end.
         needed: the bytes of the buffers.
         shared: the bytes that are free in shared memory.
         memory: the bytes that this process can still take.
     """
-    for what, free in (("of shared memory", shared), ("of memory", memory)):
+    for kind, free in (("of shared memory", shared), ("of memory", memory)):
         if 2 * needed > free:
-            return f"two copies of its share take {_mib(needed)}, and {_mib(free)} {what} are free"
+            return f"{what} {_mib(needed)}, and {_mib(free)} {kind} are free"
     return None
 
 
@@ -391,111 +452,3 @@ def _left_in(cgroup: Path, limit: str, used: str, cached: str) -> int:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
-
-
-# -- Reading one ----------------------------------------------------------------------------------
-
-
-def buffer_paths(folder: Path, rank: int) -> list[Path]:
-    """Return the files of a worker's buffers."""
-    return [folder / f"share_{rank}.{number}" for number in range(BUFFERS)]
-
-
-def header_of(buffer: Path) -> Path:
-    """Return the file that describes a buffer while it is whole."""
-    return buffer.with_name(buffer.name + _HEADER)
-
-
-def intact(folder: Path, rank: int) -> dict[int, Shards]:
-    """Return a worker's snapshots that are whole and of which no bit has changed, by step."""
-    return dict(filter(None, map(read_snapshot, buffer_paths(folder, rank))))
-
-
-def newest_of_all(steps: Sequence[Sequence[int]], after: int, most: int) -> int | None:
-    """Return the newest step that each worker has a snapshot of, if there is one.
-
-    Args:
-        steps: the steps of each worker's snapshots.
-        after: the step of the checkpoint, which an older snapshot is no better than.
-        most: the newest step that is recorded.
-    """
-    common = set.intersection(*map(set, steps))
-    return max((step for step in common if after < step <= most), default=None)
-
-
-def read_snapshot(buffer: Path) -> tuple[int, Shards] | None:
-    """Return a buffer's snapshot and its step; None if it is not whole, or not what was written."""
-    header = _read_header(header_of(buffer))
-    if header is None:
-        return None
-    shards: dict[Key, np.ndarray] = {}
-    digest = xxhash.xxh3_128()
-    with open(buffer, "r+b") as file:
-        if os.fstat(file.fileno()).st_size != header["size"]:
-            return None
-        contents = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
-    for name, ranges, start, shape, dtype in header["shards"]:
-        value = ShardPlace(start, tuple(shape), dtype).of(contents)
-        shards[name, tuple(map(tuple, ranges))] = value
-        digest.update(value.reshape(-1).view(np.uint8).data)
-    return (header["step"], shards) if digest.hexdigest() == header["digest"] else None
-
-
-def restored(shards: Shards, like: TrainState) -> TrainState:
-    """Return the state of a snapshot that was taken under the same plan.
-
-    Args:
-        shards: the snapshot's; its buffer may be written afterwards.
-        like: the state's shapes, a tree of `jax.ShapeDtypeStruct` with shardings.
-    """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(stored_parts(like))
-    named = [(flat_name(path), leaf) for path, leaf in leaves]
-    wanted = [each for name, leaf in named for each in _shards_here(name, leaf)]
-    # JAX may take a NumPy array's memory for its own array, and the buffer is written again.
-    values = [np.array(shards[key]).reshape(shape) for key, shape, _ in wanted]
-    on_devices = iter(jax.device_put(values, [device for *_, device in wanted]))
-    arrays = [_assembled(leaf, on_devices) for _, leaf in named]
-    return replace(like, **jax.tree.unflatten(tree, arrays))
-
-
-def _shards_here(name: str, leaf: Any) -> list[tuple[Key, tuple[int, ...], jax.Device]]:
-    """Return for each device here the key and the shape of its shard of an array."""
-    if isinstance(leaf, StackedArray):
-        found = []
-        for i, row in enumerate(leaf.rows):
-            for (_, ranges), shape, device in _shards_here(name, row):
-                found.append(((name, ((i, i + 1), *ranges)), shape, device))
-        return found
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    where = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    return [(shard_key(name, index, leaf.shape), shape, device) for device, index in where.items()]
-
-
-def _assembled(leaf: Any, on_devices: Any) -> Any:
-    if isinstance(leaf, StackedArray):
-        return StackedArray([_assembled(row, on_devices) for row in leaf.rows])
-    count = len(leaf.sharding.addressable_devices)
-    own = [next(on_devices) for _ in range(count)]
-    return jax.make_array_from_single_device_arrays(
-        leaf.shape, leaf.sharding, own, dtype=leaf.dtype
-    )
-
-
-def _write_header(path: Path, step: int, layout: ShareLayout, digest: str) -> None:
-    shards = [[name, ranges, *place] for (name, ranges), place in layout.places]
-    header = {"step": step, "size": layout.size, "digest": digest, "shards": shards}
-    text = json.dumps(header).encode()
-    own = xxhash.xxh3_128_hexdigest(text).encode()
-    write_whole(path, own + b"\n" + text, private=True, durable=False)
-
-
-def _read_header(path: Path) -> dict[str, Any] | None:
-    """Return a header; None if it is not there, or not what was written."""
-    try:
-        own, _, text = read_bytes(path).partition(b"\n")
-    except FileNotFoundError:
-        return None
-    if own != xxhash.xxh3_128_hexdigest(text).encode():
-        return None
-    header: dict[str, Any] = parse_json(text)
-    return header

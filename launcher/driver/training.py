@@ -25,6 +25,7 @@ from launcher.config.cluster import machines_of
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver import in_memory
 from launcher.driver.callback import Callback
 from launcher.driver.failures import (
     FailedError,
@@ -170,6 +171,7 @@ class _Job:
         self._passed_over = 0  # the offset of a batch's index from its step's
         self._recorded = 0  # the newest step of the attempt before
         self._in_memory = False  # whether workers have kept snapshots since that attempt began
+        self._held: in_memory.NewestState | None = None  # in memory, to resume from
 
     def _follow(self, plan: Plan) -> None:
         """Take a plan; before a step is made, as the record begins anew."""
@@ -249,16 +251,15 @@ class _Job:
         """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
         home, held = self._home, None
         if self._in_memory:
-            steps = workers.submit("snapshots").each()
-            newest = functools.partial(checkpoint.newest_of_all, steps, most=self._recorded)
-            held = newest(home.finished_steps)
-            if held is None:  # the newest checkpoint is needed, if its files are whole
+            held = in_memory.newest_state(workers, self._recorded)
+            step = held.moment.step if held else 0
+            if step <= home.finished_steps:  # it is needed, if its files are whole
                 with self._interruptible():
                     self._home = home = folder.reload(home, self._config)
-                held = newest(home.finished_steps)
+            held = held if step > home.finished_steps else None
         for line in home.damaged:
             _log.warning(line)
-        finished = home.finished_steps if held is None else held
+        self._held, finished = held, home.finished_steps if held is None else held.moment.step
         if held is None:
             self._passed_over = self._stored_position() - finished
         if finished:
@@ -395,8 +396,8 @@ class _Job:
             if not finished:
                 init_from = self._ready.init_from
                 create_everywhere(workers, str(init_from) if init_from else None)
-        if finished > self._home.finished_steps:
-            workers.submit("restore_snapshot", finished).result()
+        if self._held is not None:
+            in_memory.restore(workers, self._held)
         elif finished:
             with status(self._console, "reading the checkpoint", Phase.READING) as advance:
                 folder = str(self._home.checkpoints.absolute())
@@ -411,11 +412,10 @@ class _Job:
         """Have the workers keep snapshots, if there is room; return when to take them."""
         if self._config.train.snapshot == 0 or not machines_of(self._config.cluster).max_restarts:
             return None
-        problems = workers.submit("keep_snapshots", finished).each()
-        if found := next(filter(None, problems), None):
-            workers.submit("drop_snapshots").result()
-            _log.info(f"the state is not kept in memory for restarts: {found}")
+        if not in_memory.keep(workers, checkpoint.Moment(finished, self.restarts)):
             return None
+        if self._held is not None:  # until then, some hosts may not hold it
+            workers.submit("snapshot", finished).result()
         return SnapshotCadence(self._config.train.snapshot)
 
     def _diagnose(self, error: Exception) -> Failure | None:

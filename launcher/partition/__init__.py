@@ -68,7 +68,9 @@ from launcher.partition.remat import remat_of_stages as remat_of_stages
 from launcher.partition.remat import segments as segments
 from launcher.partition.reshard import Box as Box
 from launcher.partition.reshard import Piece as Piece
+from launcher.partition.reshard import intersect as intersect
 from launcher.partition.reshard import route as route
+from launcher.partition.reshard import volume as volume
 from launcher.partition.stages import StageGraph as StageGraph
 from launcher.partition.stages import cut_stages as cut_stages
 from launcher.partition.stages import group_layers as group_layers

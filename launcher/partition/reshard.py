@@ -48,7 +48,7 @@ def route(
     wanted = dict.fromkeys((process_of[device], box) for device, box in dst.items())
     for process, dst_box in wanted:
         for src_box, devices in holders.items():
-            common = _intersect(src_box, dst_box)
+            common = intersect(src_box, dst_box)
             if common is None:
                 continue
             device = min(devices, key=lambda d: (process_of[d] != process, sent.get(d, 0), d))
@@ -58,7 +58,7 @@ def route(
     return tuple(pieces)
 
 
-def _intersect(a: Box, b: Box) -> Box | None:
+def intersect(a: Box, b: Box) -> Box | None:
     """Return the common part of two boxes, None if it is empty."""
     found = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return None if any(start >= stop for start, stop in found) else found

@@ -26,6 +26,7 @@ from launcher.base import SpanRecorder
 from launcher.base.jax_compat import on_cpus
 from launcher.checkpoint.train_state import TrainState
 from launcher.cluster.process_group import Peer
+from launcher.cluster.ray import NodeFolder
 from launcher.cluster.ray.scratch import memory_folder
 from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
@@ -94,7 +95,7 @@ class TrainWorker(Peer):
         self._garbage = GarbageTime()
         self._spans = SpanRecorder()
         self._saver = checkpoint.Saver(self._spans)
-        self._found: dict[int, checkpoint.Shards] = {}
+        self._found: dict[checkpoint.Moment, checkpoint.Found] = {}
         self._before_evaluation: StepResult | None = None
         self._passed_over = 0
         self._taken: Mapping[str, int] = {}
@@ -218,24 +219,42 @@ class TrainWorker(Peer):
         self._state = checkpoint.restore(Path(folder), step, self._placed())
         self._feed(start=step)
 
-    def snapshots(self) -> list[int]:
-        """Return the steps of the whole snapshots that the worker in this one's place has taken."""
-        folder = memory_folder(os.environ)
-        self._found = checkpoint.intact(folder, self._rank) if folder else {}
-        return list(self._found)
+    def snapshots(self, place: checkpoint.HostPlace) -> checkpoint.Holdings:
+        """Return what the folders of this host hold of the state, by the moment."""
+        memory = memory_folder(os.environ)
+        self._found = checkpoint.intact(place.all(memory)) if memory else {}
+        return {moment: found.holding for moment, found in self._found.items()}
 
-    def restore_snapshot(self, step: int) -> None:
-        """Restore this process's part of the state from a snapshot that `snapshots` has found."""
-        self._state = checkpoint.restored(self._found[step], self._placed())
+    def lacks(self, moment: checkpoint.Moment) -> list[checkpoint.Piece]:
+        """Return the shards of this process's part of a state that `snapshots` has not found."""
+        return self._found.setdefault(moment, checkpoint.Found()).lacks(self._placed())
+
+    def lend(self, moment: checkpoint.Moment, pieces: list[checkpoint.Piece]) -> dict[Any, Any]:
+        """Return pieces of the state that `snapshots` has found, or parts of them."""
+        return {piece: self._found[moment].copy_of(piece) for piece in pieces}
+
+    def borrow(self, moment: checkpoint.Moment, lent: Outcome) -> None:
+        """Take another worker's answer to `lend`."""
+        if lent[0]:  # else that is the error
+            self._found[moment].add(lent[1])
+
+    def restore_snapshot(self, moment: checkpoint.Moment) -> None:
+        """Restore this process's part of the state from what was found and borrowed."""
+        self._state = self._found[moment].restored(self._placed())
+        self._feed(start=moment.step)
+
+    def keep_snapshots(self, moment: checkpoint.Moment, place: checkpoint.HostPlace) -> Any:
+        """Take memory for snapshots; return its folder and the bytes of each piece, or why not."""
         self._found = {}
-        self._feed(start=step)
-
-    def keep_snapshots(self, step: int) -> str | None:
-        """Take the memory for snapshots after the present `step`; return why not, if so."""
-        folder = memory_folder(os.environ)
-        if folder is None:
+        memory = memory_folder(os.environ)
+        if memory is None:
             return "no folder in shared memory outlives a worker here"
-        return self._saver.keep_snapshots(folder, self._rank, self._state, step)
+        sizes = self._saver.keep_snapshots(memory, place, self._state, moment)
+        return sizes if isinstance(sizes, str) else (NodeFolder.here(place.own(memory)), sizes)
+
+    def exchange_copies(self, *about: Any) -> str | None:
+        """Copy pieces of each snapshot to another host, and take others: `Snapshots.exchange`."""
+        return self._saver.snapshots.exchange(*about)
 
     def drop_snapshots(self) -> None:
         """Give the memory for snapshots back."""

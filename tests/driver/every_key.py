@@ -193,6 +193,8 @@ class FakeWorkers:
     """Workers that answer at once, and to whom the third step does what is wanted; no disk takes
     what they save."""
 
+    handles = ()
+
     def __init__(self, told, third, handles, plan, check, timeout, *others):
         self._told, self._third, self.plan = told, third, plan
         told.append(("timeout", timeout, others))
@@ -206,6 +208,9 @@ class FakeWorkers:
     def clocks(self):
         return []
 
+    def gather(self, calls, starting):
+        return []
+
     def submit(self, method, *arguments):
         if method not in ("build", "setup", "save"):
             self._told.append((method, *arguments))
@@ -213,7 +218,7 @@ class FakeWorkers:
             self._told.append(("save", arguments[1]))
         return SimpleNamespace(
             result=lambda advance=None, limit=None: self._answer(method, *arguments),
-            each=lambda: {"create": [], "snapshots": [[]]}.get(method, [False]),
+            each=lambda: {"create": []}.get(method, [False]),
         )
 
     def _answer(self, method, *arguments):

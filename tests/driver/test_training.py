@@ -11,6 +11,7 @@ import pytest
 
 from launcher.base import Clock
 from launcher.checkpoint import layout
+from launcher.checkpoint.pieces import Holding, Moment
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.slurm.allocation import Allocation, read_attempts
@@ -186,12 +187,16 @@ def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
     run.damage(7)
     caplog.set_level("INFO", training.__name__)
 
-    def submit(method, *arguments):
-        return SimpleNamespace(each={"snapshots": lambda: held}.get(method, lambda: [None, None]))
+    own = [Holding({"x": (), "y": ()}, [(name, ())]) for name in "xy"]
+    found = [{Moment(n, 0): own[k] for n in each} for k, each in enumerate(held)]
+    monkeypatch.setattr(training.in_memory, "_each", lambda *called: found)
+    monkeypatch.setattr(training.in_memory, "_places", lambda workers: [])
+    monkeypatch.setattr(training.in_memory, "keep", lambda workers, moment: True)
 
     def attempt(job):
-        steps.append((job._resumed(SimpleNamespace(submit=submit)), job._passed_over))
-        job._in_memory = job._snapshots(SimpleNamespace(submit=submit), steps[-1][0]) is not None
+        workers = SimpleNamespace(submit=lambda *called: SimpleNamespace(result=lambda: None))
+        steps.append((job._resumed(workers), job._passed_over))
+        job._in_memory = job._snapshots(workers, steps[-1][0]) is not None
         if len(steps) == 1:
             job.run_log.step_log.finished_steps = 9
             raise error

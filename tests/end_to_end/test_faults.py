@@ -5,6 +5,7 @@ Every run here has the same plan, so it must end with the very bytes of the undi
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def test_a_worker_is_killed_and_the_run_comes_to_the_same_bytes(
     launcher = Launcher(tmp_path, *TWO_HOSTS, *words)
     launcher.wait_for(lambda: len(lines(run)) >= 14 and len(launcher.workers()) == 2)
     memory = memory_of(launcher)
-    assert len(list(memory.glob("share_*.json"))) == (0 if snapshot == "off" else 4)
+    assert len(list(memory.glob("host_?/share.?.json"))) == (0 if snapshot == "off" else 4)
     launcher.workers()[-1].kill()
     code, out, err = launcher.end()
     assert code == 0, err
@@ -49,9 +50,42 @@ def test_nothing_stays_in_memory_after_the_launcher_is_killed(tmp_path: Path) ->
     launcher = Launcher(tmp_path, *WORDS, FOREVER, "train.snapshot=1")
     launcher.wait_for(lambda: len(lines(tmp_path / "outputs" / "one")) >= 3)
     memory = memory_of(launcher)
-    assert list(memory.glob("share_0.?.json"))
+    assert list(memory.glob("host_0/share.?.json"))
     launcher.process.kill()
     launcher.end()
+    assert not memory.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "is_damaged"), [("zero3", False), ("manual", False), ("manual", True)]
+)
+def test_a_host_is_lost_with_its_memory_and_the_run_comes_to_the_same_bytes(
+    method: str, is_damaged: bool, undisturbed: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The other host holds a copy of what was there alone; a damaged one is not taken."""
+    run = tmp_path / "outputs" / "one"
+    words = TWO_HOSTS
+    if method == "zero3":
+        words = (*(w for w in words if "parallel" not in w), "parallel=zero3")
+    launcher = Launcher(tmp_path, *words, "train.checkpoint.every_steps=10", "train.snapshot=4")
+    saved = run / "checkpoints" / "10"
+    launcher.wait_for(lambda: len(lines(run)) >= 18 and (saved.exists() or not is_damaged))
+    memory = memory_of(launcher)
+    launcher.workers()[-1].kill()
+    shutil.rmtree((memory / "host_1").rename(memory / "lost"))  # so nobody writes there meanwhile
+    for copy in (memory / "host_0").glob("copy.*.0") if is_damaged else ():
+        with open(copy, "r+b") as file:
+            first = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([first ^ 1]))
+    code, out, err = launcher.end()
+    assert code == 0, err
+    resumed = re.search(r"resuming run one at step \d+ from (\S+?)(?:; .* (\d+))?\n", out)
+    assert resumed is not None, out
+    assert (resumed[1] == "memory") == (not is_damaged), out
+    assert is_damaged or int(resumed[2] or 0) <= 8  # the newest may have been on its way
+    assert_as_undisturbed(run, undisturbed(*words))
     assert not memory.exists()
 
 
