@@ -295,6 +295,15 @@ def advice_aim(plan: Plan) -> str:
     return f"{count_text(one.seconds * _rate(one))} {unit}"
 
 
+def as_planned(plan: Plan) -> tuple[float, float | None] | None:
+    """Return the seconds and the cost of the same by the plan itself; None: it does not fit."""
+    for one in plan.advice:
+        if one.gain is not None and one.gain_per_cost is not None:
+            cost = None if one.cost is None else one.cost * (1 + one.gain_per_cost)
+            return one.seconds * (1 + one.gain), cost
+    return None
+
+
 def _rate(advice: Advice) -> float:
     tokens = advice.tokens_per_second
     return advice.samples_per_second if tokens is None else tokens
@@ -315,6 +324,9 @@ def print_advice(console: Console, plan: Plan, planned: int) -> None:
     if best[:MOST_ADVICE]:
         priced = best[0].cost is not None
         rows = [_advice_row(one, priced) for one in best[:MOST_ADVICE]]
+        if now := as_planned(plan):
+            cost = [] if now[1] is None else [f"{now[1]:,.2f}"]
+            rows.insert(0, ["as planned", "", "", "", days_text(now[0]), *cost])
         time = f"time to {advice_aim(plan)}"
         headers = ("", "add", "gain", "per cost", time, *(("cost",) if priced else ()))
         console.print(table_of(headers, rows, headers[:2]))

@@ -11,6 +11,7 @@ from launcher.report.pages.page import Chart, Series, chart, page_from, ticks
 from launcher.report.pages.plots import measured_picture, predicted_picture
 from launcher.report.plan_table import (
     advice_aim,
+    as_planned,
     beside_measured,
     headline,
     improvements,
@@ -110,6 +111,7 @@ def run_report(found: Reported) -> str:
         "compiled": COMPILED,
         "advice": list(_advice(found.plan)),
         "aim": advice_aim(found.plan) if found.plan.advice else "",
+        "as_planned": as_planned(found.plan),
         "pictures": pictures if total > 0 else [],
         "total": total,
         "most_boxes": MOST_BOXES,

@@ -263,10 +263,11 @@ def test_the_cheapest_improvements_come_first():
         file.getvalue()
         == """
 advice: 7 changes planned, of which 5 fit
-       add                gain  per cost  time to 864 M samples
-free   cluster.gpus=8   +10.0%    +10.0%               9.1 days
-cheap  cluster.gpus=9   +20.0%     +6.7%               8.3 days
-dear   cluster.gpus=16  +50.0%    -25.0%               6.7 days
+            add                gain  per cost  time to 864 M samples
+as planned                                                 10.0 days
+free        cluster.gpus=8   +10.0%    +10.0%               9.1 days
+cheap       cluster.gpus=9   +20.0%     +6.7%               8.3 days
+dear        cluster.gpus=16  +50.0%    -25.0%               6.7 days
 per cost: of throughput, at the same price of a device
 cluster.price_per_device_hour is not set: no costs are shown
 little or no gain: none +0.4%, worse -20.0%
