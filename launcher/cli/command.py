@@ -154,10 +154,14 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
     if arguments.cfg:
         return _show(arguments)
+
+    def compose(words: Sequence[str]) -> Config:
+        return load([*arguments.overrides, *words], arguments.config_dir)
+
     if arguments.frozen:
         config = load_frozen(Path(arguments.frozen), arguments.overrides)
     else:
-        config = load(arguments.overrides, arguments.config_dir)
+        config = compose(())
     if config.task == "check":
         return _check(config)
     if config.task == "sweep_status":
@@ -171,7 +175,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
             return _as_job(config, kind, stop)
     from launcher.driver.run import run
 
-    return run(config, stop)
+    return run(config, stop, compose=None if arguments.frozen else compose)
 
 
 def _check(config: Config) -> int:

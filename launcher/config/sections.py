@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from launcher.base import to_type
-from launcher.config.cluster import Cluster
+from launcher.config.cluster import Cluster, Described
 from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Switch, automatic, choice, number, off_or_automatic
 
@@ -336,10 +336,32 @@ class Generate(ChosenWeights):
 
 @dataclass(frozen=True)
 class Planning:
-    """Whether `task=plan` compiles the plan's programs, for devices that need not be here."""
+    """What `task=plan` does beside planning.
+
+    Attributes:
+        compile: whether it compiles the plan's programs, for devices that need not be here.
+        advise: whether it plans other settings, too, and says what each would bring.
+    """
 
     compile: bool = False
-    switches = (_of_task("plan", "plan"),)
+    advise: bool = False
+    switches = (
+        _of_task("plan", "plan"),
+        Switch(
+            ("plan.advise",),
+            ("cluster.kind",),
+            lambda c: isinstance(c.cluster, Described),
+            "other devices can be planned for only where the cluster is a described one",
+            "choose one, such as cluster=a100_8",
+        ),
+        Switch(
+            ("plan.advise",),
+            ("parallel.verify",),
+            lambda c: getattr(c.parallel, "verify", None) is None,
+            "parallel.verify=compile chooses by compiled plans, and advice is not compiled",
+            "leave that out",
+        ),
+    )
 
 
 @dataclass(frozen=True)

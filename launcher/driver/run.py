@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -48,7 +48,12 @@ _LEAVES = "Ctrl-C once more leaves at once"
 _log = logging.getLogger(__name__)
 
 
-def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
+def run(
+    config: Config,
+    stop: Stop,
+    rendezvous: Rendezvous | None = None,
+    compose: Callable[[Sequence[str]], Config] | None = None,
+) -> int:
     """Do `config.task`, one that runs here; report errors on standard error.
 
     Call it in the main thread, once per process.
@@ -57,6 +62,7 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
         config: checked settings.
         stop: the signals received.
         rendezvous: with the other tasks of the Slurm job that this process belongs to.
+        compose: see `TaskKind`.
 
     Returns:
         The exit code of the process.
@@ -64,7 +70,7 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` knows which.
     """
-    task = task_named(config.task)(stop, rendezvous)
+    task = task_named(config.task)(stop, rendezvous, compose)
     console = make_console(sys.stderr if task.answers else None)
 
     def work() -> int:
@@ -108,13 +114,18 @@ class PlanOnly(TaskKind):
     def run(self, config: Config, console: RunConsole) -> int:
         """Trace, plan and write the plan into the run's folder; return the exit code."""
         from launcher.driver.folder.folder import write_plan
+        from launcher.driver.planning.advice import advised
+        from launcher.driver.planning.compiled import verifies
         from launcher.driver.planning.prepare import plan, trace
         from launcher.driver.record.run_log import TIMELINE, write_planned
 
         gc.freeze()  # what is imported stays: no collection need look through it
         found = look(config, folder.check(config), plan_only=True)
         with PlotProcess() as plots:
-            ready = plan(config, console, trace(config, console, found), plan_only=True)
+            traced = trace(config, console, found)
+            ready = plan(config, console, traced, plan_only=True)
+            if config.plan.advise and found.pool is None and not verifies(config):
+                ready = advised(ready, config, traced, self.compose, console)
             with folder.claim(config) as home:
                 if home.finished_steps and not home.created:
                     _log.warning(f"the settings, plan and summary of run {home.id} are replaced")

@@ -15,6 +15,7 @@ from launcher.plan.followers import make_forward_plan as make_forward_plan
 from launcher.plan.pipeline import measured_bubble as measured_bubble
 from launcher.plan.pipeline import microbatch_transfer_seconds as microbatch_transfer_seconds
 from launcher.plan.pipeline import timeline as timeline
+from launcher.plan.plan import Advice as Advice
 from launcher.plan.plan import Plan as Plan
 from launcher.plan.plan import TooLargeError as TooLargeError
 from launcher.plan.plan import Trial as Trial

@@ -78,6 +78,44 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Advice:
+    """Other settings and what they would bring: each was planned as the plan that it is in.
+
+    Attributes:
+        what: what they change, in words, such as "one more host".
+        change: the settings to add to the command line, a word each.
+        trains_otherwise: whether they change what is learned, not only how fast.
+        gain: throughput, in tokens (samples, where they have none) a second, over the plan's,
+            minus 1; None: of another model, or the plan itself does not fit.
+        gain_per_cost: the same of the throughput of a device, which costs as much as before.
+        plan: the plan in words.
+        num_parameters: those of the model.
+        devices: number of devices of the cluster.
+        predicted_step_seconds: its predicted step.
+        samples_per_second: its predicted throughput.
+        tokens_per_second: the same in tokens; None where samples have none.
+        seconds: what the run's number of tokens (samples) takes.
+        cost: what its devices cost for that time; None where their price is not known.
+        largest: whether it is the largest model that was found to fit.
+    """
+
+    what: str
+    change: tuple[str, ...]
+    trains_otherwise: bool
+    gain: float | None
+    gain_per_cost: float | None
+    plan: str
+    num_parameters: int
+    devices: int
+    predicted_step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float | None
+    seconds: float
+    cost: float | None
+    largest: bool = False
+
+
+@dataclass(frozen=True)
 class ProfiledLayers:
     """Measured seconds of layers that are the same program, with all devices at work.
 
@@ -124,6 +162,7 @@ class Plan(Staged):
         tried: the plans of which this is the fastest as measured, in the order of their
             predictions; empty if it was chosen by its prediction.
         compiled: what a compiler makes of its programs, if it was asked.
+        advice: other settings that were planned, if that was asked.
     """
 
     method: str
@@ -154,6 +193,7 @@ class Plan(Staged):
     tried: tuple[Trial, ...] = ()
     jax_version: str = ""
     compiled: CompiledPlan | None = None
+    advice: tuple[Advice, ...] = ()
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -174,6 +214,11 @@ class Plan(Staged):
     def num_devices(self) -> int:
         """Number of devices that the plan uses."""
         return sum(map(len, self.all_meshes))
+
+    @property
+    def held_devices(self) -> int:
+        """Number of devices of the cluster: those that the plan leaves idle cost as much."""
+        return int(self.cluster["hosts"] * self.cluster["devices_per_host"])
 
     @property
     def missing_bytes(self) -> int:

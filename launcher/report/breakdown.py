@@ -29,7 +29,7 @@ from launcher.report.text import seconds_text
 from launcher.report.verdict import judged
 
 if TYPE_CHECKING:
-    from launcher.plan.plan import Plan
+    from launcher.plan import Plan
 
 
 @dataclass(frozen=True)

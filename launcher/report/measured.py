@@ -25,7 +25,7 @@ from launcher.plan.breakdown import PARTS, StageParts, StepSeconds
 from launcher.report.pages.timeline import ProcessSpans
 
 if TYPE_CHECKING:
-    from launcher.plan.stage_plan import StagePlan
+    from launcher.plan import StagePlan
 
 # Moments as disjoint intervals in ascending order, in nanoseconds.
 Intervals: TypeAlias = list[tuple[float, float]]

@@ -18,6 +18,7 @@ from launcher.report.summary import Summary
 from launcher.report.text import (
     bytes_text,
     count_text,
+    days_text,
     percent_text,
     ranges_text,
     rate_text,
@@ -25,9 +26,7 @@ from launcher.report.text import (
 )
 
 if TYPE_CHECKING:
-    from launcher.plan.compiled_plan import CompiledPlan
-    from launcher.plan.plan import Plan
-    from launcher.plan.stage_plan import StagePlan
+    from launcher.plan import Advice, CompiledPlan, Plan, StagePlan
 
 
 class Rows(NamedTuple):
@@ -270,6 +269,93 @@ def _collectives(found: CompiledPlan) -> list[tuple[Any, ...]]:
 def _equals(names: Sequence[str]) -> str:
     """Return the name of a program, and how many others are equal to it."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} equal"
+
+
+MOST_ADVICE = 5  # of improvements on the console
+_LEAST_GAIN = 0.005  # smaller ones are none; half the width of a prediction's interval is to be it
+
+
+def improvements(plan: Plan) -> list[Advice]:
+    """Return the advice that is worth it, that with the least cost of a token first.
+
+    Where the plan itself does not fit, that is all that does.
+    """
+    worth = [
+        one
+        for one in plan.advice
+        if not one.largest and (one.gain is None or one.gain > _LEAST_GAIN)
+    ]
+    return sorted(worth, key=lambda one: one.devices / _rate(one))
+
+
+def advice_aim(plan: Plan) -> str:
+    """Return what the times and costs of the advice are for, such as "6.55 M tokens"."""
+    one = plan.advice[0]
+    unit = "samples" if one.tokens_per_second is None else "tokens"
+    return f"{count_text(one.seconds * _rate(one))} {unit}"
+
+
+def as_planned(plan: Plan) -> tuple[float, float | None] | None:
+    """Return the seconds and the cost of the same by the plan itself; None: it does not fit."""
+    for one in plan.advice:
+        if one.gain is not None and one.gain_per_cost is not None:
+            cost = None if one.cost is None else one.cost * (1 + one.gain_per_cost)
+            return one.seconds * (1 + one.gain), cost
+    return None
+
+
+def _rate(advice: Advice) -> float:
+    tokens = advice.tokens_per_second
+    return advice.samples_per_second if tokens is None else tokens
+
+
+def print_advice(console: Console, plan: Plan, planned: int) -> None:
+    """Print what other settings would bring.
+
+    Args:
+        console: the console to print to.
+        plan: the plan, with its advice.
+        planned: number of settings that were planned.
+    """
+    fit = sum(not one.largest for one in plan.advice)
+    what = f"{_plural(planned, 'change')} planned, of which {fit} fit"
+    console.print(f"\nadvice: {what}", style="bold", soft_wrap=True)
+    best = improvements(plan)
+    if best[:MOST_ADVICE]:
+        priced = best[0].cost is not None
+        rows = [_advice_row(one, priced) for one in best[:MOST_ADVICE]]
+        if now := as_planned(plan):
+            cost = [] if now[1] is None else [f"{now[1]:,.2f}"]
+            rows.insert(0, ["as planned", "", "", "", days_text(now[0]), *cost])
+        time = f"time to {advice_aim(plan)}"
+        headers = ("", "add", "gain", "per cost", time, *(("cost",) if priced else ()))
+        console.print(table_of(headers, rows, headers[:2]))
+        if any(one.trains_otherwise for one in best[:MOST_ADVICE]):
+            console.print("* changes what is learned, too", soft_wrap=True)
+        console.print("per cost: of throughput, at the same price of a device", soft_wrap=True)
+        if not priced:
+            console.print(
+                "cluster.price_per_device_hour is not set: no costs are shown", soft_wrap=True
+            )
+    else:
+        console.print("none of them improves on the plan", soft_wrap=True)
+    others = [one for one in plan.advice if not one.largest and one not in best]
+    words = ", ".join(f"{one.what} {one.gain:+.1%}" for one in others if one.gain is not None)
+    if words:
+        console.print(f"little or no gain: {words}", soft_wrap=True)
+    for one in (one for one in plan.advice if one.largest):
+        console.print(
+            f"{one.what}, of those planned: {count_text(one.num_parameters)} parameters, "
+            f"{seconds_text(one.predicted_step_seconds)} a step: {' '.join(one.change)}",
+            soft_wrap=True,
+        )
+
+
+def _advice_row(one: Advice, priced: bool) -> list[str]:
+    gains = ["-" if gain is None else f"{gain:+.1%}" for gain in (one.gain, one.gain_per_cost)]
+    cost = [] if one.cost is None or not priced else [f"{one.cost:,.2f}"]
+    mark = " *" if one.trains_otherwise else ""
+    return [one.what + mark, "\n".join(one.change), *gains, days_text(one.seconds), *cost]
 
 
 def bottleneck(plan: Plan) -> str:

@@ -30,7 +30,7 @@ from launcher.report.text import (
 )
 
 if TYPE_CHECKING:
-    from launcher.plan.plan import Plan
+    from launcher.plan import Plan
 
 FILE_NAME = "summary.json"
 REPORT = "report.html"

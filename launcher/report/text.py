@@ -35,6 +35,12 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def days_text(seconds: float) -> str:
+    """Format a long duration: `12.3 days`, and a shorter one than two days as `seconds_text`."""
+    days = seconds / 86400
+    return seconds_text(seconds) if days < 2 else f"{days:,.1f} days"
+
+
 def count_text(count: float | None) -> str:
     """Format a count: `512`, `105 K`, `1.21 M`, `7.00 B`."""
     return _scaled(count, 1000, ("", "K", "M", "B", "T"))

@@ -48,6 +48,8 @@ REFUSED = [
     ("export.path=x.npz", "export.path"),
     ("tokenize.vocab_size=300", "tokenize.vocab_size"),
     ("plan.compile=true", "plan.compile"),
+    ("task=plan plan.advise=true", "plan.advise"),
+    ("task=plan cluster=a100_8 parallel.verify=compile plan.advise=true", "plan.advise"),
     ("dataset=tokens dataset.path=a.bin dataset.end_token=3", "dataset.end_token"),
     (
         "dataset=tokens dataset.path=a dataset.validation_path=b dataset.validation_fraction=0.1",

@@ -95,6 +95,26 @@ def compile_told(config: Config):
         return str(error)
 
 
+def advise_told(config: Config):
+    """Whether a plan that is all that was asked for gets advice."""
+    told = []
+
+    def advised(*_):
+        told.append("advice")
+
+    def claim(config):
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(InterruptedError):
+        for name in ("trace", "plan"):
+            patch.setattr(f"launcher.driver.planning.prepare.{name}", lambda *_, **__: None)
+        patch.setattr("launcher.driver.planning.advice.advised", advised)
+        patch.setattr("launcher.driver.run.PlotProcess", contextlib.nullcontext)
+        patch.setattr("launcher.driver.run.folder.claim", claim)
+        task.task_named(config.task)().run(config, Console(file=io.StringIO()))
+    return told
+
+
 def _batch(config: Config):
     dataset = build_dataset(
         config.dataset, config.model, config.train.global_batch_size, config.run.seed

@@ -277,6 +277,7 @@ def probes():
     compiled = merged(DESCRIBED, {"task": "plan", "plan": {"compile": True}})
     yield "", "train.deterministic", Probe(told.options_told, compiled, True)
     yield "", "plan.compile", Probe(told.compile_told, {"task": "plan"}, True)
+    yield "", "plan.advise", Probe(told.advise_told, merged(DESCRIBED, {"task": "plan"}), True)
     yield "", "sweep.objective", swept("mfu")
     yield from cluster_probes()
 

@@ -44,7 +44,7 @@ class Accounting:
         self._finished = home.finished_steps
         self._known = Known(config.train.global_batch_size, batch_tokens(config))
         self._recorded: tuple[int | None, Sequence[ProcessSpans]] | None = None
-        before, began = _before(home, config, plan.num_devices), psutil.Process().create_time()
+        before, began = _before(home, config, plan.held_devices), psutil.Process().create_time()
         self.wall = WallClock(before, began, faults=faults_of(config, plan))
         self.wall.lap("starting")
         self.wall.move(plan_seconds, "starting", "planning")

@@ -31,6 +31,7 @@ from launcher.driver.record.best import Best
 from launcher.driver.record.slowness import Slowness
 from launcher.driver.record.step_log import FINITE, Pace, StepLog, Timelines, warm_up
 from launcher.plan import Plan, describe_plan, timeline
+from launcher.report import Metrics, TrackedRun, Tracker
 from launcher.report import breakdown as step_breakdown
 from launcher.report.breakdown import StepBreakdown, breakdown_tables, in_summary, print_breakdown
 from launcher.report.console import ConsoleTracker, line_printer
@@ -48,14 +49,7 @@ from launcher.report.summary import (
     write_summary,
 )
 from launcher.report.text import seconds_text
-from launcher.report.trackers.tracker import (
-    CompositeTracker,
-    Metrics,
-    TrackedRun,
-    Tracker,
-    open_trackers,
-    openers,
-)
+from launcher.report.trackers.tracker import CompositeTracker, open_trackers, openers
 from launcher.stop import ENDINGS
 
 TIMELINE = Path("plots/timeline.png")
@@ -96,7 +90,7 @@ def predicted_cost(config: Config, plan: Plan) -> float | None:
     """Return the predicted cost of the run's steps, None where no price is given."""
     price = config.cluster.price_per_device_hour
     hours = plan.predicted_step_seconds * config.train.steps / 3600
-    return None if price is None else hours * plan.num_devices * price
+    return None if price is None else hours * plan.held_devices * price
 
 
 def predicted(plan: Plan) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +33,8 @@ class TaskKind(ABC):
             refused; None: all.
         stop: the signals received.
         rendezvous: with the other tasks of the Slurm job that this process belongs to.
+        compose: returns the settings of the command line with further words, and raises
+            ConfigError; None: they are not from a command line.
     """
 
     name: ClassVar[str]
@@ -40,6 +43,7 @@ class TaskKind(ABC):
     reads: ClassVar[tuple[str, ...] | None] = None
     stop: Stop = field(default_factory=Stop)
     rendezvous: Rendezvous | None = None
+    compose: Callable[[Sequence[str]], Config] | None = None
 
     @abstractmethod
     def run(self, config: Config, console: RunConsole) -> int:

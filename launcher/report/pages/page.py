@@ -28,7 +28,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("seconds", "result", "setting", "label"):
+    for name in ("days", "seconds", "result", "setting", "label"):
         environment.filters[name] = getattr(text, f"{name}_text")
     environment.filters |= {"percent_of": percent_of, "short": without_zeros}
     return environment

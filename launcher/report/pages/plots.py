@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from launcher.base import Span
-    from launcher.plan.plan import Plan
+    from launcher.plan import Plan
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 TRAIN, EVAL = "#0072B2", "#D55E00"

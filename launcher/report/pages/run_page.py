@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 from launcher.report.breakdown import PHASES, StepBreakdown
 from launcher.report.pages.page import Chart, Series, chart, page_from, ticks
 from launcher.report.pages.plots import measured_picture, predicted_picture
-from launcher.report.plan_table import beside_measured, headline, plan_tables
+from launcher.report.plan_table import (
+    advice_aim,
+    as_planned,
+    beside_measured,
+    headline,
+    improvements,
+    plan_tables,
+)
 from launcher.report.run_record import ended_well
 from launcher.report.summary import Summary, results
 from launcher.report.text import flat, loss_text, seconds_text
 
 if TYPE_CHECKING:
     from launcher.base import Span
-    from launcher.plan.plan import Plan
+    from launcher.plan import Advice, Plan
     from launcher.schedule import TimedTask
 
 MOST_BOXES = 6000  # of a timeline; more would make the page slow
@@ -102,6 +109,9 @@ def run_report(found: Reported) -> str:
         "sentence": accounting.sentence,
         "plan_tables": plan_tables(found.plan),
         "compiled": COMPILED,
+        "advice": list(_advice(found.plan)),
+        "aim": advice_aim(found.plan) if found.plan.advice else "",
+        "as_planned": as_planned(found.plan),
         "pictures": pictures if total > 0 else [],
         "total": total,
         "most_boxes": MOST_BOXES,
@@ -117,6 +127,18 @@ def run_report(found: Reported) -> str:
         "settings": flat(found.config),
     }
     return page_from("run.html.jinja", content)
+
+
+def _advice(plan: Plan) -> Iterator[tuple[Advice, str, float]]:
+    """Yield each piece of advice, improvements first, with the class and length of its bar.
+
+    The longest bar is 1; gains and losses share the scale.
+    """
+    best = improvements(plan)
+    every = [*best, *(one for one in plan.advice if one not in best)]
+    most = max((abs(one.gain or 0.0) for one in every), default=0.0) or 1.0
+    for one in every:
+        yield one, "predicted" if one not in best else "measured", abs(one.gain or 0.0) / most
 
 
 def _prediction(summary: Summary) -> Iterator[tuple[str, str, str]]:

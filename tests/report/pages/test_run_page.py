@@ -12,7 +12,7 @@ import pytest
 from launcher.base.spans import Clock, Span
 from launcher.config.compose import load, to_dict
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.plan import local_shape, timeline
+from launcher.plan import Advice, local_shape, timeline
 from launcher.report.breakdown import Goodput, Known, StepBreakdown, StepPart, break_down
 from launcher.report.pages.run_page import Reported, run_report
 from launcher.report.pages.timeline import ProcessSpans
@@ -72,9 +72,14 @@ def found(plan):
         restarts=1,
     )
     settings = to_dict(load(WORDS)) | {HOSTILE: HOSTILE}
+    gains = (0.5, 0.0, -0.5, None)
+    advice = [
+        Advice(HOSTILE, (HOSTILE,), True, g, g, HOSTILE, 9, 2, 0.1, 9.0, None, 90.0, 3.0, g is None)
+        for g in gains
+    ]
     return Reported(
         summary,
-        plan,
+        replace(plan, advice=tuple(advice)),
         timeline(plan),
         settings,
         records,
@@ -126,6 +131,7 @@ def test_all_parts_of_a_run_are_there(found):
         "Where the step went",
         "Where the wall time went",
         "Plan",
+        "Advice",
         "What went wrong",
         "Settings",
     ]
