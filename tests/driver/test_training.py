@@ -448,3 +448,27 @@ def test_no_save_makes_a_lost_folder_again(tmp_path, plan, monkeypatch):
             record.sync()
         with pytest.raises(LostFolderError):  # nor does another start begin from step 0
             folder.reload(home, run.config)
+
+
+def test_workers_stand_by_after_as_long_as_the_start_and_others_after_as_long_again(monkeypatch):
+    now, begun = 100.0, []
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    standbys = training.Standbys()
+
+    def step_at(seconds):
+        nonlocal now
+        now = seconds
+        standbys.on_step(1, {})
+        return begun
+
+    assert step_at(100.0) == []
+    standbys.arm(10.0, begun.append)
+    assert step_at(109.0) == []
+    assert step_at(111.0) == [1]
+    assert step_at(119.0) == [1]
+    assert step_at(150.0) == [1, 2]
+    assert step_at(200.0) == [1, 2]
+    standbys.arm(10.0, begun.append)
+    standbys.disarm()
+    assert step_at(300.0) == [1, 2]
+    assert standbys.armed
