@@ -130,7 +130,7 @@ class TrainWorker(Peer):
             self.build(*about)
             steps = self._program.by(Plan.from_dict(plan))
             self._ahead = plan, locality, [emit_for(*each, locality) for each in steps]
-        self._program.dataset.train(0)  # imports and opens what a batch needs
+            self._program.dataset.train(0)  # imports and opens what a batch needs
 
     def begin_setup(self, plan: dict[str, Any]) -> int:
         """Begin to compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.

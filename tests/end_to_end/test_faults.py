@@ -100,9 +100,10 @@ def test_workers_that_stand_by_take_over_and_come_to_the_same_bytes(
 ) -> None:
     """Two stand by on each host; the one that takes the place of the victim is killed in turn."""
     words = (*WORDS, *SLOW, "train.global_batch_size=2048", f"cluster.hosts={hosts}")
-    monkeypatch.setattr("launched.COMMAND", (sys.executable, "-c", STANDBYS_AT_ONCE))
     run = tmp_path / "outputs" / "one"
-    launcher = Launcher(tmp_path, *words)
+    with monkeypatch.context() as at_once:
+        at_once.setattr("launched.COMMAND", (sys.executable, "-c", STANDBYS_AT_ONCE))
+        launcher = Launcher(tmp_path, *words)
 
     def up() -> list[psutil.Process]:
         return [p for p in launcher.processes() if command_of(p).startswith("ray::Worker")]

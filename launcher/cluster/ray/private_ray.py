@@ -40,7 +40,7 @@ _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, 
 _OWN = "raylet", "gcs_server"
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
 _SHUTDOWN_SECONDS = 15.0
-_END_SECONDS = 10.0  # for the nodes to end their workers, which what they trace may hold up
+_END_SECONDS = 30.0  # for those that stand by, which may still trace, to end the others
 _HEAD_SECONDS = 30  # for the head to end everything
 _DEFAULT_LIMIT = StartLimit()
 
