@@ -287,12 +287,10 @@ class _Job:
                         stack.pop_all()
                 raise
 
-    def _begin_standbys(
-        self, session: RaySession, places: list[Any], about: Any, ahead: int
-    ) -> None:
-        """Have `ahead` workers a host stand by; users' code may ask for ranks, so it waits."""
+    def _begin_standbys(self, session: RaySession, places: list[Any], about: Any) -> None:
+        """Have one more worker a host stand by; users' code may ask for ranks, so it waits."""
         with suppress(ClusterError):  # the restart meets it again
-            for worker in session.begin(TrainWorker, ahead=ahead):
+            for worker in session.begin(TrainWorker, ahead=_STANDBYS):
                 if not self._config.is_users:
                     worker.submit("stand_by", self.plan.to_dict(), places[worker.host], *about)
 
@@ -475,7 +473,7 @@ class _Job:
 
 
 class Standbys(Callback):
-    """Begins the workers of the next attempt, once training has lasted as long as its start.
+    """Begins the workers of the next attempt, once training has lasted as long as the first start.
 
     A run that is shorter never pays for them. After as long again those of one more begin, for a
     failure before the first ones are replaced.
@@ -486,18 +484,20 @@ class Standbys(Callback):
 
     def __init__(self) -> None:
         self.armed = False
-        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._wait = 0.0
+        self._due: list[float] = []
+        self._begin: Callable[[], None]
 
-    def arm(self, seconds: float, begin: Callable[[int], None]) -> None:
+    def arm(self, seconds: float, begin: Callable[[], None]) -> None:
         """Call `begin` after the first step that ends after so many seconds, then once more.
 
         Args:
-            seconds: between now, the first call, and the second.
-            begin: has so many workers stand by on each host.
+            seconds: what this start has taken. A restart is shorter than the first start, which
+                counts: what begins soon would take a second restart's processors.
+            begin: has one more worker a host stand by, unless enough do.
         """
-        now, self.armed = time.monotonic(), True
-        ahead = range(1, _STANDBYS + 1)
-        self._due = [(now + n * seconds, functools.partial(begin, n)) for n in ahead]
+        self.armed, self._begin, self._wait = True, begin, max(self._wait, seconds)
+        self._due = [time.monotonic() + n * self._wait for n in range(1, _STANDBYS + 1)]
 
     def disarm(self) -> None:
         """Begin no more: no attempt trains."""
@@ -505,8 +505,9 @@ class Standbys(Callback):
 
     def on_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """See `Callback.on_step`."""
-        if self._due and time.monotonic() >= self._due[0][0]:
-            self._due.pop(0)[1]()
+        if self._due and time.monotonic() >= self._due[0]:
+            del self._due[0]
+            self._begin()
 
 
 class Tries:

@@ -450,25 +450,23 @@ def test_no_save_makes_a_lost_folder_again(tmp_path, plan, monkeypatch):
             folder.reload(home, run.config)
 
 
-def test_workers_stand_by_after_as_long_as_the_start_and_others_after_as_long_again(monkeypatch):
+def test_workers_stand_by_after_as_long_as_the_first_start_and_others_after_as_long(monkeypatch):
     now, begun = 100.0, []
     monkeypatch.setattr("time.monotonic", lambda: now)
     standbys = training.Standbys()
 
-    def step_at(seconds):
+    def begun_by(seconds):
         nonlocal now
         now = seconds
         standbys.on_step(1, {})
-        return begun
+        return len(begun)
 
-    assert step_at(100.0) == []
-    standbys.arm(10.0, begun.append)
-    assert step_at(109.0) == []
-    assert step_at(111.0) == [1]
-    assert step_at(119.0) == [1]
-    assert step_at(150.0) == [1, 2]
-    assert step_at(200.0) == [1, 2]
-    standbys.arm(10.0, begun.append)
+    assert begun_by(100.0) == 0
+    standbys.arm(10.0, lambda: begun.append(now))
+    assert [begun_by(109.0), begun_by(111.0), begun_by(119.0), begun_by(150.0)] == [0, 1, 1, 2]
+    assert begun_by(200.0) == 2
+    standbys.arm(1.0, lambda: begun.append(now))  # after a restart, which is short
+    assert [begun_by(209.0), begun_by(211.0)] == [2, 3]
     standbys.disarm()
-    assert step_at(300.0) == [1, 2]
+    assert begun_by(300.0) == 3
     assert standbys.armed
