@@ -39,8 +39,8 @@ from launcher.config.fields import Place, key_of
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.hydra_compat import composed, searching
 from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse, refuse_sweeps
-from launcher.config.reader import build, setting_keys
-from launcher.config.schema import Config, check
+from launcher.config.reader import from_dict, setting_keys
+from launcher.config.schema import Config
 from launcher.config.sources import (
     ON_COMMAND_LINE,
     Origin,
@@ -167,7 +167,7 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
                     tree[section].pop(name, None)
             if "${" in str(tree):
                 tree, texts = resolved(OmegaConf.create(tree))
-        config = from_dict(tree, texts)
+        config = _from_files(tree, texts)
         if not config.allow_commands and (command := next(commands_in(config), None)):
             raise not_allowed(command)
         return config
@@ -225,19 +225,12 @@ def redacted(config: Config) -> dict[str, Any]:
     return tree
 
 
-def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> Config:
-    """Return the configuration of a tree by `to_dict`, as strictly as `load`.
-
-    Args:
-        tree: the settings.
-        texts: the interpolations of values from the environment.
-    """
-    config = build(Config, tree)
-    config = dataclasses.replace(config, model=config.model.filled())
+def _from_files(tree: Mapping[str, Any], texts: Mapping[Place, str]) -> Config:
+    """Return the configuration of a tree, with the interpolations of its environment's values."""
+    config = from_dict(tree)
     if texts:
         config = dataclasses.replace(config, from_environment=noted(to_dict(config), texts))
         check_environment(config, texts)
-    check(config)
     return config
 
 
@@ -263,7 +256,7 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
         tree, texts = resolved(OmegaConf.create(tree))
         _refuse_misplaced(tree, groups, sources)
         check_sizes(texts)
-        config = from_dict(tree | allowed, texts)
+        config = _from_files(tree | allowed, texts)
         for command in () if config.allow_commands else commands_in(config):
             if origin.rank(command) != ON_COMMAND_LINE:
                 raise not_allowed(command)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from launcher.base.reading import TYPE_NAMES, Reader, join_key
 from launcher.config.errors import ConfigError, closest, listed, shown
 from launcher.config.fields import LARGEST, Variants, key_of, settings_of
-from launcher.config.schema import Config
+from launcher.config.schema import Config, check
 
 T = TypeVar("T")
 
@@ -41,6 +41,17 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
         ConfigError: an unknown name, a wrong type, a value out of bounds, a value not given.
     """
     return _SettingsReader().read(cls, tree, key)
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """Return the configuration of a tree by `to_dict`, as strictly as `load`.
+
+    Workers call it, so this module is quick to import: it does not know Hydra.
+    """
+    config = build(Config, tree)
+    config = dataclasses.replace(config, model=config.model.filled())
+    check(config)
+    return config
 
 
 class _SettingsReader(Reader):

@@ -58,6 +58,7 @@ _SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsa
 _ROUNDS = 4
 _ROUND = 0.5  # seconds
 _MOST_STEPS = 20  # of a round
+_STANDBYS = 2  # on a host
 
 _log = logging.getLogger(__name__)
 
@@ -281,17 +282,18 @@ class _Job:
                 yield session
             except (WorkerError, HungError, DivergedError):
                 if self._standbys.armed:
-                    session.end_workers()
-                    self._session = session
-                    stack.pop_all()
+                    with suppress(ClusterError):  # on one of the machines, which may be lost
+                        session.end_workers()
+                        self._session = session
+                        stack.pop_all()
                 raise
 
     def _begin_standbys(self, session: RaySession, places: list[Any], about: Any) -> None:
-        """Start the workers of the next attempt; users' code may ask for ranks, so it waits."""
+        """Have one more worker a host stand by; users' code may ask for ranks, so it waits."""
         with suppress(ClusterError):  # the restart meets it again
-            for worker, place in zip(session.begin(TrainWorker), places, strict=True):
+            for worker in session.begin(TrainWorker, ahead=_STANDBYS):
                 if not self._config.is_users:
-                    worker.submit("stand_by", self.plan.to_dict(), place, *about)
+                    worker.submit("stand_by", self.plan.to_dict(), places[worker.host], *about)
 
     def _start_workers(self, session: RaySession, advance: Advance) -> Workers:
         """Start and connect the workers."""
@@ -471,32 +473,41 @@ class _Job:
 
 
 class Standbys(Callback):
-    """Begins the workers of the next attempt, once training has lasted as long as its start.
+    """Begins the workers of the next attempt, once training has lasted as long as the first start.
 
-    A run that is shorter never pays for them.
+    A run that is shorter never pays for them. After as long again those of one more begin, for a
+    failure before the first ones are replaced.
 
     Attributes:
-        armed: whether the attempt in progress trains and may have them.
+        armed: whether an attempt has trained and may have them.
     """
 
     def __init__(self) -> None:
         self.armed = False
-        self._due = 0.0
-        self._begin: Callable[[], None] | None = None
+        self._wait = 0.0
+        self._due: list[float] = []
+        self._begin: Callable[[], None]
 
     def arm(self, seconds: float, begin: Callable[[], None]) -> None:
-        """Call `begin` after the first step that ends after so many seconds."""
-        self.armed, self._due, self._begin = True, time.monotonic() + seconds, begin
+        """Call `begin` after the first step that ends after so many seconds, then once more.
+
+        Args:
+            seconds: what this start has taken. A restart is shorter than the first start, which
+                counts: what begins soon would take a second restart's processors.
+            begin: has one more worker a host stand by, unless enough do.
+        """
+        self.armed, self._begin, self._wait = True, begin, max(self._wait, seconds)
+        self._due = [time.monotonic() + n * self._wait for n in range(1, _STANDBYS + 1)]
 
     def disarm(self) -> None:
-        """Begin none: no attempt trains."""
-        self.armed, self._begin = False, None
+        """Begin no more: no attempt trains."""
+        self._due = []
 
     def on_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """See `Callback.on_step`."""
-        if self._begin is not None and time.monotonic() >= self._due:
-            begin, self._begin = self._begin, None
-            begin()
+        if self._due and time.monotonic() >= self._due[0]:
+            del self._due[0]
+            self._begin()
 
 
 class Tries:

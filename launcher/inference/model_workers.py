@@ -14,7 +14,7 @@ import numpy as np
 
 from launcher.checkpoint import FinishedModel
 from launcher.cluster.process_group import Peer
-from launcher.config.compose import from_dict
+from launcher.config.reader import from_dict
 from launcher.config.schema import Config
 from launcher.inference.eval_step import make_eval_step
 from launcher.inference.placed_model import ModelLayout, ModelPlaces, put, text_generator

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from launcher.hardware import ClusterShape
 from launcher.partition import (
@@ -187,6 +186,8 @@ def _solve(
         shared: see `Choices`.
         least: an amount for each choice, and the sum of amounts that has to be chosen.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # which workers need not import
+
     count = len(price)
     # After the choices, for each shared price whether it is paid: at least as much as any of its.
     costs = np.concatenate([price, [cost for cost, _ in shared]])

@@ -29,7 +29,7 @@ from launcher.cluster.process_group import Peer
 from launcher.cluster.ray import NodeFolder
 from launcher.cluster.ray.scratch import memory_folder
 from launcher.cluster.ray.worker_actor import Outcome
-from launcher.config.compose import from_dict
+from launcher.config.reader import from_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan
 from launcher.recipes import InputError
@@ -131,6 +131,7 @@ class TrainWorker(Peer):
             self.build(*about)
             steps = self._program.by(Plan.from_dict(plan))
             self._ahead = plan, locality, [emit_for(*each, locality) for each in steps]
+            self._program.dataset.train(0)  # imports and opens what a batch needs
 
     def begin_setup(self, plan: dict[str, Any]) -> int:
         """Begin to compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.

@@ -10,8 +10,9 @@ import yaml
 
 from launcher.__main__ import main
 from launcher.base import CONF
-from launcher.config.compose import from_dict, load, load_frozen, sources_of, to_dict
+from launcher.config.compose import load, load_frozen, sources_of, to_dict
 from launcher.config.errors import ConfigError
+from launcher.config.reader import from_dict
 from launcher.submit.job import array_script, script_for
 
 SLURM = ("cluster=slurm", "run.id=mine", "task=check")

@@ -13,7 +13,7 @@ from launcher.__main__ import main
 from launcher.cli.command import _EXAMPLES
 from launcher.cluster.kinds import kind_of
 from launcher.config.cluster import CLUSTERS
-from launcher.config.compose import from_dict, load, load_points, to_dict
+from launcher.config.compose import load, load_points, to_dict
 from launcher.config.families import (
     DatasetOptions,
     ModelOptions,
@@ -24,7 +24,7 @@ from launcher.config.families import (
 from launcher.config.folders import CONF
 from launcher.config.optimizer import OPTIMIZERS
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
-from launcher.config.reader import build, setting_keys
+from launcher.config.reader import build, from_dict, setting_keys
 from launcher.config.schema import Config
 from launcher.config.sweep import Batch, Outcome, run_sweeper
 from launcher.plan import local_shape

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.config.fields import key_of, settings_of
 from launcher.config.optimizer import OPTIMIZERS
 from launcher.config.parallel import METHODS
-from launcher.config.reader import build
+from launcher.config.reader import build, from_dict
 from launcher.config.schema import Config
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -453,3 +453,25 @@ def test_no_save_makes_a_lost_folder_again(tmp_path, plan, monkeypatch):
             record.sync()
         with pytest.raises(LostFolderError):  # nor does another start begin from step 0
             folder.reload(home, run.config)
+
+
+def test_workers_stand_by_after_as_long_as_the_first_start_and_others_after_as_long(monkeypatch):
+    now, begun = 100.0, []
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    standbys = training.Standbys()
+
+    def begun_by(seconds):
+        nonlocal now
+        now = seconds
+        standbys.on_step(1, {})
+        return len(begun)
+
+    assert begun_by(100.0) == 0
+    standbys.arm(10.0, lambda: begun.append(now))
+    assert [begun_by(109.0), begun_by(111.0), begun_by(119.0), begun_by(150.0)] == [0, 1, 1, 2]
+    assert begun_by(200.0) == 2
+    standbys.arm(1.0, lambda: begun.append(now))  # after a restart, which is short
+    assert [begun_by(209.0), begun_by(211.0)] == [2, 3]
+    standbys.disarm()
+    assert begun_by(300.0) == 3
+    assert standbys.armed

@@ -236,6 +236,26 @@ def test_a_killed_worker_is_replaced_on_the_nodes_of_the_job(
 
 
 @pytest.mark.slurm
+def test_those_that_stand_by_on_the_nodes_of_a_job_take_over(user: User) -> None:
+    run = user.submit("stand-by", *TWO_NODES, ENDLESS)
+
+    def up(name: str) -> list[psutil.Process]:
+        found = [p for p in user.slurm.left() if name in " ".join(p.cmdline()[:1])]
+        return sorted(found, key=psutil.Process.create_time)
+
+    wait_until(lambda: len(up("ray::Worker")) == 6, SECONDS)  # two of each node
+    nodes, step = up("raylet/raylet"), len(run.records())
+    up("ray::Worker")[1].kill()
+    wait_until(lambda: "resuming run stand-by at step" in run.output, SECONDS)
+    assert "from memory" in run.output
+    run.train_past(step + 1)
+    assert up("raylet/raylet") == nodes  # Ray stayed
+    user.slurm.run("scancel", run.job_id)
+    run.end("CANCELLED")
+    run.losses()
+
+
+@pytest.mark.slurm
 def test_a_run_that_is_preempted_twice_before_its_first_step_ends(user: User) -> None:
     """With the reason; other than by its own script it would come back ten times."""
     run = user.submit("in-vain", *TWO_NODES, ENDLESS)

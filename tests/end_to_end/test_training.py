@@ -16,7 +16,8 @@ import yaml
 from launched import MARK, Launcher, lines, losses, summary, train, typed
 
 from launcher.__main__ import main
-from launcher.config.compose import from_dict, to_dict
+from launcher.config.compose import to_dict
+from launcher.config.reader import from_dict
 from launcher.report.trackers.tracker import METRIC_KEYS
 
 TINY_GPT = typed(

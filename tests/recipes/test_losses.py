@@ -9,8 +9,8 @@ import optax
 import pytest
 from filled import filled_params
 
-from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
+from launcher.config.reader import from_dict
 from launcher.recipes import build_model
 from launcher.recipes.models.bert import BERTOptions
 from launcher.recipes.models.gpt import GPTOptions

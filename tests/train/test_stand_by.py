@@ -1,6 +1,9 @@
 """What a worker that stands by has emitted is what it runs once it takes a place."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import jax
@@ -47,3 +50,32 @@ def test_a_place_is_taken_with_what_was_emitted_for_it_alone(monkeypatch, anew):
         each.close()
     assert worker.loss == other.loss
     jax.tree.map(np.testing.assert_array_equal, worker._state, other._state)
+
+
+STANDS_BY = f"""
+import jax
+from launcher.base.jax_compat import on_cpus
+from launcher.config.compose import load, to_dict
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.plan import local_shape
+from launcher.runtime import Locality
+from launcher.train.program import build_program
+from launcher.train.worker import TrainWorker
+config = load({WORDS!r})
+with on_cpus():
+    plan = plan_of(config.parallel, build_program(config).train, local_shape(2, 1, "cpu"))
+TrainWorker().stand_by(plan.to_dict(), Locality(0), to_dict(config))
+try:
+    print(jax.devices()[0].platform)
+except (RuntimeError, AssertionError):  # as JAX says it
+    print("no GPU is here")
+"""
+
+
+@pytest.mark.slow  # a process of its own
+def test_on_gpus_one_that_stands_by_has_asked_for_none():
+    """JAX asks for devices once: had it taken CPUs by then, it would have these."""
+    environ = {**os.environ, "JAX_PLATFORMS": "cuda"}
+    command = [sys.executable, "-c", STANDS_BY]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] in ("no GPU is here", "gpu"), result.stdout

@@ -38,9 +38,9 @@ from launcher.cluster.slurm.rendezvous import Rendezvous
 
 _SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
 _OWN = "raylet", "gcs_server"
-_KILLS = 500  # with a hundredth of a second between them
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
 _SHUTDOWN_SECONDS = 15.0
+_END_SECONDS = 30.0  # for those that stand by, which may still trace, to end the others
 _HEAD_SECONDS = 30  # for the head to end everything
 _DEFAULT_LIMIT = StartLimit()
 
@@ -65,6 +65,7 @@ class PrivateRay(RaySession):
     """
 
     _log_dir: Path
+    renews = True
 
     def __init__(
         self,
@@ -99,11 +100,6 @@ class PrivateRay(RaySession):
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
             on_error.pop_all()
 
-    @property
-    def renews(self) -> bool:
-        """See `RaySession.renews`: of several machines, one may be what failed."""
-        return self._rendezvous is None
-
     def check(self) -> None:
         """See `RaySession.check`; continues Ray's head if that was stopped."""
         if self._head.poll() is not None or any(map(has_ended, self._own)):
@@ -113,11 +109,27 @@ class PrivateRay(RaySession):
 
     def end_workers(self) -> None:
         """See `RaySession.end_workers`; ends what they have started, too, which the head gets."""
+        if self._rendezvous is not None:
+            self._end_there()
         super().end_workers()
-        for _ in range(_KILLS):  # each leaves what it has started in turn
-            if not kill_children(self._head.pid, self._kept):
-                break
-            time.sleep(0.01)
+        worker_actor.end_children(self._head.pid, self._kept)
+
+    def _end_there(self) -> None:
+        """Have those that were begun end the others of their nodes.
+
+        Raises:
+            RayEndedError: on a node none does, which may be what failed.
+        """
+        first = {handle.host: handle for handle in reversed(self._begun)}
+        ended = {host: list[int]() for host in range(self.pool.hosts)}
+        try:
+            for handle in self._used:
+                _, process, _ = self._ray.get(handle.location, timeout=0)
+                ended[handle.host].append(process)
+            calls = [first[host].actor.end.remote(ended[host]) for host in ended]
+            self._ray.get(calls, timeout=_END_SECONDS)
+        except (KeyError, self._ray.exceptions.RayError) as error:
+            raise RayEndedError(f"a node has no worker that answers: {error}") from error
 
     def close(self) -> None:
         """End every process and delete all files of this Ray; see `RaySession.close`."""
@@ -276,17 +288,6 @@ def start_head(
             pass_fds=[*locks, *sockets],
             start_new_session=True,
         )
-
-
-def kill_children(pid: int, kept: Sequence[psutil.Process]) -> bool:
-    """Kill the children of a process, except those of `kept`; return whether there were any."""
-    found = False
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children():
-            if process not in kept and not has_ended(process):
-                found = True
-                process.kill()
-    return found
 
 
 def name_of(process: psutil.Process) -> str:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -166,14 +167,16 @@ class RaySession(ABC):
 
     Attributes:
         pool: the devices: one worker a host.
+        renews: whether new workers can start while the old ones run, and take their place.
     """
 
     pool: DevicePool
+    renews = False
 
     def __init__(self, limit: StartLimit, log_dir: Path | None, kill_after: float = 0.0) -> None:
         self._limit, self._log_dir, self._kill_after = limit, log_dir, kill_after
         self._waiting = Waiting(limit)
-        self._begun: list[WorkerHandle] = []
+        self._begun: list[WorkerHandle] = []  # in the order of their begin
         self._used: list[WorkerHandle] = []
         self._known: list[str] = []  # the addresses of all hosts, which are exempt from proxies
         self._undo = ExitStack()
@@ -189,11 +192,6 @@ class RaySession(ABC):
             RayEndedError: Ray has ended, so none of its workers answers any more.
         """
 
-    @property
-    def renews(self) -> bool:
-        """Whether new workers can start while the old ones run, and take their place."""
-        return False
-
     @abstractmethod
     def _connect(self) -> None:
         """Connect to Ray unless this process is connected."""
@@ -202,8 +200,12 @@ class RaySession(ABC):
     def _place(self, host: int) -> Place:
         """Return the place of a process on a host of the pool."""
 
+    @functools.cached_property
+    def _workers_at(self) -> list[Place]:
+        """The place of each worker, in the order of the hosts, for all that follow one another."""
+        return self._worker_places()
+
     def _worker_places(self) -> list[Place]:
-        """Return the place of each worker, in the order of the hosts."""
         return [self._place(host) for host in range(self.pool.hosts)]
 
     @abstractmethod
@@ -230,21 +232,31 @@ class RaySession(ABC):
             self._leaving = BackgroundCall(self._ray.shutdown)
             self._leaving.ended(patience)
 
-    def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+    def begin(self, worker_class: type, *arguments: Any, ahead: int = 1) -> list[WorkerHandle]:
         """Wait for Ray and have it start the processes, without waiting for these.
 
-        The next `spawn` of the same class and arguments waits for them. They take calls from now
-        on. Raises the errors of `spawn`.
+        The next `spawn` of the same class and arguments waits for them, on each host for the one
+        that was begun first. They take calls from now on. Raises the errors of `spawn`.
+
+        Args:
+            worker_class: the class to build.
+            *arguments: its arguments.
+            ahead: how many processes are to wait on a host; where fewer do, one is started.
+
+        Returns:
+            Those that are started.
         """
         self._connect()
-        places, handles = self._worker_places(), list[WorkerHandle]()
+        handles = list[WorkerHandle]()
         self._undo.callback(kill, handles, self._kill_after)
+        waiting = Counter(handle.host for handle in self._begun)
         try:
-            for place in places:
-                handles.append(self._start(place, (worker_class, arguments)))
+            for place in self._workers_at:
+                if waiting[place.host] < ahead:
+                    handles.append(self._start(place, (worker_class, arguments)))
         except self._ray.exceptions.RayError as error:
             raise RayEndedError(f"Ray cannot start the workers: {error}") from error
-        self._begun = handles
+        self._begun += handles
         return handles
 
     def spawn(
@@ -265,10 +277,13 @@ class RaySession(ABC):
             ClusterError: Ray or a process did not come up, or not in time.
         """
         self._waiting.advance = advance
-        if any(handle.is_lost() for handle in self._begun):  # while they waited
-            kill(self._begun, self._kill_after)
-            self._begun = []
-        handles, self._begun = self._begun or self.begin(worker_class, *arguments), []
+        lost = [handle for handle in self._begun if handle.is_lost()]  # while they waited
+        kill(lost, self._kill_after)
+        self._begun = [handle for handle in self._begun if handle not in lost]
+        self.begin(worker_class, *arguments)
+        first = {handle.host: handle for handle in reversed(self._begun)}
+        handles = [first[host] for host in sorted(first)]
+        self._begun = [handle for handle in self._begun if handle not in handles]
         self._used += handles
         missing = dict.fromkeys([handle.name for handle in handles], "")
 
@@ -301,7 +316,11 @@ class RaySession(ABC):
         return handles
 
     def end_workers(self) -> None:
-        """Kill the processes of `spawn` and `serve`, which have been up; those begun since stay."""
+        """Kill the processes of `spawn` and `serve`, which have been up; those begun since stay.
+
+        Raises:
+            RayEndedError: on one of several machines they cannot be killed.
+        """
         kill(self._used, 0.0)
         self._used = []
 

@@ -20,10 +20,13 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _SIG_IGN = 1
+_KILL_SECONDS = 10
+_KILLS = 500  # with a hundredth of a second between them
 
 Outcome = tuple[bool, Any]  # (True, result) | (False, (exception type, message, traceback text))
 
@@ -95,6 +98,17 @@ class Worker:
         except BaseException as error:
             return False, _described(error)
 
+    def end(self, processes: list[int]) -> None:
+        """Kill other workers of this node and what they have started, and wait for their end."""
+        import psutil
+
+        raylet, ray, head, *_ = psutil.Process().parents()
+        others = [child for child in raylet.children() if child.pid in processes]
+        for other in others:
+            other.kill()
+        psutil.wait_procs(others, _KILL_SECONDS)
+        end_children(head.pid, [ray])
+
 
 class Server(Worker):
     """A process whose object has coroutines for methods, so that calls run concurrently.
@@ -144,6 +158,27 @@ def machine_id() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
         return socket.gethostname()
+
+
+def end_children(pid: int, kept: list[Any]) -> None:
+    """Kill the children of a process, except those of `kept`, and what it gets when they end.
+
+    Args:
+        pid: the process.
+        kept: some of psutil's processes.
+    """
+    import psutil
+
+    for _ in range(_KILLS):  # each leaves what it has started in turn
+        found = False
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(pid).children():
+                if child not in kept and child.status() != psutil.STATUS_ZOMBIE:
+                    found = True
+                    child.kill()
+        if not found:
+            break
+        time.sleep(0.01)
 
 
 def _described(error: BaseException) -> tuple[str, str, str]:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from launcher import checkpoint
 from launcher.base import DamagedError, to_type
 from launcher.checkpoint.layout import METADATA
-from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
+from launcher.config.reader import from_dict
 from launcher.config.schema import Config
 from launcher.driver.folder import folder
 from launcher.recipes import InputError

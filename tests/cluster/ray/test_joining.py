@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cluster import worker_group
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.errors import HungError, WorkerError
+from launcher.cluster.errors import HungError, RayEndedError, WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay
 from launcher.cluster.ray.worker import gather, has_ended, silent_servers
 from launcher.cluster.worker_group import WAITS, WorkerGroup
@@ -85,22 +85,33 @@ def test_each_process_keeps_its_programs_and_outlives_the_first(tmp_path, monkey
 def test_workers_begun_beside_others_take_their_place(probe, tmp_path):
     with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
         used = session.spawn(probe, 1)
+        with pytest.raises(RayEndedError):  # nobody is there to end them
+            session._end_there()
         begun = session.begin(probe, 2)
         assert gather([worker.submit("add", 0) for worker in (*used, *begun)]) == [1, 1, 2, 2]
         assert session.renews
         child = psutil.Process(used[0].submit("start").result())
+        processes = [child, *(worker.process() for worker in used)]
+        processes[-1].suspend()
+        session._end_there()  # as on several machines
+        assert all(map(has_ended, processes))
         session.end_workers()
-        assert not any(worker.process().is_running() for worker in used)
-        assert has_ended(child)
         assert session.spawn(probe, 2) == begun
 
-        dead = session.begin(probe, 3)
-        assert gather([worker.submit("add", 0) for worker in dead]) == [3, 3]
-        dead[0].process().kill()  # while it waits: its group starts anew
-        while not dead[0].is_lost():
+        first = session.begin(probe, 3)
+        assert session.begin(probe, 3) == []
+        second = session.begin(probe, 3, ahead=2)
+        assert gather([worker.submit("add", 0) for worker in (*first, *second)]) == [3] * 4
+        first[0].process().kill()  # while it waits: the next of its host takes its turn
+        while not first[0].is_lost():
             time.sleep(0.01)
         session.end_workers()
-        taken = session.spawn(probe, 4)
-        assert gather([worker.submit("add", 0) for worker in taken]) == [4, 4]
-        ended = [*used, *begun, *dead]
-        assert not any(worker.process().is_running() for worker in ended)
+        assert session.spawn(probe, 3) == [second[0], first[1]]
+        session.end_workers()
+        taken = session.spawn(probe, 3)  # one is left, the other starts
+        assert taken[1] is second[1]
+        assert gather([worker.submit("add", 0) for worker in taken]) == [3, 3]
+        child = psutil.Process(taken[0].submit("start").result())
+        session.end_workers()
+        ended = [worker.process() for worker in (*begun, *first, *second, *taken)]
+        assert all(map(has_ended, [child, *ended]))

@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from launcher.checkpoint import RunMetadata
-from launcher.config.compose import from_dict, to_dict
+from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
+from launcher.config.reader import from_dict
 from launcher.driver.folder.folder import check_same_run
 from launcher.recipes import fingerprint_dataset
 
