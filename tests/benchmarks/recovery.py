@@ -3,9 +3,9 @@
     python tests/benchmarks/recovery.py [rounds] [--methods data zero3 manual auto]
 
 In each round, each method trains on 2 hosts of 2 emulated devices with dropout. At a random step
-after two workers of each host are likely to stand by, a random worker is killed, in every second
-round with its host's memory; in every third round once more a few steps after the first new one,
-mostly before others stand by. A step is new if it is after the newest one recorded before the
+after a worker of each host is likely to stand by, a random worker is killed, in every second round
+with its host's memory; in every third round once more a few steps after the first new one, mostly
+before others stand by. A step is new if it is after the newest one recorded before the
 restart. Prints the seconds to it beside those that the same run took from its command to its first
 step. A first run of each method, which nobody disturbs and whose start is not counted, says what
 bytes each must come to. Ends with an error if one comes to others, or leaves a process or a folder
@@ -37,7 +37,7 @@ from launcher.cluster.ray.scratch import memory_folder
 sys.path.append(str(ROOT / "tests" / "end_to_end"))
 from launched import Launcher, lines, losses, summary
 
-STEPS, FIRST_KILL, NEXT_KILL = 150, (95, 115), (3, 20)
+STEPS, FIRST_KILL, NEXT_KILL = 150, (45, 115), (3, 20)
 WORDS = (
     *("cluster=emulated", "cluster.hosts=2", "cluster.gpus=4", "model.dropout=0.1"),
     *(f"train.steps={STEPS}", "train.eval_every=0", "report=none"),
