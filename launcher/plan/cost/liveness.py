@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 from launcher.plan.cost.waiting import PutOff, put_off
 from launcher.trace import (
@@ -72,14 +72,18 @@ class Liveness:
         as_soon: bool = False,
         on_gpu: bool = False,
     ) -> None:
-        self.equations = put_off(equations, outs, at_once, waits) if waits else [*equations]
+        self.equations, same = _without_barriers(equations)
+        outs, at_once = ([_of(same, v) for v in of] for of in (outs, at_once))
+        if waits:
+            self.equations = put_off(self.equations, outs, at_once, waits)
         if as_soon or on_gpu:
             self.equations = (_as_soon if as_soon else _as_late)(self.equations)
         turned = list(map(_turned, self.equations))
         if on_gpu:
             turned = _turned_apart(self.equations)
         columns = _columns(self.equations) if on_gpu else {}
-        kept = _kept(self.equations, [*outs, *at_once, *columns], as_soon, on_gpu, turned)
+        held = [*outs, *at_once, *columns, *same.values()]
+        kept = _kept(self.equations, held, as_soon, on_gpu, turned)
         whole = _whole(self.equations, gathered)
         behind = _behind(self.equations, kept, whole)
         end = len(self.equations)
@@ -193,6 +197,25 @@ def _of_body(body: Body, as_soon: bool, on_gpu: bool) -> Liveness:
     """Return what a loop's body stores; the rows that it makes are written to where they belong."""
     outs, rows = body.jaxpr.outvars, body.stacked_outputs.start
     return Liveness(body.jaxpr.eqns, outs[:rows], outs[rows:], as_soon=as_soon, on_gpu=on_gpu)
+
+
+def _without_barriers(
+    equations: Iterable[Equation],
+) -> tuple[list[Equation], dict[Var, Atom]]:
+    """Return the equations without barriers, and what each result of one is: it is stored."""
+    found: list[Equation] = []
+    same: dict[Var, Atom] = {}
+    for eqn in equations:
+        reads = [_of(same, v) for v in eqn.invars]
+        if eqn.primitive.name in BARRIERS:
+            same.update(zip(eqn.outvars, reads, strict=True))
+        else:
+            found.append(eqn.replace(invars=reads) if same else eqn)
+    return found, same
+
+
+def _of(same: Mapping[Var, Atom], v: Atom) -> Atom:
+    return same.get(v, v) if is_var(v) else v
 
 
 def _housed(values: Sequence[float], buffers: Sequence[float]) -> float:

@@ -196,7 +196,7 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
 
     XLA:GPU puts off products and convolutions of gradients, to run them under the sums: to where
     the program ties a bucket to the pass, if there are several. Under the collectives of a model
-    axis it puts off all of them.
+    axis it puts off all of them, but for those that are added to accumulators.
 
     Args:
         cut: the partitioned step.
@@ -211,10 +211,12 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     if not on_gpu:
         return Summed(afresh)
     is_cut = layout.sizes[MODEL] > 1
-    buckets = [{*operands}] if is_cut else [{*of.operands} for of in sync.in_pass(alone)]
-    return Summed(
-        afresh - gathered, gathered, buckets if is_cut or len(buckets) > 1 else (), is_cut
-    )
+    together = [{*of.operands} for of in sync.in_pass(alone)]
+    if is_cut:
+        together = [{*operands}] if alone else []
+    elif len(together) == 1:
+        together = []
+    return Summed(afresh - gathered, gathered, together, is_cut)
 
 
 class Sums(NamedTuple):

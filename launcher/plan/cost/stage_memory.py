@@ -24,7 +24,18 @@ from launcher.partition import (
 from launcher.plan.cost.liveness import Liveness, Size, computed_late, is_folded
 from launcher.plan.cost.waiting import PutOff
 from launcher.schedule import Kind
-from launcher.trace import CONTRACTIONS, FUSED, Aval, Equation, Var, dependents, is_var, nbytes
+from launcher.trace import (
+    CONTRACTIONS,
+    FORMS,
+    FUSED,
+    GRADIENT_SUMS,
+    Aval,
+    Equation,
+    Var,
+    dependents,
+    is_var,
+    nbytes,
+)
 
 # What XLA:CPU needs more than the values: copies, and places it cannot share.
 _SLACK = 1.06
@@ -107,17 +118,18 @@ class Stored:
         self._added = {v for v in self.gradients if by.get(v) in FUSED | {"dot_general"}}
         is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
         whole = [v for v, name in is_operand if name.of in how.gathered]
-        products = {v for v in self.gradients if by.get(v) in CONTRACTIONS}
-        own = {*self.gradients.values()}
+        products, own = _products(self.jaxpr.eqns), {*self.gradients.values()}
         together = [of & own for of in how.together if of & own]
+        places = sum_places(dataclasses.replace(one, closed=self.jaxpr), together)
         waits = [
-            PutOff(products & self.apart(together[k]), () if how.is_cut else place.ties)
-            for place in sum_places(dataclasses.replace(one, closed=self.jaxpr), together)
+            PutOff(
+                # One in parts waits for no sum before its own.
+                {v for v in self.apart(together[k]) if v in products and not (n and products[v])},
+                () if how.is_cut else place.ties,
+            )
+            for n, place in enumerate(places)
             for k in place.buckets
         ]
-        known = (of.gradients for of in waits)
-        added = {v for v in products if by[v] == "dot_general"}
-        waits.append(PutOff(added.difference(*known, self.apart(how.afresh))))
         after = [v for v, name in self.inputs.items() if name.kind in ("cotangent", "seed")]
         equations = computed_late(self.jaxpr.eqns, after)
         self.liveness = Liveness(equations, held, summed, whole, waits, on_gpu=True)
@@ -143,6 +155,18 @@ class Stored:
         for v, known in zip(self.jaxpr.invars, self._given, strict=True):
             inside.seed(v, sharding.spec(known))
         return _sizes(inside, self._added - apart)
+
+
+def _products(equations: Sequence[Equation]) -> dict[Var, bool]:
+    """Return what are products in some form, and whether other parts are added."""
+    found: dict[Var, bool] = {}
+    for eqn in equations:
+        name, of = eqn.primitive.name, [found[v] for v in eqn.invars if is_var(v) and v in found]
+        if name in CONTRACTIONS:
+            found.update(dict.fromkeys(eqn.outvars, False))
+        elif of and name in FORMS | GRADIENT_SUMS:
+            found.update(dict.fromkeys(eqn.outvars, any(of) or name in GRADIENT_SUMS))
+    return found
 
 
 def stored_in(of: StagePrograms, on_gpu: bool, how: Summed = Summed()) -> dict[Kind, Stored]:  # noqa: B008

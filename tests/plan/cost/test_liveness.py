@@ -145,6 +145,12 @@ def widened(x, w):
     return (wide + 1).sum(1), (wide * 2).sum(1), jnp.sin(wide).sum(1), (wide - 4).sum(0)
 
 
+def passed(x, w):
+    """A barrier's results are its operands, and each is made of its own alone."""
+    y, z = jax.lax.optimization_barrier((x @ w, jnp.sin(x)))
+    return y @ w, z.sum(0)
+
+
 def columns(x, w):
     """Of a kernel that sums columns of few rows, two values in 32 bits beside two in 16."""
     a, b = (x.astype(jnp.bfloat16) @ (k * w).astype(jnp.bfloat16) for k in (1, 2))
@@ -168,6 +174,7 @@ def columns(x, w):
         (scattered_and_narrowed, 1.5),
         (largest, 5),
         (widened, 0.8),
+        (passed, 2.1),
         (columns, 3),
     ],
     ids=lambda of: getattr(of, "__name__", ""),

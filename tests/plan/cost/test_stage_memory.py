@@ -10,11 +10,11 @@ from launcher.trace import make_jaxpr
 
 
 def gradients(x, images):
-    """Those of a convolution, of a matrix, of a bias, and later ones; and what goes on."""
+    """Those of a convolution, of a matrix (cast), of a bias, and later ones; and what goes on."""
     rows = jnp.tanh(x)
     filters = jax.lax.conv(images, images, (1, 1), "VALID")
     matrix = x.T @ rows
-    early, bias = rows.T @ x, rows.sum(0)
+    early, bias = (rows.T @ x.astype(jnp.bfloat16)).astype(jnp.float16), rows.sum(0)
     later = jnp.sin(rows @ matrix)
     last = jax.lax.conv(images + later.sum(), images, (1, 1), "VALID")
     return filters, early, bias, later.T @ rows, last, later
@@ -42,3 +42,26 @@ def test_products_wait_for_the_gradients_that_they_are_summed_with(how, waiting)
     made = {v: place for place, eqn in enumerate(stored.liveness.equations) for v in eqn.outvars}
     (sine,) = (made[e.outvars[0]] for e in closed.eqns if e.primitive.name == "sin")
     assert {i for v, i in stored.gradients.items() if made[v] > sine} == waiting
+
+
+@pytest.mark.parametrize(
+    ("together", "order"),
+    [([{0, 1}], "rrrrr" + "mmm" + "r"), ([{0}, {1}], "rrrmrmrmr")],
+    ids=["the first", "a later one"],
+)
+def test_a_product_waits_for_other_parts_of_its_gradient_where_that_is_summed_first(
+    together, order
+):
+    """Of weights (0) that are read twice."""
+
+    def back(w, o, x):
+        return jax.grad(lambda w, o, x: (jnp.sin(x @ w) @ o @ w).sum(), (0, 1, 2))(w, o, x)
+
+    closed = make_jaxpr(back, *[jax.ShapeDtypeStruct((n, 4), jnp.float32) for n in (4, 4, 8)])
+    inputs = tuple(Name("operand", k) for k in range(3))
+    outputs = Name("grad", 0), Name("grad", 1), Name("cotangent", (0, 0))
+    stored = Stored(
+        TaskProgram(closed, (), inputs, outputs), True, Summed({0, 1}, together=together)
+    )
+    made = [e for e in stored.liveness.equations if e.primitive.name == "dot_general"]
+    assert "".join("mr"[e.outvars[0].aval.shape[0] == 8] for e in made) == order
