@@ -45,7 +45,7 @@ _UNPADDED = (
 )
 
 
-def differ(name: str, there: Any, here: Any, where: str) -> str:
+def mismatch(name: str, there: Any, here: Any, where: str) -> str:
     """Return in words that an array has another shape there than here, or is missing in one."""
     pairs = zip(there, here, strict=False) if isinstance(there, tuple) else ()
     is_padding = [n if n == m else padded(n) for n, m in pairs] == list(here)

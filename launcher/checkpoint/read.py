@@ -21,8 +21,8 @@ from launcher.checkpoint.flat import (
     Source,
     absent_like,
     can_take,
-    differ,
     find_weights,
+    mismatch,
     names_of,
     read_flat,
     sources,
@@ -118,7 +118,7 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
         if not isinstance(source, str):
             shape = shape[1:] if isinstance(source[1], int) else (len(source), *shape)
         if shape != leaf.shape:
-            raise Mismatch(differ(name, shape, leaf.shape, "in the model"))
+            raise Mismatch(mismatch(name, shape, leaf.shape, "in the model"))
         if isinstance(source, tuple) and isinstance(source[1], int):
             _check_all_rows(source[0], one.shape[0], found)
         if isinstance(one, Header) and not can_take(leaf.dtype, one.dtype):
@@ -135,7 +135,7 @@ def check_state(path: Path, like: TrainState) -> None:
     for name in sorted(wanted.keys() | stored.keys()):
         there, here = stored.get(name, "missing"), wanted.get(name, "missing")
         if there != here:
-            raise Mismatch(differ(name, there, here, "here"))
+            raise Mismatch(mismatch(name, there, here, "here"))
 
 
 def check_vocabulary(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -152,7 +152,7 @@ def check_vocabulary(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if model.vocabulary_rows and name in shapes:
         here = (model.vocabulary_rows, *shapes[name][1:])
         if shapes[name] != here:
-            raise Mismatch(differ(name, shapes[name], here, "in the model"))
+            raise Mismatch(mismatch(name, shapes[name], here, "in the model"))
 
 
 def _stored_leaves(path: Path) -> dict[str, Any]:
