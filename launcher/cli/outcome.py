@@ -143,7 +143,7 @@ def _run_of(home: Path, task: str) -> _Document:
     """Return a run's record and, of a plan that was asked for, what matters most."""
     from launcher.cli import runs_command
 
-    found: _Document = {"run": runs_command.read_run(home).to_dict()}
+    found: _Document = {"run": runs_command.found(["show", str(home)])[0]}
     if task == "plan" and (file := home / "plan.json").is_file():
         plan = parse_json(read_text(file, _LARGEST_PLAN))
         found["plan"] = {k: v for k, v in plan.items() if not isinstance(v, dict | list)}
@@ -188,12 +188,12 @@ def _error(
 def _keys(error: Exception) -> list[str]:
     """Return the settings that an error is about."""
     named = errors.keys_in(str(getattr(error, "problem", error)))
-    settings = (key for key in named if not _FILE.search(key))
+    settings = (key for key in named if key != "key" and not _FILE.search(key))
     return list(dict.fromkeys([*getattr(error, "keys", ()), *settings]))
 
 
 def _where(error: Exception) -> str | None:
     """Return the file and the line that an error is about; None for the command line."""
     place = re.search(r"\bin ([^,]+?\.ya?ml(?::\d+)?)(?:,|$)", str(getattr(error, "where", "")))
-    place = place or re.search(r"(?:^|[\s(])([^\s():,]+\.\w+:\d+)", str(error))
+    place = place or re.search(r"([^\s():,'\"]+\.(?:py|ya?ml|json):\d+)", str(error))
     return place[1] if place else None

@@ -152,7 +152,7 @@ TASKS: dict[str, tuple[str, ...] | None] = {
     ),
 }
 _LONGEST_NAME = 255  # bytes, of a folder
-TRACKERS = ("wandb", "tensorboard", "mlflow")
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 @dataclass(frozen=True)
