@@ -7,6 +7,7 @@ then goes to standard error.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -84,7 +85,7 @@ def answer_in_json(words: Sequence[str], stop: Stop) -> int:
             document |= _failure(words, error)
     if document["exit_code"] and document["error"] is None:
         document["error"] = _ending(document)
-    answer(json.dumps(document, indent=2, default=str))
+    answer(json.dumps(_finite(document), allow_nan=False, default=str))
     if interrupt is not None:
         raise interrupt
     return int(document["exit_code"])
@@ -166,6 +167,15 @@ def _failure(words: Sequence[str], error: Exception) -> _Document:
     edit = find_remedy(words, error, kind)
     remedy = None if edit is None else {"remove": [*edit.remove], "add": [*edit.add]}
     return {"exit_code": code, "error": _error(kind, text, _keys(error), _where(error), remedy)}
+
+
+def _finite(tree: Any) -> Any:
+    """Return a tree with null for what JSON has no number for."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [*map(_finite, tree)]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _ending(document: _Document) -> _Document:

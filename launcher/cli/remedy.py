@@ -24,7 +24,9 @@ from launcher.stop import Stop
 _PROTECTED = re.compile(r"allow_|run\.(resume|fork)\b|train\.init_from|.*memory")
 _PLACE = re.compile(r"run\.(id|dir)\b")
 _TASKS = ("task=check", "task=plan")  # that a remedy may ask for: they train nothing
-_FLAGS = ("-m", "--multirun", "-cd", "--config-dir", "--frozen")
+_FOLDER = ("-cd", "--config-dir")
+_FLAGS = ("-m", "--multirun", "--frozen", *_FOLDER)
+_ZEROS = re.compile(r"^([+-]?)0[0_]*(?=[0-9])")
 _MOST_TRIES = 24
 _DEEPEST = 4  # faults of one command line
 # Kinds of errors that no word mends, and those that a check does not find: their advice is taken.
@@ -98,7 +100,8 @@ def _mended(
         for edit, left in changed if depth > 1 else ():
             if further := _mended(edit.of(words), left, False, tries, depth - 1):
                 return edit.then(further)
-            if way is advised and not partial and not set(_keys(left)) & set(_keys(error)):
+            touched = {*_keys(error), *map(_key, edit.add)}
+            if way is advised and not partial and touched.isdisjoint(_keys(left)):
                 partial = edit
     return partial
 
@@ -121,10 +124,10 @@ def _tried(words: Sequence[str]) -> Exception | None:
 
 def _advised(words: Sequence[str], error: Exception) -> Iterator[errors.Fix]:
     """Yield the changes that an error advises, but for another option than one that was typed."""
-    fixes = getattr(error, "fixes", [dict(errors.said_in(str(error)))])
+    fixes = getattr(error, "fixes", errors.fixes_in(str(error), ""))
     for fix in fixes:
         is_option = getattr(error, "code", "") == "unknown_setting" and None not in fix.values()
-        if not is_option or not any(_of_key(words, key) for key in fix):
+        if not is_option or not any(_key(word) in fix for word in words):
             yield fix
 
 
@@ -146,8 +149,8 @@ def _edits(words: Sequence[str], fix: errors.Fix, error: Exception) -> Iterator[
     """Yield the edits that make a change of settings: of a list, each of its items in turn."""
     remove, add = list[str](), list[str]()
     for key, value in fix.items():
-        if value is not None:
-            remove += _of_key(words, key)
+        if value is not None:  # an option keeps what is typed of its settings
+            remove += [word for word in _of_key(words, key) if "." in key or _key(word) == key]
             add.append(f"{key}={value}")
             continue
         for wrong in _keys(error):
@@ -240,6 +243,9 @@ def _rewritten(words: Sequence[str], error: Exception) -> Iterator[Edit]:
     """Yield edits of words that cannot be read: dashes, blanks, another sign than =, brackets."""
     if getattr(error, "code", "") != "command_line":
         return
+    if str(error).startswith("--config-dir"):
+        yield from _nearest_folder(words)
+        return
     for at, word in enumerate(words):
         after = words[at + 1 : at + 2]
         key, equals, value = word.lstrip("-").partition("=")
@@ -257,7 +263,6 @@ def _rewritten(words: Sequence[str], error: Exception) -> Iterator[Edit]:
             yield from (Edit((word,), (tidy,)) for tidy in _tidied(key, value) if tidy != word)
     if "gives several values" in str(error):
         yield Edit(add=("-m",))
-    yield from _nearest_folder(words)
     bad = [word for word in words if repr(word)[1:-1] in str(error) or word in str(error)]
     yield from (Edit((word,)) for word in bad)
 
@@ -266,6 +271,7 @@ def _tidied(key: str, value: str) -> Iterator[str]:
     """Yield `key=value` with the slips of its grammar mended."""
     key = key.partition("@")[0].lstrip("+~").strip()
     value = value.strip().removeprefix("=").strip()
+    value = _ZEROS.sub(r"\1", value)
     yield f"{key}={value}"
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) > value.count(closing):
@@ -278,9 +284,8 @@ def _tidied(key: str, value: str) -> Iterator[str]:
 def _nearest_folder(words: Sequence[str]) -> Iterator[Edit]:
     """Yield the edit that names the folder nearest to a `--config-dir` that is none."""
     for flag, named in itertools.pairwise(words):
-        if flag in ("-cd", "--config-dir") and not (path := Path(named)).is_dir():
+        if flag in _FOLDER and not (path := Path(named)).is_dir():
             with suppress(OSError):
                 beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
                 if near := errors.closest(path.name, beside):
                     yield Edit((flag, named), (flag, str(path.with_name(near))))
-            yield Edit((flag, named))

@@ -446,7 +446,7 @@ def no_option(group: str, option: str, options: Sequence[str], where: str) -> Co
     remedy = advice(option, options, f"Options of {group}")
     if (group, option) == ("hydra/sweeper", "optuna"):
         remedy = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
-    near = closest(option, options)
+    near = closest(option, options) or next((o for o in options if o.startswith(option)), None)
     fixes: list[Fix] = [{group: near}] if near else []
     problem = f"There is no {group}={option}"
     return ConfigError(problem, remedy, (), where, code="unknown_option", fixes=fixes)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _UNSET = "???"  # YAML's marker of a mandatory value
 _LARGEST_FLOAT = 3e38  # float32 ends a little above
 _EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
-_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)[a-z%]*")  # with or without a unit
+_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:[%x]|[a-z]{4,})?")  # no 64k
 _SWITCHED = ("true", "false")
 _MEANING = {**TYPE_NAMES, dict: "a table of names and values"}
 

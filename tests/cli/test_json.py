@@ -146,12 +146,52 @@ def test_runs(here, ask):
     (folder / "summary.json").write_text(
         json.dumps({"exit_reason": "done", "steps": 3, "final_loss": 2.5, "eval_loss": 2.25})
     )
-    (run,) = ask("runs")["runs"]
+    spoilt = here / "outputs" / "two"
+    spoilt.mkdir()
+    (spoilt / "summary.json").write_text('{"exit_reason": "done", "final_loss": NaN}')
+    run, other = sorted(ask("runs")["runs"], key=lambda run: run["id"])
+    assert other["loss"] is None
     assert (run["id"], run["state"], run["loss"]) == ("one", "done", 2.5)
     assert ask("runs", "show", "one")["runs"] == [run]
     assert ask("runs", "best", "by=eval_loss")["runs"][0]["eval_loss"] == 2.25
     assert ask("runs", "rm", "one", "--yes")["exit_code"] == 2
     assert folder.is_dir()
+
+
+@pytest.mark.slow  # it traces and plans
+def test_a_plan_that_does_not_fit_has_words_that_do(here, ask):
+    words = ["recipe=mlp_synthetic", "parallel=data", "cluster=h100_8", "model.hidden_size=512"]
+    words += ["task=plan", "cluster.device.memory_gib=0.008"]
+    document = ask(*words)
+    error, plan = document["error"], document["plan"]
+    assert (document["exit_code"], error["code"]) == (1, "memory")
+    assert error["remedy"] == {"remove": ["parallel=data"], "add": ["parallel=zero3"]}
+    assert document["run"]["state"] == "planned"
+    assert Path(document["run"]["folder"], "plan.json").is_file()
+    document = ask(*mended(words, error))
+    assert (document["error"], document["plan"]["method"]) == (None, "zero3")
+    assert document["plan"]["stages"][0]["memory_bytes"] < plan["stages"][0]["memory_bytes"]
+
+
+PAGE = (Path(command.__file__).parent / "README.md").read_text()
+SYMPTOMS = re.findall(r"^### (.+)\n\n`(.+)`: (.+\n(?:.+\n)*)", PAGE, re.MULTILINE)
+
+
+def test_every_symptom_of_the_page_is_found():
+    assert len(SYMPTOMS) == PAGE.count("\n### ") >= 15
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("message", "words", "text"), SYMPTOMS, ids=[s[1] for s in SYMPTOMS])
+def test_a_symptom_of_the_page(message, words, text, ask):
+    error = ask("task=check", *words.split())["error"]
+    assert error["message"] == message
+    told = re.findall(r"`([^`]+)`", text.partition("Remedy:")[2])
+    if error["remedy"] is None:
+        assert "no word" in text
+    else:
+        assert [*error["remedy"]["add"]] == [word for word in told if "=" in word or word == "-m"]
+        assert bool(error["remedy"]["add"]) != ("leave it out" in text)
 
 
 def test_every_kind_of_error_is_in_the_schema():
