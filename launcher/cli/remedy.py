@@ -84,7 +84,8 @@ def _mended(
     advised = [edit for fix in _advised(words, error) for edit in _edits(words, fix, error)]
     ways: list[Iterable[Edit]] = [advised]
     if not is_later:
-        ways += [_rewritten(words, error), _divided(words, error), _without(words, error)]
+        others = itertools.chain(_divided(words, error), _without(words, error))
+        ways += [_rewritten(words, error), others]
     for way in ways:
         changed: list[tuple[Edit, Exception]] = []
         for edit in dict.fromkeys(way):
@@ -222,6 +223,11 @@ def _without(words: Sequence[str], error: Exception) -> Iterator[Edit]:
     for key in keys:
         if not _of_key(words, key) and (value := _default(key)) is not None:
             yield Edit(add=(f"{key}={value}",))
+    text = str(error)  # a file that no word overrides may be left out
+    yield from (Edit((w,)) for w in words if f"{_key(w)}/{w.partition('=')[2]}.yaml" in text)
+    for flag, named in itertools.pairwise(words):
+        if flag in _FOLDER and f"{named}/" in text:
+            yield Edit((flag, named))
 
 
 def _tables(words: Sequence[str], key: str) -> list[str]:

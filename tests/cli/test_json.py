@@ -78,7 +78,7 @@ def test_a_file_is_named_with_its_line_and_overridden(here, ask):
     assert error["remedy"] == {"remove": [], "add": ["train.precision=bf16"]}
     recipe.write_text("# @package _global_\ntrain: {steps: 3\nwandb: 4\n")
     error = ask("task=check", "--config-dir", "my_conf", "recipe=mine")["error"]
-    assert (error["code"], error["remedy"]) == ("file", None)
+    assert (error["code"], error["remedy"]) == ("file", {"remove": ["recipe=mine"], "add": []})
     assert error["where"].startswith("my_conf/recipe/mine.yaml:")
 
 
