@@ -150,7 +150,7 @@ def _edits(words: Sequence[str], fix: errors.Fix, error: Exception) -> Iterator[
     """Yield the edits that make a change of settings: of a list, each of its items in turn."""
     remove, add = list[str](), list[str]()
     for key, value in fix.items():
-        if value is not None:  # an option keeps the words for its settings
+        if value is not None:  # an option keeps its settings' words
             remove += [word for word in _of_key(words, key) if "." in key or _key(word) == key]
             add.append(f"{key}={value}")
             continue
