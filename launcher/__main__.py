@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.set_threshold(50_000)  # imports, tracing and planning make millions of objects that stay
     with Stop() as stop:
         try:
-            from launcher.cli.command import run
+            from launcher.cli.outcome import run
 
             code = run(sys.argv[1:] if argv is None else argv, stop)
         except KeyboardInterrupt:

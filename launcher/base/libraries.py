@@ -30,6 +30,7 @@ _REQUIREMENTS = {
     "sqlalchemy": "sqlalchemy>=2.0",
     "tensorboardX": "tensorboardX>=2.6.2,<3",
     "tiktoken": "tiktoken>=0.9",
+    "trackio": "trackio>=0.43,<1",
 }
 
 

@@ -23,4 +23,4 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error for wrong arguments."""
-        raise ConfigError(f"{self._problem}: {message}", self._remedy)
+        raise ConfigError(f"{self._problem}: {message}", self._remedy, code="command_line")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.base import DISTRIBUTION, answer, complain
+from launcher.base import DISTRIBUTION, answer
 from launcher.cli import Parser
 from launcher.config.errors import ConfigError, advice
 from launcher.stop import Stop
@@ -40,7 +40,11 @@ examples:
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
   launcher runs                                       list the runs here; launcher runs --help
   launcher new my_project                             begin a project of your own
+  launcher --json task=check model.num_layer=4        one JSON object, for programs
+  launcher schema                                     its JSON Schema
 """
+
+SCHEMA = Path(__file__).parent / "schema.json"
 
 _EXIT_CODES = """
 exit codes:
@@ -52,33 +56,30 @@ exit codes:
 """
 
 
-def run(argv: Sequence[str], stop: Stop) -> int:
-    """Run the command line `argv` and return its exit code.
+def carry_out(argv: Sequence[str], stop: Stop) -> int:
+    """Do what a command line says; return the exit code.
 
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` has the exit code.
+        Exception: what `launcher.driver.run.reported` knows, and faults.
     """
-    try:
-        if argv and argv[0] == "runs":
-            from launcher.cli.runs_command import main
+    if argv and argv[0] == "runs":
+        from launcher.cli.runs_command import main
 
-            with stop.interruptible():
-                return main(argv[1:])
-        if argv and argv[0] == "new":
-            from launcher.cli.new import main as write_new
+        with stop.interruptible():
+            return main(argv[1:])
+    if argv and argv[0] == "new":
+        from launcher.cli.new import main as write_new
 
-            return write_new(argv[1:])
-        # Intermixed: overrides may stand before, between and after the flags.
-        return _run(_parser().parse_intermixed_args(argv), stop)
-    except ConfigError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":  # as Hydra's own programs do
-            traceback.print_exc()
-        if os.environ.get("SLURM_NODEID", "0") == "0":  # only by one task of a job
-            complain(str(error))
-        return 2
+        return write_new(argv[1:])
+    if argv and argv[0] == "schema":
+        return answer(SCHEMA.read_text(), end="")
+    # Intermixed: overrides may stand before, between and after the flags.
+    return _run(parser().parse_intermixed_args(argv), stop)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of a command line that is not of `runs` or `new`."""
     parser = Parser(
         "The command line is wrong",
         "Settings are written key=value, without dashes; --help shows the rest.",
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     flag = parser.add_argument
     flag("-h", "--help", action="store_true", help="show this help and the options of each group")
     flag("--version", action="store_true", help="show the version")
+    flag("--json", action="store_true", help="answer with one JSON object on standard output")
     flag(
         "-c",
         "--cfg",
@@ -136,7 +138,6 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.hydra_help or arguments.shell_completion or arguments.info:
         return _for_hydra(arguments)
     from launcher.api.versions import check_versions
-    from launcher.config.compose import load, load_frozen
 
     check_versions()
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
@@ -154,16 +155,26 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
     if arguments.cfg:
         return _show(arguments)
+    config = settings_said(arguments)
+    if config.task == "check":
+        return answer("\n".join([summary_of(config), *notes_on(config)]))
+    return perform(arguments, config, stop)
 
-    def compose(words: Sequence[str]) -> Config:
-        return load([*arguments.overrides, *words], arguments.config_dir)
+
+def settings_said(arguments: argparse.Namespace, words: Sequence[str] = ()) -> Config:
+    """Return the settings of one run that a command line gives, and further words after its own.
+
+    Raises ConfigError.
+    """
+    from launcher.config.compose import load, load_frozen
 
     if arguments.frozen:
-        config = load_frozen(Path(arguments.frozen), arguments.overrides)
-    else:
-        config = compose(())
-    if config.task == "check":
-        return _check(config)
+        return load_frozen(Path(arguments.frozen), arguments.overrides)
+    return load([*arguments.overrides, *words], arguments.config_dir)
+
+
+def perform(arguments: argparse.Namespace, config: Config, stop: Stop) -> int:
+    """Do a task other than `check`; return the exit code, raise as `carry_out`."""
     if config.task == "sweep_status":
         from launcher.submit.job import sweep_status
 
@@ -175,17 +186,8 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
             return _as_job(config, kind, stop)
     from launcher.driver.run import run
 
-    return run(config, stop, compose=None if arguments.frozen else compose)
-
-
-def _check(config: Config) -> int:
-    from launcher.driver.planning.check import check
-
-    verdict = check(config, os.environ)
-    if verdict.problem:
-        complain(verdict.problem)
-        return verdict.code
-    return answer("\n".join([_checked(config), *verdict.lines]))
+    compose = None if arguments.frozen else partial(settings_said, arguments)
+    return run(config, stop, compose=compose)
 
 
 def _as_job(config: Config, kind: ClusterKind[Any], stop: Stop) -> int:
@@ -212,7 +214,7 @@ def _help(config_dirs: Sequence[str]) -> str:
 
     groups = find_groups(search_folders(config_dirs))
     lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
-    parts = [_parser().format_help(), "groups and their options:", *lines, "", _EXAMPLES]
+    parts = [parser().format_help(), "groups and their options:", *lines, "", _EXAMPLES]
     return "\n".join(parts) + _EXIT_CODES
 
 
@@ -241,7 +243,6 @@ def _for_hydra(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     """Print settings, or one section of them, as YAML."""
     from launcher.cli.hydra_flags import print_hydras_settings
-    from launcher.config.compose import load, load_frozen
     from launcher.config.sweep import split_arguments
 
     said, package, code = arguments.overrides, arguments.package, 0
@@ -249,11 +250,9 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.frozen and arguments.cfg != "job":
         raise ConfigError("--frozen is for --cfg job", "Use that.")
     if not is_hydras:
-        if arguments.frozen:
-            config = load_frozen(Path(arguments.frozen), said)
-        else:
-            ours = split_arguments(said)[0] if arguments.cfg == "all" else said
-            config = load(ours, arguments.config_dir)
+        if arguments.cfg == "all":
+            arguments.overrides = split_arguments(said)[0]
+        config = settings_said(arguments)
         code = answer(_settings(config, arguments), end="")
     if is_hydras or (arguments.cfg == "all" and package is None):
         print_hydras_settings(said, arguments.config_dir, package, arguments.resolve)
@@ -274,7 +273,14 @@ def _settings(config: Config, arguments: argparse.Namespace) -> str:
     return to_yaml(tree)
 
 
-def _checked(config: Config) -> str:
+def notes_on(config: Config) -> list[str]:
+    """Check the settings on this machine as far as that is fast; return and raise as `check`."""
+    from launcher.driver.planning.check import check
+
+    return check(config, os.environ)
+
+
+def summary_of(config: Config) -> str:
     """Return the summary line of `task=check`."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
     layers = config.model.layers or "unknown"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
 import shutil
 import sys
@@ -53,6 +52,8 @@ HELP = """\
   launcher runs note ID "text"       add a note to a run; the list shows it
   launcher runs rm ID [ID …]         remove folders and everything in them
 
+--json answers list, show and best with one JSON object; launcher schema describes it.
+
 An ID may be shortened as long as it is unambiguous, or be a folder.
 """
 
@@ -66,13 +67,11 @@ def main(argv: Sequence[str]) -> int:
     words = read_words(argv)
     if words.help:
         return answer(HELP, end="")
-    roots = [Path(root) for root in words.dir or FOLDERS]
-    names: list[str] = words.names
-    action = names.pop(0) if names else "list"
+    roots, (action, *names) = _roots(words), words.names or ["list"]
     actions: dict[str, Callable[[], int]] = {
-        "list": lambda: _list(read_runs(roots), words.json),
-        "show": lambda: _show(one_run(roots, names), words.json),
-        "best": lambda: _best(roots, names, words.json),
+        "list": lambda: _list(read_runs(roots)),
+        "show": lambda: _show(one_run(roots, names)),
+        "best": lambda: _best(*_ranked(roots, names)),
         "compare": lambda: _compare(roots, names),
         "watch": lambda: _watch(one_run(roots, names)),
         "note": lambda: _note(roots, names),
@@ -83,28 +82,38 @@ def main(argv: Sequence[str]) -> int:
     return actions[action]()
 
 
+def found(argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the runs that `launcher runs <argv>` lists, as data; raise as `main`."""
+    words = read_words(argv)
+    roots, (action, *names) = _roots(words), words.names or ["list"]
+    if action == "best":
+        by, rows = _ranked(roots, names)
+        return [{by: value, **record.to_dict()} for value, record in rows]
+    if action not in ("list", "show"):
+        raise ConfigError(f"launcher runs {action} has no --json", "Use list, show or best.")
+    records = read_runs(roots) if action == "list" else [one_run(roots, names)]
+    return [record.to_dict() for record in records]
+
+
+def _roots(words: argparse.Namespace) -> list[Path]:
+    return [Path(root) for root in words.dir or FOLDERS]
+
+
 def read_words(argv: Sequence[str]) -> argparse.Namespace:
     """Return the words of a command line; raise ConfigError for wrong ones."""
     parser = Parser("launcher runs", "launcher runs --help shows what there is.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--dir", action="append")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--yes", action="store_true")
     return parser.parse_intermixed_args(argv)
 
 
-def _list(records: Sequence[RunRecord], as_json: bool) -> int:
-    if as_json:
-        return _as_json([record.to_dict() for record in records])
+def _list(records: Sequence[RunRecord]) -> int:
     if not records:
         return answer(f"no runs below {' and '.join(FOLDERS)}")
     _print(make_console(), records)
     return 0
-
-
-def _as_json(content: Any) -> int:
-    return answer(json.dumps(content, indent=2))
 
 
 def _print(console: Console, records: Sequence[RunRecord]) -> None:
@@ -151,16 +160,17 @@ def _age(at: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def _show(record: RunRecord, as_json: bool) -> int:
+def _show(record: RunRecord) -> int:
     fields = record.to_dict()
-    if as_json:
-        return _as_json(fields)
     width = max(map(len, fields))
     known = {name: value for name, value in fields.items() if value is not None}
     return answer("\n".join(f"{name:<{width}}  {value}" for name, value in known.items()))
 
 
-def _best(roots: Sequence[Path], names: Sequence[str], as_json: bool) -> int:
+def _ranked(
+    roots: Sequence[Path], names: Sequence[str]
+) -> tuple[str, list[tuple[float, RunRecord]]]:
+    """Return the field that runs are ranked by, and those that are done with it, best first."""
     by = "eval_loss"
     for name in names:
         if not name.startswith("by="):
@@ -175,8 +185,10 @@ def _best(roots: Sequence[Path], names: Sequence[str], as_json: bool) -> int:
         if record.state == "done" and isinstance(value, int | float):
             rows.append((value, record))
     rows.sort(key=lambda row: -row[0] if by in _HIGHER_IS_BETTER else row[0])
-    if as_json:
-        return _as_json([{by: value, **record.to_dict()} for value, record in rows])
+    return by, rows
+
+
+def _best(by: str, rows: Sequence[tuple[float, RunRecord]]) -> int:
     if not rows:
         return answer(f"no run that is done has {by}")
     width = max(len(record.id) for _, record in rows)

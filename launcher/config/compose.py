@@ -34,7 +34,7 @@ from launcher.config.environment import (
     resolved,
     unresolved,
 )
-from launcher.config.errors import ConfigError, advice
+from launcher.config.errors import ConfigError, Fix, advice, closest
 from launcher.config.fields import Place, key_of
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.hydra_compat import composed, searching
@@ -318,7 +318,8 @@ def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> N
     """
     for key in () if in_sweep else _OF_SWEEPS:
         if origin.rank(key) == ON_COMMAND_LINE:
-            raise ConfigError(f"{key} has no effect: this is one run", "Leave it out, or add -m.")
+            remedy = "Leave it out, or add -m."
+            raise ConfigError(f"{key} has no effect: this is one run", remedy, code="no_effect")
     sections = (getattr(config, field.name) for field in dataclasses.fields(config))
     for switch in (s for section in sections for s in getattr(section, "switches", ())):
         if switch.is_on(config):
@@ -330,11 +331,20 @@ def _check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> N
                 origin.is_users(key) and _value(config, key) not in (None, _default(config, key))
             )
             if is_set and rank >= turned:
+                fixes = [] if rank == ON_COMMAND_LINE else _said_again(config, switch.by)
                 raise ConfigError(
                     f"{key} has no effect: {switch.off}",
                     f"Leave it out, or {switch.remedy}.",
                     [key],
+                    code="no_effect",
+                    fixes=fixes,
                 )
+
+
+def _said_again(config: Config, keys: Sequence[str]) -> list[Fix]:
+    """Return the changes that say a switch's settings as they are, but on the command line."""
+    values = {key: to_yaml(_value(config, key)).partition("\n")[0] for key in keys}
+    return [{key: value} for key, value in values.items()]
 
 
 def _value(config: Config, key: str) -> Any:
@@ -366,7 +376,8 @@ def translated(
         return _missing_option(error, error.missing_cfg_file, overrides, folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return ConfigError(f"{short(Path(mark.name))}:{mark.line + 1} is not YAML: {error.problem}")
+        place = f"{short(Path(mark.name))}:{mark.line + 1}"
+        return ConfigError(f"{place} is not YAML: {error.problem}", keys=(), code="file")
     if isinstance(error, HydraException) and not str(error) and error.__cause__ is not None:
         return translated(error.__cause__, overrides, folders)
     if isinstance(error, OmegaConfBaseException):  # its first line is the problem
@@ -388,7 +399,8 @@ def translated(
         )
     if not isinstance(error, _HYDRA_ERRORS):
         raise error
-    return ConfigError(f"The settings cannot be composed: {' '.join(str(error).split())}")
+    text = " ".join(str(error).split())
+    return ConfigError(f"The settings cannot be composed: {text}", code="file")
 
 
 def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigError:
@@ -397,6 +409,8 @@ def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigErro
         f"There is no group {group} for 'override /{group}' to choose from",
         advice(group, list(find_groups(folders)), "Groups"),
         where=f"in {short(_file_of(file, folders) or Path(file))}",
+        code="file",
+        fixes=(),
     )
 
 
@@ -416,7 +430,7 @@ def _missing_option(
         where = next((f"in {short(file)}" for file in choosing), "")
     options = list(error.options or ())
     if not options:
-        return ConfigError(f"There is no {wanted}.yaml", where=where)
+        return ConfigError(f"There is no {wanted}.yaml", where=where, code="unknown_option")
     return no_option(group, option, options, where)
 
 
@@ -425,4 +439,7 @@ def no_option(group: str, option: str, options: Sequence[str], where: str) -> Co
     remedy = advice(option, options, f"Options of {group}")
     if (group, option) == ("hydra/sweeper", "optuna"):
         remedy = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
-    return ConfigError(f"There is no {group}={option}", remedy, where=where)
+    near = closest(option, options) or next((o for o in options if o.startswith(option)), None)
+    fixes: list[Fix] = [{group: near}] if near else []
+    problem = f"There is no {group}={option}"
+    return ConfigError(problem, remedy, (), where, code="unknown_option", fixes=fixes)

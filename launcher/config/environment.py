@@ -207,6 +207,7 @@ def not_allowed(command: str, where: str = "") -> ConfigError:
         "If you trust the file, add allow_commands=true on the command line.",
         [command],
         where,
+        code="not_allowed",
     )
 
 

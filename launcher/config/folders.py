@@ -21,6 +21,7 @@ def search_folders(config_dirs: Sequence[str]) -> tuple[Path, ...]:
                 f"--config-dir {folder} is not a folder",
                 "Name a folder that holds groups of YAML files, such as my_conf with "
                 "my_conf/recipe/mine.yaml in it.",
+                code="command_line",
             )
     return (*folders, CONF)
 

@@ -55,7 +55,7 @@ def _parse_one(parser: OverridesParser, text: str) -> Override:
         else:
             remedy = "Settings are written key=value, for example train.steps=100."
         problem = f"{shown(text)} cannot be read as key=value"
-        raise ConfigError(problem, remedy, where=COMMAND_LINE) from None
+        raise ConfigError(problem, remedy, where=COMMAND_LINE, code="command_line") from None
     _refuse_useless(override, text)
     return override
 
@@ -78,7 +78,7 @@ def _refuse_useless(override: Override, text: str) -> None:
         remedy = "Write numbers with decimal digits; text goes in quotes."
     else:
         return
-    raise ConfigError(problem, remedy, where=COMMAND_LINE)
+    raise ConfigError(problem, remedy, where=COMMAND_LINE, code="command_line")
 
 
 def _has_leading_zero(override: Override) -> bool:
@@ -121,7 +121,9 @@ def _for_hydra(
         raise ConfigError(
             f"{key}={value} is not the name of one option",
             f"{key} has: {', '.join(groups[key])}.",
+            [key],
             where=COMMAND_LINE,
+            code="unknown_option",
         )
     name = key if key in own_groups else override.get_key_element()
     return setting_word(name, value) if is_scalar or said is None else f"{name}={value}"
@@ -135,4 +137,5 @@ def refuse_sweeps(overrides: Sequence[Override]) -> None:
                 f"{override.input_line} gives several values to one run",
                 f"Add -m to run each of them, or write {override.key_or_group}=[…] for a list.",
                 where=COMMAND_LINE,
+                code="command_line",
             )

@@ -10,11 +10,11 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from launcher.base.reading import TYPE_NAMES, Reader, join_key
-from launcher.config.errors import ConfigError, closest, listed, shown
+from launcher.config.errors import ConfigError, Fix, closest, listed, shown
 from launcher.config.fields import LARGEST, Variants, key_of, settings_of
 from launcher.config.schema import Config, check
 
@@ -23,6 +23,8 @@ T = TypeVar("T")
 _UNSET = "???"  # YAML's marker of a mandatory value
 _LARGEST_FLOAT = 3e38  # float32 ends a little above
 _EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
+_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:[%x]|[a-z]{4,})?")  # no 64k
+_SWITCHED = ("true", "false")
 _MEANING = {**TYPE_NAMES, dict: "a table of names and values"}
 
 
@@ -69,7 +71,8 @@ class _SettingsReader(Reader):
         needed = field.default is field.default_factory is dataclasses.MISSING
         if tree[name] == _UNSET if name in tree else needed:
             dotted = join_key(where, name)
-            raise ConfigError(f"{dotted} is not set", f"Give {dotted}=VALUE.", [dotted])
+            remedy = f"Give {dotted}=VALUE."
+            raise ConfigError(f"{dotted} is not set", remedy, [dotted], code="missing_value")
         return name in tree
 
     def field(self, field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
@@ -105,14 +108,11 @@ class _SettingsReader(Reader):
         if isinstance(value, list):
             return [self.anything(item, where) for item in value]
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{where} must be a finite number, not {shown(value)}", keys=[where])
+            raise _wrong(f"{where} must be a finite number, not {shown(value)}", where)
         if value is None or isinstance(value, str | bool | int | float):
             return value
-        raise ConfigError(
-            f"{where} must be text, a number, true, false, null, a list or a table, not "
-            f"{shown(value)}",
-            keys=[where],
-        )
+        kinds = "text, a number, true, false, null, a list or a table"
+        raise _wrong(f"{where} must be {kinds}, not {shown(value)}", where)
 
     def scalar(self, kind: Any, value: Any, where: str) -> Any:
         if kind is int:
@@ -126,11 +126,8 @@ class _SettingsReader(Reader):
         return value
 
     def refuse_tree(self, kind: Any, tree: Any, where: str) -> NoReturn:
-        raise ConfigError(
-            f"{where or 'The whole'} must be a section of settings, not {shown(tree)}",
-            _section_remedy(kind, where),
-            [where],
-        )
+        problem = f"{where or 'The whole'} must be a section of settings, not {shown(tree)}"
+        raise _wrong(problem, where, _section_remedy(kind, where))
 
     def refuse_name(self, kind: Any, name: Any, value: Any, where: str) -> None:
         if not _says_nothing(kind, where, name, value):
@@ -140,9 +137,29 @@ class _SettingsReader(Reader):
         if kinds[0] is str and isinstance(value, bool | int | float):
             # YAML 1.1 reads an unquoted no as false, 1_000 as 1000 and 12:30:00 as 45000.
             problem = f"{where} must be text, but the unquoted value is read as {shown(value)}"
-            raise ConfigError(problem, "Put it in quotes.", [where])
+            raise _wrong(problem, where, "Put it in quotes.", [{where: f'"{value}"'}])
         problem = f"{where} must be {_MEANING[kinds[0]]}, not {shown(value)}"
-        raise ConfigError(problem, keys=[where])
+        raise _wrong(problem, where, fixes=[{where: near} for near in _nearest(kinds[0], value)])
+
+
+def _wrong(
+    problem: str, key: str, remedy: str = "", fixes: Sequence[Fix] | None = None
+) -> ConfigError:
+    return ConfigError(problem, remedy, [key], code="wrong_value", fixes=fixes)
+
+
+def _nearest(kind: Any, value: Any) -> Iterator[str]:
+    """Yield the words that may stand for what was meant by a value of another type."""
+    text = str(value).strip().casefold()
+    if kind is bool:
+        yes, no = ("1", "1.0", "yes", "y", "on"), ("0", "0.0", "no", "n", "off")
+        found = "true" if text in yes else "false" if text in no else closest(text, _SWITCHED)
+        yield from [found] if found else []
+    elif kind is list and not isinstance(value, Mapping):
+        yield from (f"[{value}]", f'["{value}"]')
+    elif kind in (int, float) and (digits := _NUMBER.fullmatch(re.sub("[_,]", "", text))):
+        number = float(digits[1])
+        yield str(round(number)) if kind is int else f"{number:g}"
 
 
 def _variant(variants: Variants, tree: Any, key: str) -> type:
@@ -153,9 +170,11 @@ def _variant(variants: Variants, tree: Any, key: str) -> type:
         return kinds[kind]
     if kind is None:
         remedy = f"It says which kind of {key} this is: {', '.join(kinds)}."
-        raise ConfigError(f"{named} is not set", remedy, keys=())
+        raise ConfigError(f"{named} is not set", remedy, keys=(), code="missing_value")
     problem = f"{named} must be one of {', '.join(kinds)}, not {shown(kind)}"
-    raise ConfigError(problem, f"Choose one with {key}=OPTION.", [named])
+    near = closest(str(kind), kinds)
+    fixes: list[Fix] = [{key: near}, {named: near}] if near else []
+    raise _wrong(problem, named, f"Choose one with {key}=OPTION.", fixes)
 
 
 def _to_int(value: Any) -> int:
@@ -191,7 +210,7 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
     if value is None:
         return
     if isinstance(value, str) and not value.strip():
-        raise ConfigError(f"{key} is empty", "Give it a value, or leave it out.", [key])
+        raise _wrong(f"{key} is empty", key, "Give it a value, or leave it out.")
     _check_choice(metadata, value, key)
     if not isinstance(value, int | float):
         return
@@ -201,7 +220,8 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
     if (least is not None and value < least) or value > most:
         which, bound = ("most", most) if value > most else ("least", least)
         number = str(bound) if isinstance(bound, int) else f"{bound:g}"
-        raise ConfigError(f"{key} must be at {which} {number}, not {shown(value)}", keys=[key])
+        problem = f"{key} must be at {which} {number}, not {shown(value)}"
+        raise _wrong(problem, key, fixes=[{key: number}])
 
 
 def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
@@ -211,21 +231,21 @@ def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
         return
     if not parse or not re.search("[/:]", value):
         words = [str(choice) for choice in choices]
-        raise ConfigError(
-            f"{key} must be one of {', '.join(words)}, not {shown(value)}",
-            f"Did you mean {match}?" if (match := closest(str(value), words)) else "",
-            [key],
-        )
+        problem = f"{key} must be one of {', '.join(words)}, not {shown(value)}"
+        match = closest(str(value), words)
+        raise _wrong(problem, key, f"Did you mean {match}?" if match else "")
     try:
         parse(value)
     except ValueError as error:
-        raise ConfigError(f"{key}={error}", keys=[key]) from error
+        near = re.findall(r"did you mean (\w+)|; give ([\w/:]+)", str(error))
+        fixes = [{key: word} for found in near for word in found if word]
+        raise _wrong(f"{key}={error}", key, fixes=fixes) from error
 
 
 def _check_line(value: str, key: str) -> None:
     """Raise ConfigError for text that is not one printable line."""
     if not value.isprintable():
-        raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
+        raise _wrong(f"{key} must be one line of plain text, not {shown(value)}", key)
 
 
 def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
@@ -244,7 +264,9 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     if homes:
         clause = getattr(cls, "clause", "")
         belongs = f"It belongs to {choice}={listed(homes)}."
-        return ConfigError(f"{problem}, {clause}" if clause else problem, belongs, [key])
+        problem = f"{problem}, {clause}" if clause else problem
+        options: list[Fix] = [{section: home} for home in homes]
+        return ConfigError(problem, belongs, [key], code="unknown_setting", fixes=options)
     here = closest(name, [key_of(field) for field in settings_of(cls)])
     beside = closest(
         name, [key_of(field) for one in siblings.values() for field in settings_of(one)]
@@ -254,15 +276,14 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     match = (
         next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
         or (join_key(section, here) if here else None)
-        or (
-            f"{join_key(section, beside)}, of {choice}={listed(_homes(siblings, beside))}"
-            if beside
-            else None
-        )
+        or (join_key(section, beside) if beside else None)
         or closest(key, elsewhere)
     )
-    remedy = f"Did you mean {match}?" if match else _section_remedy(cls, section)
-    return ConfigError(problem, remedy, [key])
+    others = _homes(siblings, beside) if beside and match == join_key(section, beside) else []
+    of = f", of {choice}={listed(others)}" if others and not here else ""
+    remedy = f"Did you mean {match}{of}?" if match else _section_remedy(cls, section)
+    fixes: list[Fix] = [{match: None}] if match else []
+    return ConfigError(problem, remedy, [key], code="unknown_setting", fixes=fixes)
 
 
 def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
@@ -311,6 +332,21 @@ def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(hints[field.name], key)
         else:
             yield key, hints[field.name]
+
+
+def default_of(key: str) -> Any:
+    """Return a setting's default, of the first kind that has it; None where it must be given."""
+    classes: list[Any] = [Config]
+    for name in key.split("."):
+        found = [field for cls in classes for field in settings_of(cls) if key_of(field) == name]
+        of = [f.metadata["variants"].classes.values() for f in found if "variants" in f.metadata]
+        classes = [one for kinds in of for one in kinds]
+        classes += [f.default_factory for f in found if dataclasses.is_dataclass(f.default_factory)]
+        if found and not classes:
+            default, factory = found[0].default, found[0].default_factory
+            made = None if factory is dataclasses.MISSING else factory()
+            return made if default is dataclasses.MISSING else default
+    return None
 
 
 @functools.cache

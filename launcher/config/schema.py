@@ -180,11 +180,17 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
         )
     if config.task in ("export", "generate", "evaluate") and config.run.id is None:
         yield ConfigError(
-            f"task={config.task} does not say which run", "Give run.id=VALUE.", ["task", "run.id"]
+            f"task={config.task} does not say which run",
+            "Give run.id=VALUE.",
+            ["task", "run.id"],
+            code="missing_value",
         )
     if config.task == "sweep_status" and config.sweep.dir is None:
         yield ConfigError(
-            "task=sweep_status does not say which sweep", "Give sweep.dir=multirun/ID.", ["task"]
+            "task=sweep_status does not say which sweep",
+            "Give sweep.dir=multirun/ID.",
+            ["task"],
+            code="missing_value",
         )
     if config.task == "calibrate" and isinstance(cluster, SlurmCluster | RayCluster):
         yield ConfigError(

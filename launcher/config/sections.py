@@ -39,15 +39,18 @@ class Run:
             yield ConfigError(
                 f"run.id={self.id!r} cannot name a folder and a Weights & Biases run",
                 "Use letters, digits, '.', '_' and '-'.",
+                code="wrong_value",
             )
         if self.id is not None and len(self.id) > _LONGEST_NAME:
             yield ConfigError(
                 f"run.id={self.id[:20]}… has {len(self.id)} characters; a folder's name has at "
                 f"most {_LONGEST_NAME}",
                 "Choose a shorter one.",
+                code="wrong_value",
             )
         if self.resume == "must" and self.id is None:
-            yield ConfigError("run.resume=must does not say which run", "Give run.id=VALUE.")
+            problem, remedy = "run.resume=must does not say which run", "Give run.id=VALUE."
+            yield ConfigError(problem, remedy, code="missing_value")
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ TASKS: dict[str, tuple[str, ...] | None] = {
     ),
 }
 _LONGEST_NAME = 255  # bytes, of a folder
-TRACKERS = ("wandb", "tensorboard", "mlflow")
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,7 @@ def check_code(
             f"If you trust it, add {to_type(('allow_modules', [*allow_modules, module]))} on the "
             "command line.",
             [key],
+            code="not_allowed",
         )
 
 

@@ -176,7 +176,8 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
             pass
         elif (kind := collections().get(key)) and isinstance(node, _OTHER_NODES[kind]):
             words = ("table", "list") if kind is dict else ("list", "table")
-            raise ConfigError("{} must be a {}, not a {}".format(key, *words), where=where)
+            problem = "{} must be a {}, not a {}".format(key, *words)
+            raise ConfigError(problem, where=where, code="file")
         elif isinstance(node, yaml.SequenceNode):
             lists.add(key)
 
@@ -191,6 +192,7 @@ def _check_scalar(
                 "hydra is Hydra's own section, of which only hydra.sweeper has an effect here",
                 "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
                 where=where,
+                code="file",
             )
         if not group and key != f"{source.package}.defaults":  # a chosen file is checked itself
             _check_sweeper_value(key, node, commands_allowed, where)
@@ -215,7 +217,7 @@ def _check_scalar(
         remedy = "Write numbers with decimal digits, and without a 0 in front."
     else:
         return
-    raise ConfigError(problem, remedy, where=where)
+    raise ConfigError(problem, remedy, where=where, code="file")
 
 
 def choices(content: Any) -> dict[str, str]:
@@ -236,7 +238,8 @@ def choices(content: Any) -> dict[str, str]:
 def refuse_unusable(file: Path) -> None:
     """Raise ConfigError for a file that cannot hold settings, before Hydra merges it."""
     if problem := _problem(file):
-        raise ConfigError(f"{short(file)} {problem}", "It must hold names and values.")
+        remedy = "It must hold names and values."
+        raise ConfigError(f"{short(file)} {problem}", remedy, (), code="file")
 
 
 def _problem(file: Path) -> str:
@@ -465,7 +468,8 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
         why = f"task={task} does not read it"
         if is_of_run and key.partition(".")[0] in (*OF_PROGRAM, "train", "parallel"):
             why = f"task={task} uses the run's" + (f", {shown(theirs)}" if run else "")
-        raise ConfigError(f"{key} has no effect: {why}", "Leave it out.", [key])
+        problem = f"{key} has no effect: {why}"
+        raise ConfigError(problem, "Leave it out.", [key], code="no_effect")
 
 
 def _counting(origin: Origin) -> Iterator[str]:

@@ -399,7 +399,7 @@ def _refuse_unlisted(swept: Sequence[Override], where: str = COMMAND_LINE) -> No
         try:
             if override.is_sweep_override():
                 list(override.sweep_string_iterator())
-        except HydraException:
+        except (HydraException, ValueError):  # a range whose step is 0
             raise ConfigError(
                 f"{override.input_line} cannot be listed value by value",
                 "Write the values with commas, range(start,stop,step) or choice(a,b).",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
@@ -48,13 +48,27 @@ _LEAVES = "Ctrl-C once more leaves at once"
 _log = logging.getLogger(__name__)
 
 
+class KnownError(NamedTuple):
+    """An error that is no fault of the launcher's.
+
+    Attributes:
+        code: the kind of error, a word for programs.
+        text: the message.
+        exit_code: that of the process.
+    """
+
+    code: str
+    text: str
+    exit_code: int
+
+
 def run(
     config: Config,
     stop: Stop,
     rendezvous: Rendezvous | None = None,
     compose: Callable[[Sequence[str]], Config] | None = None,
 ) -> int:
-    """Do `config.task`, one that runs here; report errors on standard error.
+    """Do `config.task`, one that runs here.
 
     Call it in the main thread, once per process.
 
@@ -69,41 +83,55 @@ def run(
 
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` knows which.
+        Exception: what `reported` knows, and faults.
     """
     task = task_named(config.task)(stop, rendezvous, compose)
     console = make_console(sys.stderr if task.answers else None)
 
-    def work() -> int:
-        with stop.interruptible() if task.interruptible else nullcontext():
-            return task.run(config, console)
-
-    with lines_to(line_printer(console)):
-        return guarded(work)
+    with (
+        lines_to(line_printer(console)),
+        stop.interruptible() if task.interruptible else nullcontext(),
+    ):
+        return task.run(config, console)
 
 
 def guarded(work: Callable[[], int]) -> int:
     """Return the exit code of `work`, or that of its error, which is reported on standard error."""
     try:
         return work()
-    except (ConfigError, InputError) as error:
-        message, code = str(error), 2
-    except OSError as error:
-        message, code = os_error_text(error), 1
-    except (ClusterError, WorkerError) as error:
-        message, code = str(error), 1
     except Exception as error:
-        from launcher.driver.failures import FailedError
-        from launcher.driver.record.step_log import DivergedError
-        from launcher.plan import PlanError
-        from launcher.runtime import ReplicaError
-        from launcher.trace import TraceError
-
-        known = TraceError | PlanError | DivergedError | FailedError | ReplicaError | HookError
-        if not isinstance(error, known):
+        if (known := reported(error)) is None:
             raise
-        message, code = str(error), 2 if isinstance(error, TraceError | PlanError) else 1
-    complain(message)
-    return code
+        complain(known.text)
+        return known.exit_code
+
+
+def reported(error: Exception) -> KnownError | None:
+    """Return what to report of an error; None of a fault of the launcher's."""
+    text, kind = str(error), ""
+    if isinstance(error, ConfigError | InputError):
+        kind = error.code if isinstance(error, ConfigError) else "input"
+        return KnownError("missing_package" if "pip install" in text else kind, text, 2)
+    if isinstance(error, ClusterError | WorkerError):
+        return KnownError("cluster", text, 1)
+    if isinstance(error, OSError):
+        return KnownError("system", os_error_text(error), 1)
+    from launcher.driver.failures import FailedError
+    from launcher.driver.record.step_log import DivergedError
+    from launcher.plan import PlanError, TooLargeError, UnfitError
+    from launcher.runtime import ReplicaError
+    from launcher.trace import TraceError
+
+    match error:
+        case UnfitError():
+            return KnownError("memory", text, error.exit_code)
+        case PlanError():
+            return KnownError("memory" if isinstance(error, TooLargeError) else "plan", text, 2)
+        case TraceError():
+            return KnownError("program", text, 2)
+        case DivergedError() | FailedError() | ReplicaError() | HookError():
+            return KnownError("failed", text, 1)
+    return None
 
 
 class PlanOnly(TaskKind):
@@ -118,6 +146,7 @@ class PlanOnly(TaskKind):
         from launcher.driver.planning.compiled import verifies
         from launcher.driver.planning.prepare import plan, trace
         from launcher.driver.record.run_log import TIMELINE, write_planned
+        from launcher.plan import UnfitError
 
         gc.freeze()  # what is imported stays: no collection need look through it
         found = look(config, folder.check(config), plan_only=True)
@@ -140,8 +169,8 @@ class PlanOnly(TaskKind):
         console.print(f"its timeline is in {home.path / TIMELINE}", soft_wrap=True)
         console.print(f"its report is in {home.path / REPORT}", soft_wrap=True)
         if ready.problem:
-            complain(ready.problem)
-        return int(bool(ready.problem))
+            raise UnfitError(ready.problem, exit_code=1)
+        return 0
 
 
 class TrainTask(TaskKind):

@@ -73,9 +73,9 @@ def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> in
     interrupt: KeyboardInterrupt | None = None
     try:
         with open_rendezvous(home, allocation, slurm_of(config.cluster), secret()) as rendezvous:
-            from launcher.driver.run import run
+            from launcher.driver.run import guarded, run
 
-            code = run(config, stop, rendezvous)
+            code = guarded(lambda: run(config, stop, rendezvous))
     except (ClusterError, OSError) as error:
         complain(str(error))
         code = 1

@@ -19,6 +19,7 @@ from launcher.plan.plan import Advice as Advice
 from launcher.plan.plan import Plan as Plan
 from launcher.plan.plan import TooLargeError as TooLargeError
 from launcher.plan.plan import Trial as Trial
+from launcher.plan.plan import UnfitError as UnfitError
 from launcher.plan.stage_plan import ServerExchange as ServerExchange
 from launcher.plan.stage_plan import StagePlan as StagePlan
 from launcher.plan.stage_plan import Transfer as Transfer

@@ -20,6 +20,18 @@ from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
 from launcher.trace import BatchError, LayerEnds, TracedStep
 
 
+class UnfitError(PlanError):
+    """The plan needs more memory than the devices have.
+
+    Attributes:
+        exit_code: 2 where it was to be trained, 1 where only a plan was asked for, which is there.
+    """
+
+    def __init__(self, problem: str, exit_code: int = 2) -> None:
+        super().__init__(problem)
+        self.exit_code = exit_code
+
+
 class TooLargeError(PlanError):
     """Nothing that a search finds fits the devices' memory.
 

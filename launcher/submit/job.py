@@ -95,12 +95,6 @@ def submit(config: Config, stop: Stop) -> int:
     if slurm.dry_run:
         run_id = config.run.id or new_id(config.model.name)
         return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
-    from launcher.driver.run import guarded
-
-    return guarded(lambda: _submit(config, stop))
-
-
-def _submit(config: Config, stop: Stop) -> int:
     check_site([config])
     home = freeze(config, make_console())
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
@@ -127,9 +121,7 @@ def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
     configs = members(points, sweep_id, folder)
     check_jobs(configs)
     if not slurm_of(configs[0].cluster).dry_run:
-        from launcher.driver.run import guarded
-
-        return guarded(lambda: _submit_sweep(points, configs, sweep_id, folder, stop))
+        return _submit_sweep(points, configs, sweep_id, folder, stop)
     if is_array(configs):
         return answer(array_script(configs, sweep_id), end="")
     return answer("\n".join(map(script_for, configs)), end="")
@@ -404,12 +396,6 @@ def wait(home: Path, job_id: str) -> int:
 
 def sweep_status(sweep: Sweep) -> int:
     """Print the state and the results of the runs of a sweep."""
-    from launcher.driver.run import guarded
-
-    return guarded(lambda: _status(sweep))
-
-
-def _status(sweep: Sweep) -> int:
     assert sweep.dir is not None
     folder = Path(sweep.dir)
     homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=by_number)

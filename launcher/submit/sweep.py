@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launcher.base import answer, complain, end_with_parent, make_private, setting_word
 from launcher.cluster.devices import find_gpus, local_pool
@@ -29,7 +29,8 @@ from launcher.config.schema import Config
 from launcher.config.sections import TASKS
 from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
 from launcher.driver.folder.make_folder import private_files
-from launcher.driver.planning.check import check
+from launcher.driver.planning import check
+from launcher.recipes import InputError
 from launcher.report.console import make_console
 from launcher.report.sweep import (
     Row,
@@ -184,9 +185,7 @@ class RunningSweep:
         if points and all(point.config.task == "check" for point in points):
             raise _EndedError(_check_sweep(points, wrong))
         if wrong and not (batch.learns and points):
-            for label, error in wrong.items():
-                complain(f"{label}: {error}")
-            raise _EndedError(2)
+            _raise_last(wrong)
         if (submission := _submission(points)) is not None:
             if batch.learns:
                 raise ConfigError(
@@ -430,22 +429,30 @@ def _check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> i
         points: the runs whose settings could be composed.
         wrong: the errors of the others, by label.
 
-    Returns:
-        The exit code, 2 if any setting is wrong.
+    Raises:
+        ConfigError, InputError, OSError: the last problem.
     """
     configs = members(points, *place_sweep(points))
     if (submission := _submission(points)) is not None:
         submission.check_jobs(configs)
-    verdicts = [check(config, os.environ) for config in configs]
-    problems = {label: str(error) for label, error in wrong.items()}
-    problems |= {
-        point.label: verdict.problem
-        for point, verdict in zip(points, verdicts, strict=True)
-        if verdict.problem
-    }
-    for label, problem in problems.items():
-        complain(f"{label}: {problem}")
-    if problems:
-        return max([2 for _ in wrong] + [verdict.code for verdict in verdicts])
-    lines = dict.fromkeys(line for verdict in verdicts for line in verdict.lines)
+    problems: dict[str, Exception] = {}
+    lines: dict[str, None] = {}
+    for point, config in zip(points, configs, strict=True):
+        try:
+            lines |= dict.fromkeys(check.check(config, os.environ))
+        except (ConfigError, InputError, OSError) as error:
+            problems[point.label] = error
+    if wrong or problems:
+        of_files = {label: one for label, one in problems.items() if isinstance(one, OSError)}
+        _raise_last({**of_files, **wrong, **problems})
     return answer("\n".join([f"The settings of all {len(points)} runs are fine.", *lines]))
+
+
+def _raise_last(wrong: Mapping[str, Exception]) -> NoReturn:
+    """Print the errors of several points, by label, and raise the last one."""
+    *before, (label, last) = wrong.items()
+    for name, error in before:
+        complain(f"{name}: {check.os_error_text(error) if isinstance(error, OSError) else error}")
+    if isinstance(last, ConfigError):
+        raise last.labelled(label) from None
+    raise type(last)(f"{label}: {check.os_error_text(last) if isinstance(last, OSError) else last}")

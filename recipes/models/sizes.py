@@ -92,6 +92,7 @@ class SizedOptions(ModelOptions):
                     f"model.{name} is not set",
                     f"Choose a model.size, or give model.{name}=VALUE.",
                     keys=(),
+                    code="missing_value",
                 )
         return dataclasses.replace(self, sizes={}, **filled)
 
@@ -111,6 +112,7 @@ class SizedOptions(ModelOptions):
                 f"There is no model.size={self.size}",
                 advice(self.size, list(self.sizes), "Sizes"),
                 ["model.size"],
+                code="unknown_option",
             )
         row = self.sizes[self.size]
         for name in row:

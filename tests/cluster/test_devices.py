@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.cli import command
+from launcher.cli import outcome
 from launcher.cluster import devices, kinds
 from launcher.cluster.devices import (
     DevicePool,
@@ -226,7 +226,7 @@ def test_a_kind_of_cluster_is_one_class_and_one_file(tmp_path, monkeypatch):
     jobs = SimpleNamespace(submit=lambda config, stop: len(config.cluster.kind))
     monkeypatch.setitem(sys.modules, "rented_jobs", jobs)
     words = ["recipe=smoke", "cluster=rented", "parallel=data", f"--config-dir={tmp_path}"]
-    assert command.run(words, Stop()) == len("rented")
+    assert outcome.run(words, Stop()) == len("rented")
     with pytest.raises(ConfigError, match="jobs=2, but cluster=rented has one set"):
         find_slots([replace(config, sweep=replace(config.sweep, jobs=2))], {})
 

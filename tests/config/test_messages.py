@@ -376,6 +376,11 @@ COMMAND_LINES = [
         "Write the values with commas, range(start,stop,step) or choice(a,b).",
     ),
     (
+        "-m train.steps=range(1,9,0)",
+        f"train.steps=range(1,9,0) cannot be listed value by value {CLI}. "
+        "Write the values with commas, range(start,stop,step) or choice(a,b).",
+    ),
+    (
         "cluster=slurm cluster.slurm.time=2m cluster.slurm.signal=USR2@120",
         "cluster.slurm.time=2m is not above the 120 s before its end at which "
         f"cluster.slurm.signal=USR2@120 has the run save and end {CLI}. "

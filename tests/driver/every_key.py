@@ -24,7 +24,7 @@ from rich.console import Console
 
 from launcher import checkpoint
 from launcher.checkpoint.hugging_face import Folder
-from launcher.cli import command
+from launcher.cli import outcome
 from launcher.cluster.errors import HungError
 from launcher.cluster.kinds import KINDS, find_devices, kind_of
 from launcher.cluster.ray.ray_compat import Node
@@ -441,10 +441,11 @@ def task_told(config: Config):
     called = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
-        patch.setattr("launcher.cli.command._check", lambda *_: called.append("check"))
+        checks = "launcher.driver.planning.check.check"
+        patch.setattr(checks, lambda *_: called.append("check") or [])
         for name in task.TASKS:
             patch.setattr(task.task_named(name), "run", lambda *_, name=name: called.append(name))
-        command.run([], Stop())
+        outcome.run([], Stop())
     return called
 
 

@@ -51,7 +51,7 @@ def driven(tmp_path, monkeypatch):
         monkeypatch.setattr(prepare, "plan", stand_in("plan"))
         monkeypatch.setattr(training, "train_in", stand_in("train", 0))
         config = load([*PLAIN, f"run.dir={tmp_path}", "run.id=mine", *words])
-        return run.run(config, Stop()), " ".join(done)
+        return run.guarded(lambda: run.run(config, Stop())), " ".join(done)
 
     return driven
 

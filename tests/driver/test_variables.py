@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from launcher.base import OF_ANOTHER
-from launcher.cli import command
+from launcher.cli import outcome
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
 from launcher.cluster.ray.session import worker_environment
@@ -152,5 +152,5 @@ def test_each_variable_of_mlflows_start_of_a_run_counts_or_is_named():
 def test_hydras_variable_shows_the_whole_error(monkeypatch, capsys):
     for value, is_whole in (("0", False), ("1", True)):
         monkeypatch.setenv("HYDRA_FULL_ERROR", value)
-        assert command.run(["train.step=3"], Stop()) == 2
+        assert outcome.run(["train.step=3"], Stop()) == 2
         assert ("Traceback" in capsys.readouterr().err) == is_whole

@@ -84,7 +84,7 @@ def read_page(name: str) -> Page:
 
 
 def read_pages() -> list[Page]:
-    """All pages: the README of every room, and how to contribute."""
+    """All pages: the README of every room, how a program uses it, and how to contribute."""
     rooms = [
         "",
         "conf/",
@@ -98,5 +98,5 @@ def read_pages() -> list[Page]:
     ]
     paths = [path for room in rooms for path in sorted(ROOT.glob(f"{room}README.md"))]
     own = [path for path in paths if not path.parent.is_symlink()]  # launcher/conf is conf/
-    own.append(ROOT / ".github" / "CONTRIBUTING.md")
+    own += [ROOT / ".github" / name for name in ("AGENTS.md", "CONTRIBUTING.md")]
     return [read_page(str(path.relative_to(ROOT))) for path in own]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import launcher
-from launcher.cli.command import run as command
+from launcher.cli.outcome import run as command
 from launcher.cli.runs_command import _line, main
 from launcher.config.errors import ConfigError
 from launcher.driver.folder.status import Status

@@ -16,7 +16,6 @@ from launcher.base import lines_to
 from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
-from launcher.config.errors import ConfigError
 from launcher.config.optimizer import Optimizer, Scheduled
 from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
@@ -24,25 +23,10 @@ from launcher.driver.callback import no_callback
 from launcher.driver.folder import folder
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
-from launcher.recipes import InputError, check_dataset, find_module, needs_preparing
+from launcher.recipes import check_dataset, find_module, needs_preparing
 from launcher.report.trackers.tracker import openers
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a check.
-
-    Attributes:
-        lines: what the run would report of this machine, and at the end what was not checked.
-        problem: what is wrong, as the run would report it; empty if nothing is.
-        code: the exit code of that problem, 0 if there is none.
-    """
-
-    lines: tuple[str, ...] = ()
-    problem: str = ""
-    code: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,14 +64,18 @@ def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
     return Inputs(pool, find_start(config, finished))
 
 
-def check(config: Config, environ: Mapping[str, str]) -> Verdict:
-    """Do the fast checks of a run, all those before it traces."""
-    try:
-        return Verdict(tuple(_lines(config, environ)))
-    except (ConfigError, InputError) as error:
-        return Verdict(problem=str(error), code=2)
-    except OSError as error:
-        return Verdict(problem=os_error_text(error), code=1)
+def check(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Do the fast checks of a run, all those before it traces.
+
+    Returns:
+        Lines: what the run would report of this machine, and at the end what was not checked.
+
+    Raises:
+        ConfigError: a setting does not fit this machine.
+        launcher.recipes.InputError: the data does not fit the model.
+        OSError: a file cannot be read.
+    """
+    return [*_lines(config, environ)]
 
 
 def os_error_text(error: OSError) -> str:

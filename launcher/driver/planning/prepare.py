@@ -28,7 +28,7 @@ from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
 from launcher.hardware import is_nominal
 from launcher.inference.stored_model import stored_plan
-from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
+from launcher.plan import ClusterShape, Plan, UnfitError, describe_plan
 from launcher.plan.profile.calibration import cached_calibration, calibrated, measure_first
 from launcher.plan.profile.trials import fastest, kept_trial, same_way
 from launcher.report.console import Phase, status
@@ -151,7 +151,7 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         print_compiled(console, chosen)
     problem = _problem(config, console, traced, chosen, over, plan_only)
     if problem and not plan_only:
-        raise PlanError(problem)
+        raise UnfitError(problem)
     candidates = () if plan_only or len(plans) == 1 else tuple(plans)
     pool, init_from = traced.inputs.pool, traced.inputs.init_from
     return Prepared(pool, chosen, seconds, init_from, program.eval_batches, problem, candidates)

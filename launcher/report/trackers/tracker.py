@@ -234,6 +234,7 @@ OURS = {  # imported when chosen
     "wandb": "launcher.report.trackers.wandb_tracker.open_wandb",
     "tensorboard": "launcher.report.trackers.tensorboard_tracker.TensorBoardTracker",
     "mlflow": "launcher.report.trackers.mlflow_tracker.MlflowTracker",
+    "trackio": "launcher.report.trackers.trackio_tracker.TrackioTracker",
 }
 TRACKERS: dict[str, Opener] = {}
 

@@ -13,7 +13,10 @@ from launcher import checkpoint
 from launcher.__main__ import main
 from launcher.checkpoint.train_state import TrainState
 from launcher.config.compose import load, to_dict
+from launcher.config.errors import ConfigError
 from launcher.driver.planning.check import check
+from launcher.driver.run import reported
+from launcher.recipes import InputError
 
 SMOKE = ("recipe=smoke", "dataset=synthetic")
 
@@ -51,8 +54,11 @@ def first(here: Path) -> Path:
 
 
 def said(*words: str) -> tuple[int, str]:
-    verdict = check(load(words), os.environ)
-    return verdict.code, verdict.problem or "; ".join(verdict.lines)
+    try:
+        return 0, "; ".join(check(load(words), os.environ))
+    except (ConfigError, InputError, OSError) as error:
+        _, text, code = reported(error)
+        return code, text
 
 
 def test_what_was_not_looked_at_is_said(here: Path) -> None:

@@ -7,7 +7,9 @@ import pytest
 import tokenizers
 
 from launcher.config.compose import load
+from launcher.config.errors import ConfigError
 from launcher.driver.planning.check import check
+from launcher.recipes import InputError
 from launcher.recipes.data.corpus.tokenizer_files import tokenizer_files
 from launcher.recipes.datasets.documents.prepare import prepare_corpus, train_tokenizer
 from launcher.recipes.models.llama.hf import config_of
@@ -36,8 +38,10 @@ def prepared(*words):
 
 
 def said(*words):
-    verdict = check(load([*START, *words]), os.environ)
-    return verdict.code, verdict.problem or "; ".join(verdict.lines)
+    try:
+        return 0, "; ".join(check(load([*START, *words]), os.environ))
+    except (ConfigError, InputError) as error:
+        return 2, str(error)
 
 
 HAS = "train.init_from=hf:theirs has a tokenizer, and the tokens of dataset="

@@ -5,7 +5,7 @@ import pytest
 from launcher.config import sections
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.driver.run import run
+from launcher.driver.run import guarded, run
 from launcher.driver.tasks import task
 from launcher.stop import Stop
 
@@ -38,7 +38,7 @@ def test_a_task_from_outside_runs_and_answers(count_layers, capsys):
 
 def test_its_errors_are_reported(count_layers, capsys, monkeypatch):
     monkeypatch.setattr(type(count_layers.model), "layers", None)
-    assert run(count_layers, Stop()) == 2
+    assert guarded(lambda: run(count_layers, Stop())) == 2
     assert "the model has no layers" in capsys.readouterr().err
 
 

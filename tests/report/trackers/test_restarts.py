@@ -44,14 +44,23 @@ def of_wandb(folder):
     return [line["step"] for line in run.history if "train/loss" in line]
 
 
+def of_trackio(folder):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = SQLiteStorage.get_logs("launcher", "mine")
+    return [one["step"] for one in logs if "train/loss" in one]
+
+
 READERS = {
     "wandb": of_wandb,
     "tensorboard": of_tensorboard,
     "mlflow": of_mlflow,
+    "trackio": of_trackio,
     METRICS: lambda folder: [record["step"] for record in read_metrics(folder / METRICS)],
 }
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name == "mlflow")) for name in (*OURS, METRICS)
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("mlflow", "trackio")))
+    for name in (*OURS, METRICS)
 ]
 
 
@@ -82,8 +91,11 @@ def record(name, folder, first, *steps, rewinds=0, kill=False, reason="done"):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_step_is_held_once(name, tmp_path):
+def test_each_step_is_held_once(name, tmp_path, monkeypatch):
     """A start that is killed, one that fails and goes back, and one that ends."""
+    if name == "trackio":
+        storage = pytest.importorskip("trackio.sqlite_storage")
+        monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
     record(name, tmp_path, 1, *(1, 2, 3), kill=True)
     record(name, tmp_path, 3, *(3, 4, 5, 4, 5, 6), rewinds=4, reason="worker_1 died")
     record(name, tmp_path, 5, *(5, 6, 7))

@@ -313,6 +313,30 @@ def test_mlflow_holds_one_run_with_all_of_it(tmp_path, monkeypatch, said):
     assert said == []
 
 
+@pytest.mark.slow  # trackio takes seconds to import
+@pytest.mark.devices
+def test_trackio_holds_one_run_with_all_of_it(tmp_path, monkeypatch, said):
+    storage = pytest.importorskip("trackio.sqlite_storage")
+    from trackio import Api
+
+    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path / "home")
+    record("trackio", tmp_path)
+    [run] = Api().runs("launcher")
+    assert run.name == "mine"
+    assert run.config["model.hidden_size"] == 98765
+    logs = storage.SQLiteStorage.get_logs("launcher", "mine")
+    steps = [one for one in logs if "train/loss" in one]
+    assert [(one["step"], one["train/loss"]) for one in steps] == [
+        (step, 4.0 / step) for step in (1, 2, 3)
+    ]
+    assert [one["perf/tokens"] for one in steps] == [512 * step for step in (1, 2, 3)]
+    assert not any("perf/mfu" in one for one in logs)
+    others = {key for one in logs for key in one}
+    assert {"plan/stages", "plots/loss", "summary/final_loss", "summary/exit_reason"} <= others
+    assert [one["title"] for one in run.alerts()] == ["mine: restart"]
+    assert said == []
+
+
 OWN = """
 from launcher.report import Tracker
 
@@ -355,7 +379,8 @@ def test_a_class_that_is_not_there_is_said(name, problem):
 
 
 @pytest.mark.parametrize(
-    ("name", "library"), [("tensorboard", "tensorboardX"), ("mlflow", "mlflow")]
+    ("name", "library"),
+    [("tensorboard", "tensorboardX"), ("mlflow", "mlflow"), ("trackio", "trackio")],
 )
 def test_a_library_that_is_missing_is_named(name, library, monkeypatch):
     monkeypatch.setattr("launcher.base.libraries.find_spec", lambda module: None)
