@@ -179,7 +179,7 @@ class ClusterShape:
 _CPU_CHAIN = 4.0
 _GPU_CHAIN = 5.0  # fitted to published runs: `tests/benchmarks/published.py --fit`
 _FILL = 171  # length of a sum that takes as long as to fill and drain the units; fitted, as above
-_UNALIGNED = 8.0  # times as long; fitted, as above, to heads of 108 elements
+_UNALIGNED = 12.0  # times as long; fitted, as above, to three rows with heads of 108 elements
 _MEMORY_SHARE = 0.77  # of a GPU's memory rate, in passes over large arrays; fitted, as above
 _LINK_SHARE = 0.85  # of the links between a host's GPUs, in sums of large arrays (nccl-tests)
 NETWORK_SHARE = 0.9  # of those between hosts

@@ -236,9 +236,9 @@ def whole_step_seconds(plan: Pipeline | Plan, expected: list[TimedTask]) -> floa
     return max([seconds, *link_seconds(plan).values()])
 
 
-# How far off predictions are, as `within` says it. From what is left of published runs whose model no
-# rate was fitted to (`tests/benchmarks/published.py --fit`), for GPUs of a kind that ran them.
-_ALONG_DATA, _CUT, _OTHER_KIND, _CPU = 0.08, 0.15, 0.1, 0.25
+# How far off predictions are, as `within` says it: the errors of published runs, each by rates that
+# its model had no part in (`tests/benchmarks/published.py --fit`), on GPUs of the kinds below.
+_ALONG_DATA, _CUT, _OTHER_KIND, _CPU = 0.06, 0.12, 0.1, 0.25
 _RAN = "A100", "H100"
 
 
