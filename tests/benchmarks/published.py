@@ -2,7 +2,7 @@
 
     python tests/benchmarks/published.py [--fit] [--processes N] [WORD ...]
 
-Plans each run, or those whose names hold one of the words, on N processes: about 10 s of a core for
+Plans each run, or those whose names hold one of the words, on N processes: 7 to 31 s of a core for
 each. Prints a line a row: seconds of a step, those by our plan and by the formula
 6 * parameters * tokens / (peak * 0.45), the memory that the plan is said to need, the device's, and
 whether it is refused. Then, by source and by group of runs that were measured together: the mean
