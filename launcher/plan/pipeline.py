@@ -236,8 +236,8 @@ def whole_step_seconds(plan: Pipeline | Plan, expected: list[TimedTask]) -> floa
     return max([seconds, *link_seconds(plan).values()])
 
 
-# How far off predictions are, as `within` says it: chosen by what a model of the same terms, beside
-# the planner, left of published runs. The planner's own errors on all of them are yet to be measured.
+# How far off predictions are, as `within` says it: chosen from the errors of a model of the same
+# terms, beside the planner, on published runs. The planner's own on all of them are not measured.
 _ALONG_DATA, _CUT, _OTHER_KIND, _CPU = 0.06, 0.12, 0.1, 0.25
 _RAN = "A100", "H100"
 

@@ -127,7 +127,7 @@ def exposed_seconds(
     return np.maximum(sums * share if last is None else last, sums - backward * (1 - share))
 
 
-_CONTENTION = 0.6  # of the shorter of two that run together; chosen, fits gave 0.36 and 0.72
+_CONTENTION = 0.6  # of the shorter of two that run together; chosen: fits gave 0.36 to 0.72
 
 
 def beside_work(work: Amount, crossing: Amount, alone: Amount) -> Amount:
