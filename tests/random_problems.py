@@ -19,7 +19,7 @@ from launcher.plan.inter_op.submeshes import submesh_sizes
 # The fields of a layer table but those of selective recomputation.
 LAYER_FIELDS = (
     *("work_seconds", "fixed_seconds", "back_seconds", "fixed_back_seconds"),
-    *("product_seconds", "fixed_product_seconds", "forward_bytes", "backward_bytes"),
+    *("product_seconds", "fixed_product_seconds", "launches", "forward_bytes", "backward_bytes"),
     *("fixed_backward_bytes", "repeated_bytes", "forward_sums", "backward_sums", "repeated_sums"),
     *("residual_bytes", "left_bytes", "forward_peak_bytes", "forward_early_bytes"),
     *("backward_peak_bytes", "backward_early_bytes", "whole_peak_bytes", "whole_early_bytes"),

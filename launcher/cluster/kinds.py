@@ -316,20 +316,20 @@ class DescribedKind(ClusterKind[Described]):
 
     def shape(self, pool: DevicePool | None = None) -> ClusterShape:
         """Return the shape of `cluster.device` and `cluster.links`."""
-        from launcher.hardware import ClusterShape, sheet_rates
+        from launcher.hardware import NETWORK_SHARE, ClusterShape, sheet_rates
 
         cluster, links = self.cluster, self.cluster.links
         assert cluster.gpus is not None  # as the settings' check ensures
-        sheet = self.sheet()
-        inter_host = links.inter_host_gb_per_second
+        sheet, network = self.sheet(), links.inter_host_gb_per_second
+        rates = sheet_rates(sheet)
         return ClusterShape(
             name=cluster.title,
             hosts=cluster.hosts,
             devices_per_host=cluster.gpus // cluster.hosts,
             device_kind=sheet.name,
-            inter_host=inter_host * 1e9 if inter_host else sheet.link,
+            inter_host=NETWORK_SHARE * network * 1e9 if network else rates["intra_host"],
             latency=links.latency_us * 1e-6,
-            **sheet_rates(sheet),
+            **rates,
         )
 
     def sheet(self) -> Datasheet:

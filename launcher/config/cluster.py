@@ -22,13 +22,17 @@ class Device:
     """One device of a described cluster.
 
     FLOP rates are dense; `sustained` is the share of the peak that large matrix products reach
-    inside a training step. XLA's compiler has to know the last four (`hardware.target_config`).
+    inside a training step, `sustained_attention` that of fused attention, and `launch_us` what a
+    host takes to launch a product and the kernels around it. XLA's compiler has to know the last
+    four (`hardware.target_config`).
     """
 
     name: str | None = None
     peak_tflops: float | None = number(None, minimum=0.0)  # 16 bit
     peak_tflops_fp32: float | None = number(None, minimum=0.0)  # 32 bit, as JAX computes it
-    sustained: float = number(0.5, minimum=0.01, maximum=1.0)
+    sustained: float = number(0.65, minimum=0.01, maximum=1.0)
+    sustained_attention: float = number(0.45, minimum=0.01, maximum=1.0)
+    launch_us: float = number(15.0, minimum=0.0)
     memory_gib: float | None = number(None, minimum=0.0)
     memory_gb_per_second: float | None = number(None, minimum=0.0)
     compute_capability: float | None = number(None, minimum=1.0)

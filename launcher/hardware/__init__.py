@@ -2,6 +2,7 @@
 
 from launcher.hardware.cluster_shape import JAX_MEMORY_SHARE as JAX_MEMORY_SHARE
 from launcher.hardware.cluster_shape import LOCAL as LOCAL
+from launcher.hardware.cluster_shape import NETWORK_SHARE as NETWORK_SHARE
 from launcher.hardware.cluster_shape import ClusterShape as ClusterShape
 from launcher.hardware.cluster_shape import WorkerInfo as WorkerInfo
 from launcher.hardware.cluster_shape import gpu_memory_variables as gpu_memory_variables

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 
 from launcher.hardware.datasheets import Datasheet, find_datasheet, has_bf16
@@ -49,6 +50,9 @@ class ClusterShape:
             predictions.
         flops_fp32: the same in 32-bit matrix products.
         memory_bandwidth: bytes/s that one device is assumed to sustain.
+        attention_flops: FLOP/s that it is assumed to sustain in fused attention; None: `flops`.
+        launch_seconds: seconds that a host takes to launch a matrix product and the kernels around
+            it; a device that is faster waits.
         memory_bytes: memory of one device that a plan may fill (`usable_bytes`), or None if it is
             shared or not known.
         intra_host: bytes/s one way, from device to device on a host.
@@ -94,6 +98,8 @@ class ClusterShape:
     store_put: float = 1e9
     store_add: float = 1e9
     store_get: float = 1e9
+    attention_flops: float | None = None
+    launch_seconds: float = 0.0
     compute_capability: float | None = None
     correction: float = 1.0
 
@@ -124,22 +130,63 @@ class ClusterShape:
         """Return the bytes/s of a ring of neighbouring devices."""
         return self.intra_host if devices <= self.devices_per_host else self.inter_host
 
-    def work_seconds(
-        self, product_flops: float, product_flops_fp32: float, other_flops: float, moved: float
-    ) -> float:
-        """Return the seconds of work on one device.
+    def start_seconds(self, devices: Any) -> Any:
+        """Return the seconds of an all-reduce of no bytes among so many devices, an array or one.
 
-        Matrix products run at the sustained rates. Everything else is fused: it takes the time to
-        move its bytes once, or that of its operations if it is longer.
+        On GPUs it goes up and down a tree (Sanders et al. 2009, as NCCL does); elsewhere round a
+        ring.
         """
-        fused = moved / 4  # a chain of element-wise operations is one pass
-        other = max(other_flops / self.flops, fused / self.memory_bandwidth)
-        return self.product_seconds(product_flops, product_flops_fp32) + other
+        steps = np.ceil(np.log2(devices)) if self.is_gpu else devices - 1
+        return 2 * self.latency * steps
 
-    def product_seconds(self, flops: float, flops_fp32: float) -> float:
-        """Return the seconds of matrix products on one device."""
-        return flops / self.flops + flops_fp32 / self.flops_fp32
+    def element_seconds(self, flops: float, moved: float) -> float:
+        """Return the seconds of everything but matrix products on one device.
 
+        It is fused: a chain of element-wise operations is one pass, which takes the time to move
+        its bytes once, or that of its operations if it is longer.
+
+        Args:
+            flops: its operations.
+            moved: bytes that it reads and writes where nothing is fused.
+        """
+        chain = _GPU_CHAIN if self.is_gpu else _CPU_CHAIN
+        return max(flops / self.flops, moved / chain / self.memory_bandwidth)
+
+    def product_seconds(
+        self, flops: float, flops_fp32: float, results: float = 0.0, unaligned: float = 0.0
+    ) -> float:
+        """Return the seconds of matrix products on one device, at the sustained rates.
+
+        Args:
+            flops: operations in 16 bits.
+            flops_fp32: operations in 32 bits.
+            results: elements of the results; the units of a GPU fill and drain for each tile.
+            unaligned: operations in 16 bits that a GPU's tensor cores do not take.
+        """
+        plain = flops / self.flops + flops_fp32 / self.flops_fp32
+        if not self.is_gpu:
+            return plain
+        rate = self.flops if flops else self.flops_fp32
+        return plain + 2 * _FILL * results / rate + (_UNALIGNED - 1) * unaligned / self.flops
+
+    def attention_seconds(self, flops: float) -> float:
+        """Return the seconds of fused attention on one device, given its operations."""
+        return flops / (self.attention_flops or self.flops)
+
+
+# Bytes that element-wise operations move if nothing is fused, over those that a compiled chain of
+# them moves.
+_CPU_CHAIN = 4.0
+# Those of GPUs are from a model of these terms beside the planner, fitted to all published runs of
+# `tests/benchmarks/published.json`; the planner itself has not been fitted to all of them yet.
+_GPU_CHAIN = 5.0
+_FILL = (
+    171  # length of a sum that takes as long as to fill and drain the units; worth a point at most
+)
+_UNALIGNED = 12.0  # times as long: chosen by three runs with heads of 108 in PyTorch of 2022
+_MEMORY_SHARE = 0.77  # of a GPU's memory rate, in passes over large arrays
+_LINK_SHARE = 0.85  # of the links between a host's GPUs, in sums of large arrays (nccl-tests)
+NETWORK_SHARE = 0.9  # of those between hosts
 
 # Assumed rates for GPUs without a datasheet; their memory is unknown.
 _OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
@@ -191,9 +238,11 @@ def sheet_rates(sheet: Datasheet, memory_share: float = GPU_MEMORY_SHARE) -> dic
         "peak_flops": sheet.peak_flops,
         "flops": sheet.sustained * (sheet.peak_flops if native else sheet.peak_flops_fp32),
         "flops_fp32": sheet.sustained * sheet.peak_flops_fp32,
-        "memory_bandwidth": sheet.memory_bandwidth,
+        "memory_bandwidth": _MEMORY_SHARE * sheet.memory_bandwidth,
+        "attention_flops": sheet.sustained_attention * sheet.peak_flops,
+        "launch_seconds": sheet.launch_seconds,
         "memory_bytes": usable_bytes(sheet.memory_gib, memory_share),
-        "intra_host": sheet.link,
+        "intra_host": _LINK_SHARE * sheet.link,
         "compute_capability": sheet.compute_capability,
     }
 

@@ -25,6 +25,8 @@ class Datasheet:
         peak_flops: dense FLOP/s in 16 bit, whichever kind is faster.
         peak_flops_fp32: dense FLOP/s in 32 bit, as JAX computes it.
         sustained: the share of the peak that large matrix products reach inside a training step.
+        sustained_attention: the same of fused attention.
+        launch_seconds: seconds that a host takes to launch a product and the kernels around it.
         memory_gib: its memory.
         memory_bandwidth: bytes/s.
         link: bytes/s one way, from device to device on a host.
@@ -40,6 +42,8 @@ class Datasheet:
     peak_flops: float
     peak_flops_fp32: float
     sustained: float
+    sustained_attention: float
+    launch_seconds: float
     memory_gib: float
     memory_bandwidth: float
     link: float
@@ -119,6 +123,8 @@ def _datasheet(device: Mapping[str, Any], links: Mapping[str, Any], source: str)
         peak_flops=peak,
         peak_flops_fp32=single * 1e12 if single else peak / 2,
         sustained=device["sustained"],
+        sustained_attention=device["sustained_attention"],
+        launch_seconds=device["launch_us"] * 1e-6,
         memory_gib=device["memory_gib"],
         memory_bandwidth=device["memory_gb_per_second"] * 1e9,
         link=links["intra_host_gb_per_second"] * 1e9,

@@ -159,7 +159,8 @@ def _summed(stage: StagePlan, plan: Plan, passes: float) -> float:
         ring = formulas.gather_seconds
         if one.kind == "all-reduce":
             ring = formulas.all_reduce_seconds
-        seconds = float(ring(one.bytes, size, link, cluster.latency, one.count))
+        start = cluster.start_seconds(size)
+        seconds = float(ring(one.bytes, size, link, start, one.count))
         if one.when == "update":
             update += seconds
         else:

@@ -27,7 +27,6 @@ from launcher.partition import (
     PartitionedStep,
     Pieces,
     Recomputed,
-    Reduction,
     RematSegment,
     Spec,
     StageGraph,
@@ -47,8 +46,11 @@ from launcher.plan.cost.collectives import Collective
 from launcher.plan.cost.mesh_memory import UpdateMemory, mesh_memory, summed_how, waiting_bytes
 from launcher.plan.cost.stage_memory import Footprint, footprint
 from launcher.plan.cost.stage_seconds import (
+    StageLoads,
     StageSeconds,
+    exchange_seconds,
     links_of,
+    stage_loads,
     stage_seconds,
     stage_update_seconds,
 )
@@ -107,6 +109,24 @@ class _Programs(NamedTuple):
     gathered: Sequence[Mapping[int, str]]
 
 
+class PlanLoads(NamedTuple):
+    """What the stages of a plan do, whatever the rates of the devices.
+
+    Attributes:
+        cut: the partitioned step.
+        again: what each stage's backward pass recomputes.
+        crossing: what workers exchange through parameter servers.
+        stages: what each stage does for a microbatch.
+        peaks: the peak memory of each mesh, in bytes.
+    """
+
+    cut: PartitionedStep
+    again: Sequence[Recomputed]
+    crossing: tuple[ServerExchange, ...]
+    stages: tuple[StageLoads, ...]
+    peaks: Sequence[int]
+
+
 class PlanBuilder:
     """Builder of plans of one step on one cluster.
 
@@ -148,41 +168,20 @@ class PlanBuilder:
             BatchError: the batch does not divide into microbatches and replicas.
         """
         step, cluster, measured = self._step, self._cluster, self._measured
-        for part in self._beside:
-            part.loss(assignment.slicing.num_slices)
-        chosen = StageShardings(step, assignment, cluster, self.outer_dims)
-
-        def choose(loss: Loss, graph: StageGraph) -> dict[str, Spec]:
-            devices = assignment.submeshes[graph.mesh].devices
-            return {**chosen(loss, graph), **(kept or {}).get(devices, {})}
-
-        cut = partition(step, assignment, choose, self.outer_dims)
-        # what each stage's backward pass recomputes
-        again = [recomputed(g.layers, assignment.remat[g.index]) for g in cut.stages]
-        sums = [self._programs(cut, graph.index).sums for graph in cut.stages]
-        crossing = server_exchanges(cut, [bucket for of in sums for bucket in of.once])
-        stages = self._stages(cut, again, crossing)
+        does = self.loads(assignment, kept)
+        cut = does.cut
         trained, num_slices = bool(cut.loss.wrt), cut.slicing.num_slices
         flops = sum(matmul_flops(g.equations) for g in cut.stages) * num_slices
         flops *= 3 if trained else 1
-        flops_again = sum(of.matmul_flops for of in again) * num_slices
+        flops_again = sum(of.matmul_flops for of in does.again) * num_slices
         with_remat = flops + (flops_again if trained else 0.0)
-        pipeline = Pipeline(
-            method=assignment.method,
-            schedule=assignment.schedule,
-            num_micro_batches=assignment.num_micro_batches,
-            stages=stages,
-            transfers=transfers_of(cut),
-            cluster=vars(cluster).copy(),
-            reduction=assignment.reduction,
-        )
-        estimate = estimated(pipeline)
+        estimate = estimated(self._pipeline(does, cluster))
         seconds = estimate.predicted_step_seconds
         rate = 1.0 / seconds / estimate.num_devices / 1e12
         return Plan(
             **vars(estimate),
             batch_size=step.batch_size,
-            num_parameters=sum(stage.num_parameters for stage in stages),
+            num_parameters=sum(stage.num_parameters for stage in estimate.stages),
             flops_per_step=flops,
             predicted_samples_per_second=step.batch_size / seconds,
             predicted_tflops_per_device=flops * rate,
@@ -192,8 +191,38 @@ class PlanBuilder:
             loss=cut.loss.meaning,
             layer_ends=step.layer_ends,
             profiled=measured.account() if measured else (),
-            exchanges=crossing,
+            exchanges=does.crossing,
             jax_version=jax.__version__,
+        )
+
+    def loads(self, assignment: Assignment, kept: KeptShardings | None = None) -> PlanLoads:
+        """Return what the stages of an assignment do, and raise, as `build` does."""
+        for part in self._beside:
+            part.loss(assignment.slicing.num_slices)
+        chosen = StageShardings(self._step, assignment, self._cluster, self.outer_dims)
+
+        def choose(loss: Loss, graph: StageGraph) -> dict[str, Spec]:
+            devices = assignment.submeshes[graph.mesh].devices
+            return {**chosen(loss, graph), **(kept or {}).get(devices, {})}
+
+        cut = partition(self._step, assignment, choose, self.outer_dims)
+        again = [recomputed(g.layers, assignment.remat[g.index]) for g in cut.stages]
+        sums = [self._programs(cut, graph.index).sums for graph in cut.stages]
+        crossing = server_exchanges(cut, [bucket for of in sums for bucket in of.once])
+        stages = self._stage_loads(cut, again)
+        return PlanLoads(cut, again, crossing, stages, self._peaks(in_pieces(cut)))
+
+    def _pipeline(self, does: PlanLoads, cluster: ClusterShape) -> Pipeline:
+        """Return what the stages take on devices of these rates."""
+        assignment = does.cut.assignment
+        return Pipeline(
+            method=assignment.method,
+            schedule=assignment.schedule,
+            num_micro_batches=assignment.num_micro_batches,
+            stages=self._stages(does, cluster),
+            transfers=transfers_of(does.cut),
+            cluster=vars(cluster).copy(),
+            reduction=assignment.reduction,
         )
 
     @functools.cached_property
@@ -232,21 +261,13 @@ class PlanBuilder:
         ]
         return _Programs(memory, cut.gradient_sync(stage, orders), gathered)
 
-    def _stages(
-        self,
-        cut: PartitionedStep,
-        again: Sequence[Recomputed],
-        crossing: Sequence[ServerExchange],
-    ) -> tuple[StagePlan, ...]:
+    def _stages(self, does: PlanLoads, cluster: ClusterShape) -> tuple[StagePlan, ...]:
         """Return the stages with their predicted times and memory."""
-        programs = [self._programs(cut, graph.index) for graph in cut.stages]
-        sums = [own.sums for own in programs]
-        peaks = self._peaks(in_pieces(cut))
-        timed, counts = self._seconds(cut, again, programs), _num_parameters(cut)
-        through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)
+        timed, counts = self._seconds(does, cluster), _num_parameters(does.cut)
+        through = exchange_seconds(does.crossing, does.cut.assignment.reduction, cluster)
         return tuple(
-            self._stage(cut, graph, seconds, of_stage, peaks[graph.mesh], counts, through)
-            for graph, seconds, of_stage in zip(cut.stages, timed, sums, strict=True)
+            self._stage(does, graph, seconds, counts, through, cluster)
+            for graph, seconds in zip(does.cut.stages, timed, strict=True)
         )
 
     def _peaks(self, pieces: Pieces) -> list[int]:
@@ -258,37 +279,36 @@ class PlanBuilder:
         of = [own.sums for own in programs], self._update_memory, waiting, self._cluster.is_gpu
         return [mesh_memory(pieces, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
 
-    def _seconds(
-        self,
-        cut: PartitionedStep,
-        again: Sequence[Recomputed],
-        programs: Sequence[_Programs],
-    ) -> list[StageSeconds]:
-        """Return what each stage takes; of stages that are the same program only one is timed."""
-        split = SCHEDULES[cut.assignment.schedule].splits_backward
-        known: dict[object, StageSeconds] = {}
+    def _stage_loads(
+        self, cut: PartitionedStep, again: Sequence[Recomputed]
+    ) -> tuple[StageLoads, ...]:
+        """Return what each stage does; stages that are the same program share it."""
+        known: dict[object, StageLoads] = {}
         found = []
         for graph, repeated in zip(cut.stages, again, strict=True):
-            s, layout = graph.index, cut.layouts[graph.mesh]
-            own = cut.assignment.own_submesh(graph.mesh)
-            links, timing = links_of(own, self._cluster), self._timing(cut, graph)
+            layout, own = cut.layouts[graph.mesh], self._programs(cut, graph.index)
             gathered = tuple(layout.is_gathered(i) for i in graph.operands)
-            key = cut.likeness(s), gathered, links, timing
+            key = cut.likeness(graph.index), gathered
             if key not in known:
-                as_one = Kind.FORWARD not in programs[s].memory.left
-                known[key] = stage_seconds(
-                    graph,
-                    cut.loss,
-                    layout,
-                    self._cluster,
-                    links,
-                    repeated,
-                    as_one,
-                    split,
-                    programs[s].gathered,
-                    _sum_collectives(programs[s].sums.every, layout),
-                    timing,
+                as_one = Kind.FORWARD not in own.memory.left
+                sums = _sum_collectives(own.sums.every, layout)
+                known[key] = stage_loads(
+                    graph, cut.loss, layout, repeated, as_one, own.gathered, sums
                 )
+            found.append(known[key])
+        return tuple(found)
+
+    def _seconds(self, of: PlanLoads, cluster: ClusterShape) -> list[StageSeconds]:
+        """Return what each stage takes; of stages that do the same only one is timed."""
+        cut, split = of.cut, SCHEDULES[of.cut.assignment.schedule].splits_backward
+        known: dict[object, StageSeconds] = {}
+        found = []
+        for graph, does in zip(cut.stages, of.stages, strict=True):
+            s, own = graph.index, cut.assignment.own_submesh(graph.mesh)
+            links, timing = links_of(own, cluster), self._timing(cut, graph)
+            key = id(does), links, timing
+            if key not in known:
+                known[key] = stage_seconds(does, cluster, links, split, timing)
             seconds = known[key]
             if self._measured:
                 alone = self._measured.effective_parallelism(
@@ -308,16 +328,16 @@ class PlanBuilder:
 
     def _stage(
         self,
-        cut: PartitionedStep,
+        does: PlanLoads,
         graph: StageGraph,
         seconds: StageSeconds,
-        sums: GradientSync,
-        peak: int,
         counts: Sequence[int],
         through_servers: float,
+        cluster: ClusterShape,
     ) -> StagePlan:
         """Return one stage, given the parameters of every stage, and the seconds of exchanges."""
-        s, assignment, cluster = graph.index, cut.assignment, self._cluster
+        s, cut, assignment = graph.index, does.cut, does.cut.assignment
+        sums = self._programs(cut, s).sums
         submesh, layout = assignment.submeshes[graph.mesh], cut.layouts[graph.mesh]
         beside = [counts[other.index] for other in cut.on_mesh(graph.mesh)]
         share = counts[s] / sum(beside) if any(beside) else 1 / len(beside)
@@ -343,7 +363,7 @@ class PlanBuilder:
             own_checkpoints=own_layers(graph.layers) if cut.loss.wrt else 0,
             **vars(seconds) | vars(once) | {"collectives": seconds.collectives + once.collectives},
             buckets=_planned_buckets(sums, self._step.operand_names),
-            memory_bytes=peak,
+            memory_bytes=does.peaks[graph.mesh],
             num_parameters=counts[s],
             shardings=dict(assignment.shardings_of(s) or {}),
         )
@@ -439,29 +459,6 @@ def server_exchanges(cut: PartitionedStep, once: Sequence[Bucket]) -> tuple[Serv
     owners = shared_out([x.whole_bytes(by.workers) for x in told], by.servers)
     pairs = zip(told, owners, strict=True)
     return tuple(dataclasses.replace(x, server=server) for x, server in pairs)
-
-
-def exchange_seconds(
-    exchanges: Sequence[ServerExchange], by: Reduction, cluster: ClusterShape
-) -> float:
-    """Return the seconds of a step's exchanges: of the batch's rows, and of what the loss makes.
-
-    Each goes from the workers to its server and back, one behind the other: a worker puts one
-    while a server adds another, and fetches a third. The backward pass hides none of it, since all
-    results of a program are ready together.
-    """
-    total, latency = 0.0, cluster.store_latency / 2  # of either way
-    for when in ("before", "update"):
-        put = got = 0.0
-        busy = [0.0] * by.servers
-        for x in exchanges:
-            if x.when == when:
-                put += latency + x.bytes / cluster.store_put
-                added = max(put, busy[x.server]) + by.workers * x.bytes / cluster.store_add
-                busy[x.server] = added
-                got = max(got, added) + latency + x.whole_bytes(by.workers) / cluster.store_get
-        total += got
-    return total
 
 
 def _name(x: Exchanged, numbers: itertools.count[int]) -> str:

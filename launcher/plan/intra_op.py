@@ -145,7 +145,7 @@ def _choices(
     at: dict[SumKey, dict[int, float]] = {}
     for c, parts in sums.items():
         for key, one in joined_sums(dims, parts).items():
-            at.setdefault(key, {})[c] = one.seconds(sizes, link, cluster.latency)
+            at.setdefault(key, {})[c] = one.seconds(sizes, link, cluster)
     listed = sorted(c for c in price if size.get(c) or price[c] < 0)
     place = {c: k for k, c in enumerate(listed)}
     shared: dict[tuple[int, ...], float] = {}

@@ -156,6 +156,7 @@ class Plan(Staged):
     step.
 
     Attributes:
+        predicted_within: how far off the predicted step may be, as `pipeline.within` says.
         predicted_tflops_per_device: counts the model's operations only, as MFU does.
         predicted_tflops_per_device_with_remat: also counts the operations that are recomputed.
         runners_up: the next best plans of a search.
@@ -201,6 +202,7 @@ class Plan(Staged):
     workers: tuple[WorkerInfo, ...] = ()
     reduction: Reduction = DEFAULT_REDUCTION
     exchanges: tuple[ServerExchange, ...] = ()
+    predicted_within: float = 0.0
     least_step_seconds: float | None = None
     tried: tuple[Trial, ...] = ()
     jax_version: str = ""
@@ -231,6 +233,12 @@ class Plan(Staged):
     def held_devices(self) -> int:
         """Number of devices of the cluster: those that the plan leaves idle cost as much."""
         return int(self.cluster["hosts"] * self.cluster["devices_per_host"])
+
+    @property
+    def alike(self) -> tuple[RunnerUp, ...]:
+        """The runners-up whose intervals overlap the plan's: they may as well be faster."""
+        most = self.predicted_step_seconds * (1 + self.predicted_within) ** 2
+        return tuple(one for one in self.runners_up if one.predicted_step_seconds <= most)
 
     @property
     def missing_bytes(self) -> int:

@@ -203,6 +203,8 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         console.print(_profile_table(plan))
     if plan.runners_up:
         console.print("runners-up:", soft_wrap=True)
+    if plan.alike:
+        console.print(_alike(plan), soft_wrap=True)
     for other in plan.runners_up:
         slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
         console.print(
@@ -395,6 +397,13 @@ def _certificate(plan: Plan) -> str:
     return f"within {within:.1%} of the best possible under this cost model"
 
 
+def _alike(plan: Plan) -> str:
+    """Return which runners-up are as good as the plan as far as predictions tell, in one line."""
+    count, within = len(plan.alike), f"± {plan.predicted_within:.0%}"
+    first = "the first is" if count == 1 else f"the first {count} are"
+    return f"{first} equal to it by predictions of {within}: parallel.try={count + 1} runs them"
+
+
 def _bucket_line(plan: Plan) -> str:
     """Return how gradients are summed over the replicas, in one line; "" if in one bucket a stage.
 
@@ -503,8 +512,9 @@ def predictions(plan: Plan, tokens: int | None = None) -> str:
     samples = plan.predicted_samples_per_second
     peak = plan.cluster.get("peak_flops")
     mfu = plan.predicted_tflops_per_device * 1e12 / peak if peak else None
+    within = f" ± {plan.predicted_within:.0%}" if plan.predicted_within else ""
     parts = [
-        f"{seconds_text(plan.predicted_step_seconds)} a step",
+        f"{seconds_text(plan.predicted_step_seconds)}{within} a step",
         rate_text(samples, "samples"),
         *([rate_text(samples * tokens, "tokens")] if tokens else []),
         *([f"{plan.predicted_tflops_per_device:.1f} TFLOP/s a device"] if peak else []),

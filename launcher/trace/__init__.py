@@ -13,6 +13,8 @@ from launcher.trace.interface import no_array as no_array
 from launcher.trace.interface import unfixed as unfixed
 from launcher.trace.ir.cost import backward_share as backward_share
 from launcher.trace.ir.cost import flops as flops
+from launcher.trace.ir.cost import is_fused_attention as is_fused_attention
+from launcher.trace.ir.cost import is_unaligned as is_unaligned
 from launcher.trace.ir.cost import matmul_flops as matmul_flops
 from launcher.trace.ir.cost import moved_bytes as moved_bytes
 from launcher.trace.ir.cost import program_flops as program_flops

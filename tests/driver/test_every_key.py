@@ -385,6 +385,7 @@ def cluster_probes():
     yield "described", "cluster.hours_between_faults", Probe(told.faults_told, DESCRIBED, 2.5)
     described = {"name": "x", "device.name": "H100", "device.peak_tflops": 50.0}
     described |= {"device.peak_tflops_fp32": 20.0, "device.sustained": 0.4}
+    described |= {"device.sustained_attention": 0.1, "device.launch_us": 40.0}
     described |= {"device.memory_gib": 50.0, "device.memory_gb_per_second": 50.0}
     described |= {"links.intra_host_gb_per_second": 50.0, "links.latency_us": 5.0}
     described |= {"links.inter_host_gb_per_second": 5.0}

@@ -62,7 +62,7 @@ def test_a_kind_can_do_what_its_compute_capability_says(name):
     assert chosen == ("cudnn" if fused else "xla")
     shape = local_shape(8, 1, name)
     assert (shape.compute_capability, has_bf16(capability)) == (capability, bf16)
-    assert shape.flops == 0.5 * (sheet.peak_flops if bf16 else sheet.peak_flops_fp32)
+    assert shape.flops == sheet.sustained * (sheet.peak_flops if bf16 else sheet.peak_flops_fp32)
 
 
 @pytest.mark.devices
@@ -99,6 +99,7 @@ def test_what_a_datasheet_lacks_is_named(key, tmp_path, monkeypatch):
 
 def test_a_described_gpu_of_a_known_name_has_its_kinds_figures_but_for_those_it_says():
     device = {"name": "A100-40GB", "peak_tflops": 312.0, "sustained": 0.5, "memory_gib": 40}
+    device |= {"sustained_attention": 0.5, "launch_us": 15.0}
     device |= {"memory_gb_per_second": 1555} | dict.fromkeys(COMPILER_KEYS) | {"clock_ghz": 1.2}
     links = {"intra_host_gb_per_second": 25.0}
     sheet = described_sheet(device, links, "cluster=mine")

@@ -10,7 +10,7 @@ from layered import layered_step
 from launcher.partition.assignment import Reduction
 from launcher.partition.partitioned import shared_out
 from launcher.plan import Plan, ServerExchange, local_shape
-from launcher.plan.build import exchange_seconds
+from launcher.plan.cost.stage_seconds import exchange_seconds
 from launcher.plan.methods import DataParallel, ParameterServer
 from launcher.plan.profile.calibration import StoreRates, calibrated, keep_host_rates
 from launcher.report.plan_table import server_line

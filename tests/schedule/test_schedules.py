@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from launcher.schedule import (
@@ -185,3 +186,18 @@ def test_round_trips_follow_one_another(name):
         assert schedule.round_trips(behind, count) <= trips, (earlier, behind, count)
         if name in ("1f1b", "eager_1f1b"):
             assert schedule.round_trips(behind, count) == trips
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (4, 16), (8, 64), (16, 96)])
+@pytest.mark.parametrize("last", [1.0, 1.5])
+def test_a_pipeline_is_as_long_as_its_slowest_stage_and_a_fill_by_the_others(
+    stages, micro_batches, last
+):
+    """The closed form of published models of pipelines, for equal stages and uneven ones."""
+    forward = np.random.default_rng(0).uniform(0.8, 1.2, stages)
+    forward[-1] *= last  # with the loss
+    each = {Kind.FORWARD: forward, Kind.BACKWARD: 2 * forward}
+    schedule = make_tasks("1f1b", stages, stages, micro_batches)
+    timed = simulate(schedule, lambda task: each[task.kind][task.stage])
+    closed = 3 * (micro_batches * forward.max() + (stages - 1) * forward.mean())
+    assert 0.94 * closed < step_seconds(timed) < 1.02 * closed

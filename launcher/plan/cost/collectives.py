@@ -11,6 +11,7 @@ look-up, whose gradient is scattered). Pure.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,8 @@ from launcher.trace import (
     flops,
     free_vars,
     has_tangent,
+    is_fused_attention,
+    is_unaligned,
     is_var,
     moved_bytes,
     nbytes,
@@ -74,17 +77,20 @@ class Collective:
         """Fraction of an all-reduce: gathering and scattering are half of one each."""
         return 1.0 if self.kind == "all-reduce" else 0.5
 
-    def seconds(self, sizes: Mapping[str, int], bandwidth: float, latency: float) -> float:
+    def seconds(
+        self, sizes: Mapping[str, int], bandwidth: float, cluster: ClusterShape | None
+    ) -> float:
         """Return the seconds that a ring takes.
 
         Args:
             sizes: number of devices along each axis.
             bandwidth: bytes/s between neighbours.
-            latency: seconds of a transfer, beside its bytes.
+            cluster: the devices; None: of the bytes alone.
         """
-        devices, count = parts((self.axis,), sizes), 1 if self.size else 0
+        devices = parts((self.axis,), sizes)
+        start = cluster.start_seconds(devices) if cluster and self.size else 0.0
         ring = all_reduce_seconds if self.kind == "all-reduce" else gather_seconds
-        return float(self.times * ring(self.size, devices, bandwidth, latency, count))
+        return float(self.times * ring(self.size, devices, bandwidth, start))
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,10 @@ class Load:
     Attributes:
         product_flops: operations of matrix products in 16 bits.
         product_flops_fp32: operations of matrix products in 32 bits.
+        product_results: elements of the results of matrix products.
+        unaligned_flops: those of `product_flops` of batches of matrices with rows of odd lengths.
+        attention_flops: operations of fused attention.
+        launches: number of products, with the kernels around them, that a host launches.
         other_flops: operations of everything else.
         moved_bytes: bytes that everything else moves.
         backward_share: the backward pass's work over the forward pass's.
@@ -103,6 +113,10 @@ class Load:
 
     product_flops: float
     product_flops_fp32: float
+    product_results: float
+    unaligned_flops: float
+    attention_flops: float
+    launches: int
     other_flops: float
     moved_bytes: float
     backward_share: float
@@ -137,21 +151,29 @@ def is_active(use: Use, flows: Flow) -> bool:
 
 def equation_load(use: Use, sharding: Sharding, flows: Flow) -> Load:
     """Return the load of one equation, alone."""
-    eqn, share = use.eqn, 1.0
+    eqn, share, parts_out = use.eqn, 1.0, 1.0
     forward: list[Collective] = []
     backward: list[Collective] = []
     if sharding.axis_of:
         runs = execution(use, sharding)
-        for axis in set(runs.summed).union(*map(cut_axes, runs.outs)):
-            share *= sharding.sizes[axis]
+        cut = set().union(*map(cut_axes, runs.outs))
+        parts_out = math.prod(sharding.sizes[axis] for axis in cut)
+        share = parts_out * math.prod(sharding.sizes[axis] for axis in {*runs.summed} - cut)
         if any(map(any, (*runs.kept_ins, *runs.kept_outs))):
             forward, backward = _crossing(use, runs, sharding, flows)
     work = flops(eqn) * use.times / share
-    product = eqn.primitive.name in PRODUCTS
-    single = product and eqn.invars[0].aval.dtype.itemsize >= 4
+    product, fused = eqn.primitive.name in PRODUCTS, is_fused_attention(eqn)
+    plain = product and not fused
+    single = plain and eqn.invars[0].aval.dtype.itemsize >= 4
+    half = work if plain and not single else 0.0
+    results = eqn.outvars[0].aval.size * use.times / parts_out if plain else 0.0
     return Load(
-        work if product and not single else 0.0,
+        half,
         work if single else 0.0,
+        results,
+        half if is_unaligned(eqn) else 0.0,
+        work if fused else 0.0,
+        use.times if product else 0,
         0.0 if product else work,
         0.0 if product else moved_bytes(eqn) * use.times / share,
         backward_share(eqn),
@@ -284,7 +306,7 @@ def _local(var: Var, spec: Spec, sizes: Mapping[str, int]) -> float:
 def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float) -> float:
     """Return the seconds of one slice's forward and backward pass on one device."""
     forward, backward = (
-        sum(one.seconds(sizes, link, cluster.latency) for one in sums)
+        sum(one.seconds(sizes, link, cluster) for one in sums)
         for sums in (found.forward, found.backward)
     )
     work = work_seconds(found, cluster)
@@ -298,11 +320,13 @@ def backward_work_seconds(found: Load, cluster: ClusterShape) -> float:
 
 def work_seconds(found: Load, cluster: ClusterShape) -> float:
     """Return the seconds of one pass without its collectives."""
-    return cluster.work_seconds(
-        found.product_flops, found.product_flops_fp32, found.other_flops, found.moved_bytes
-    )
+    other = cluster.element_seconds(found.other_flops, found.moved_bytes)
+    return product_seconds(found, cluster) + other
 
 
 def product_seconds(found: Load, cluster: ClusterShape) -> float:
     """Return the part of `work_seconds` that matrix products take."""
-    return cluster.product_seconds(found.product_flops, found.product_flops_fp32)
+    attention = cluster.attention_seconds(found.attention_flops)
+    return attention + cluster.product_seconds(
+        found.product_flops, found.product_flops_fp32, found.product_results, found.unaligned_flops
+    )

@@ -67,28 +67,27 @@ def ring_hops(hosts: tuple[int, ...], model: int) -> tuple[Mapping[int, int], Ma
 
 
 def all_reduce_seconds(
-    size: Amount, devices: Amount, bandwidth: Amount, latency: float, count: Amount = 1
+    size: Amount, devices: Amount, bandwidth: Amount, start: Amount, count: Amount = 1
 ) -> Amount:
     """Return the seconds of ring all-reduces, one after another.
 
-    Each device sends `2 (n - 1) / n` of the bytes in `2 (n - 1)` transfers (Patarasuk and Yuan,
-    2009).
+    Each device sends `2 (n - 1) / n` of the bytes (Patarasuk and Yuan, 2009).
 
     Args:
         size: bytes of all arrays, where they are not sharded along the axis.
         devices: number of devices in the ring.
         bandwidth: bytes/s between neighbours.
-        latency: seconds of a transfer, beside its bytes.
+        start: seconds of one of no bytes, `ClusterShape.start_seconds`.
         count: number of arrays.
     """
-    return 2 * (devices - 1) * (size / devices / bandwidth + latency * count)
+    return 2 * (devices - 1) * size / devices / bandwidth + start * count
 
 
 def gather_seconds(
-    size: Amount, devices: Amount, bandwidth: Amount, latency: float, count: Amount = 1
+    size: Amount, devices: Amount, bandwidth: Amount, start: Amount, count: Amount = 1
 ) -> Amount:
     """Return the seconds of ring all-gathers or reduce-scatters: half of an all-reduce's."""
-    return all_reduce_seconds(size, devices, bandwidth, latency, count) / 2
+    return all_reduce_seconds(size, devices, bandwidth, start, count) / 2
 
 
 GATHERED_TOGETHER = 30 << 20  # bytes: XLA:GPU's default for arrays that one all-gather brings
@@ -128,11 +127,14 @@ def exposed_seconds(
     return np.maximum(sums * share if last is None else last, sums - backward * (1 - share))
 
 
+_CONTENTION = 0.6  # of the shorter of two that run together; chosen: fits gave 0.36 to 0.72
+
+
 def beside_work(work: Amount, crossing: Amount, alone: Amount) -> Amount:
     """Return the seconds of a pass whose parameters are gathered, and gradients scattered, in it.
 
     XLA:GPU gathers what a product reads under the work before it, and scatters a gradient under
-    the work behind it, one after another.
+    the work behind it, one after another. Both are slower so, since they share units and memory.
 
     Args:
         work: seconds of all else.
@@ -140,7 +142,8 @@ def beside_work(work: Amount, crossing: Amount, alone: Amount) -> Amount:
         alone: the part of it that has no work beside it: what is gathered before the first product,
             and scattered after the last.
     """
-    return alone + np.maximum(work, crossing - alone)
+    hidden = crossing - alone
+    return alone + np.maximum(work, hidden) + _CONTENTION * np.minimum(work, hidden)
 
 
 def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
@@ -203,6 +206,8 @@ class PassParts:
         first: the part of it that no work is before.
         crossing: of gathering them again, and of reducing and scattering their gradients.
         last: the part of it that no work is behind.
+        launch: what a host takes to launch the forward pass.
+        launch_back: the same of the backward pass.
     """
 
     work: Amount
@@ -214,6 +219,8 @@ class PassParts:
     first: Amount
     crossing: Amount
     last: Amount
+    launch: Amount = 0.0
+    launch_back: Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -236,8 +243,9 @@ def pass_seconds(
 ) -> PassSeconds:
     """Return the seconds of a stage's passes over a microbatch.
 
-    Each program has a dispatch overhead; one that does both passes has it once. Where the devices
-    share a machine, no collective runs beside work.
+    Each program has a dispatch overhead; one that does both passes has it once. A pass takes at
+    least as long as the host takes to launch it. Where the devices share a machine, no collective
+    runs beside work.
 
     Args:
         of: their parts.
@@ -249,12 +257,28 @@ def pass_seconds(
     """
     overhead, shared = cluster.dispatch_overhead, cluster.effective_parallelism is not None
     alone, alone_back = (of.gather, of.crossing) if shared else (of.first, of.last)
-    forward = beside_work(of.work + of.sums, of.gather, alone) + overhead
+    forward = np.maximum(beside_work(of.work + of.sums, of.gather, alone), of.launch) + overhead
     work = of.work_back + of.again + of.sums_back
-    backward = beside_work(work, of.crossing, alone_back) + np.where(as_one, 0.0, overhead)
+    backward = np.maximum(beside_work(work, of.crossing, alone_back), of.launch_back)
+    backward = backward + np.where(as_one, 0.0, overhead)
     start = np.where(is_first, 0.0, overhead if splits else 0.0)
     weight = np.where(is_first, backward, of.work_back / 2 + start)
     return PassSeconds(forward, backward + start, weight)
+
+
+_LAUNCHED_BACK = 1.5  # launches of a backward pass over its forward pass's; taken, not fitted
+
+
+def launch_seconds(forward: Amount, again: Amount, cluster: ClusterShape) -> tuple[Amount, Amount]:
+    """Return what a host takes to launch a stage's passes.
+
+    Args:
+        forward: the launches of the forward pass (`collectives.Load`).
+        again: those of what the backward pass recomputes in full.
+        cluster: the devices.
+    """
+    each = cluster.launch_seconds
+    return each * forward, each * (_LAUNCHED_BACK * forward + again)
 
 
 def update_seconds(sums: Amount, state: Amount, bandwidth: float) -> Amount:

@@ -184,7 +184,9 @@ class _Layer:
         work, back, products = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # of all rows, of every slice
         forward: list[tuple[Use, Collective]] = []
         backward: list[tuple[Use, Collective]] = []
+        launches = 0
         for use, found in loads(sharding, flows):
+            launches += found.launches
             fixed = not is_active(use, varying)
             work[fixed] += work_seconds(found, cluster)
             products[fixed] += product_seconds(found, cluster)
@@ -214,6 +216,7 @@ class _Layer:
             "fixed_back_seconds": back[1],
             "product_seconds": products[0],
             "fixed_product_seconds": products[1],
+            "launches": float(launches),
             "forward_bytes": moved(forward),
             "backward_bytes": moved(backward),
             "fixed_backward_bytes": moved(backward, fixed=True),

@@ -196,6 +196,7 @@ class LayerTable:
         fixed_back_seconds: the same as `fixed_seconds` of the backward pass.
         product_seconds: the part of `work_seconds` and `back_seconds` that matrix products take.
         fixed_product_seconds: the same of `fixed_seconds` and `fixed_back_seconds`.
+        launches: number of matrix products that a host launches in every slice's forward pass.
         forward_bytes: bytes all-reduced along the model axis in the forward pass; what is gathered
             or scattered counts half.
         backward_bytes: the same in the backward pass.
@@ -253,7 +254,9 @@ class LayerTable:
     def of_batch(self, share: float) -> LayerTable:
         """Return the table of a batch of `share` times the examples, which cost their share."""
         of = {
-            name: values if name.startswith("fixed") or name.endswith("sums") else share * values
+            name: values
+            if name.startswith("fixed") or name.endswith(("sums", "launches"))
+            else share * values
             for name, values in self.of.items()
         }
         return dataclasses.replace(self, of=of)

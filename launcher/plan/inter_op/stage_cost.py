@@ -21,6 +21,7 @@ from launcher.plan.cost.formulas import (
     bucket_count,
     exposed_seconds,
     gather_count,
+    launch_seconds,
     pass_seconds,
     sharded_bytes,
     update_seconds,
@@ -136,15 +137,14 @@ class StageCosts:
         inside = self.cluster.intra_host  # for axes that no ring of this cost model runs along
         return self._column([getattr(one, axis, inside) for one in self._links])
 
-    def _all_reduce(
-        self, axis: str, size: Amount, count: Amount, devices: Amount | None = None
-    ) -> Any:
+    def _all_reduce(self, axis: str, size: Amount, count: Amount, devices: Any = None) -> Any:
         """Return the seconds of all-reduces along an axis: `formulas.all_reduce_seconds`.
 
         Of no arrays latency is left out. `devices`: those of each ring, if not all of the axis.
         """
         ring = self._size(axis) if devices is None else devices
-        return all_reduce_seconds(size, ring, self._rate(axis), self.cluster.latency, count)
+        start = self.cluster.start_seconds(ring)
+        return all_reduce_seconds(size, ring, self._rate(axis), start, count)
 
     def _gather(self, axis: str, size: Amount, count: Amount) -> Any:
         """Return the seconds of all-gathers or reduce-scatters along an axis."""
@@ -158,8 +158,7 @@ class StageCosts:
     @_shared
     def _of(self, name: str) -> np.ndarray:
         """Return the sums of a field of the table over each stage's layers."""
-        rows = [mesh.row for mesh in self.meshes]
-        of = self.table.spans[name]
+        rows, of = [mesh.row for mesh in self.meshes], self.table.spans[name]
         return of[rows[0] : rows[0] + 1] if len(rows) == 1 else of[rows]
 
     @_shared
@@ -410,9 +409,8 @@ class StageCosts:
 
     def _row_sums(self, latency: bool) -> Any:
         """Return the seconds to sum gradients along the devices that share a microbatch's rows."""
-        rows_axis = self._size(DATA) // (self.point.replicas or 1)
         size, count = self._of("parameter_bytes"), latency * self._of("parameters")
-        return self._all_reduce(DATA, size, count, rows_axis)
+        return self._all_reduce(DATA, size, count, self._size(DATA) // (self.point.replicas or 1))
 
     def passes(self, zero: int, recompute: Recompute | None) -> PassSeconds:
         """Return the seconds of a microbatch's passes."""
@@ -423,12 +421,14 @@ class StageCosts:
         work, back, selectively = self._work()
         sums, sums_back = self._sums(recompute, latency=True)
         more = self._repeated(work, selectively, recompute)
-        beside = self._beside(recompute) if gathers else (0.0,) * 4
-        parts = PassParts(work, back, more, sums, sums_back + self._row_sums(True), *beside)
+        beside = self._beside(recompute) if gathers else (0.0, 0.0, 0.0, 0.0)
+        launches, sums_back = self._of("launches"), sums_back + self._row_sums(True)
+        launched = launch_seconds(launches, self._in_full(launches, recompute), self.cluster)
+        parts = PassParts(work, back, more, sums, sums_back, *beside, *launched)
         as_one, splits = self.runs_as_one(recompute), self._schedule.splits_backward
         return pass_seconds(parts, self.cluster, as_one, self._is_first, splits)
 
-    def _beside(self, recompute: Recompute | None) -> tuple[Amount, ...]:
+    def _beside(self, recompute: Recompute | None) -> tuple[Amount, Amount, Amount, Amount]:
         """Return the seconds of `PassParts` that parameters sharded along data take (ZeRO-3)."""
         (ahead, again), (scatter, buckets) = self._gathers(recompute, True), self._scatters(3, True)
         first = np.diagonal(ahead, 1, -2, -1)[..., None]
@@ -466,8 +466,8 @@ class StageCosts:
     def hidden(self, zero: int, recompute: Recompute) -> np.ndarray:
         """Return the seconds of the sums once a step that run under a backward pass."""
         sums, buckets, _, _ = self._once_parts(zero, True)
-        backward = beside_seconds(self.passes(zero, recompute).backward, self.cluster)
-        return np.asarray(sums - exposed_seconds(sums, buckets, backward))
+        beside = beside_seconds(self.passes(zero, recompute).backward, self.cluster)
+        return np.asarray(sums - exposed_seconds(sums, buckets, beside))
 
     @_kept
     def _once_parts(self, zero: int, latency: bool) -> tuple[Amount, Amount, Amount, Amount]:

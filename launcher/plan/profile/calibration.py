@@ -88,7 +88,7 @@ class Calibration:
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
         """Return the shape with these figures; a host's own link stays what it was."""
-        rates = _ring_rates(self.all_reduce_seconds, shape.num_devices)
+        rates = _ring_rates(self.all_reduce_seconds, shape)
         latency, link = rates or (shape.latency, shape.intra_host)
         return dataclasses.replace(
             shape,
@@ -129,28 +129,29 @@ class HostLinks:
 
         The latency inside a host stays what it is; with one device a host there is no other.
         """
-        found = _ring_rates(self.all_reduce_seconds, shape.num_devices)
+        found = _ring_rates(self.all_reduce_seconds, shape)
         if found is None:
             return shape
         latency = found[0] if shape.devices_per_host == 1 else shape.latency
         return dataclasses.replace(shape, inter_host=found[1], latency=latency)
 
 
-def _ring_rates(seconds: Mapping[str, float], count: int) -> tuple[float, float] | None:
-    """Return the latency and the bytes/s of a ring of `count` devices.
+def _ring_rates(seconds: Mapping[str, float], shape: ClusterShape) -> tuple[float, float] | None:
+    """Return the latency and the bytes/s of a ring of all devices of a shape.
 
     They are those of the line through a short and a long all-reduce; None if there were none, or
     if noise hides what the bytes take.
     """
     if not seconds:
         return None
-    steps = 2 * (count - 1)
+    count = shape.num_devices
+    waits = dataclasses.replace(shape, latency=1.0).start_seconds(count)
     (few, short), (many, long) = sorted((int(n), s) for n, s in seconds.items())
     per_byte = (long - short) / (many - few)
     if per_byte <= 0:
         return None
-    latency = max((short - few * per_byte) / steps, _LEAST_LATENCY)
-    return latency, steps / count / per_byte
+    latency = max(float((short - few * per_byte) / waits), _LEAST_LATENCY)
+    return latency, 2 * (count - 1) / count / per_byte
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,7 @@ def block_seconds(shape: ClusterShape) -> float:
     def seconds(eqn: Equation) -> float:
         if eqn.primitive.name in PRODUCTS:
             return shape.product_seconds(0.0, flops(eqn))
-        return shape.work_seconds(0.0, 0.0, flops(eqn), moved_bytes(eqn))
+        return shape.element_seconds(flops(eqn), moved_bytes(eqn))
 
     return sum((1 + backward_share(eqn)) * seconds(eqn) for eqn in forward.eqns)
 

@@ -71,6 +71,26 @@ def matmul_flops(equations: Iterable[Equation], skipped: Set[Equation] = frozens
     return found
 
 
+def is_fused_attention(eqn: Equation) -> bool:
+    """Return whether an equation is attention in one kernel, a hand-written one included."""
+    return eqn.primitive.name in OWN_KERNELS or eqn.primitive.name in ATTENTION_PRODUCTS
+
+
+_TENSOR_CORE_BYTES = 16  # rows of matrices that tensor cores read as they are are multiples of it
+
+
+def is_unaligned(eqn: Equation) -> bool:
+    """Return whether an equation is a product of batches of matrices with rows of odd lengths."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contract, (batch, _) = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval
+    depth = math.prod(lhs.shape[d] for d in contract[0])
+    lengths = depth, *eqn.outvars[0].aval.shape[len(batch) :]
+    each = lhs.dtype.itemsize
+    return bool(batch) and any(n * each % _TENSOR_CORE_BYTES for n in lengths)
+
+
 def moved_bytes(eqn: Equation) -> float:
     """Bytes that an equation reads and writes when nothing is fused."""
     operands = {v: None for v in eqn.invars if is_var(v)}

@@ -1,5 +1,6 @@
 """The cost of sharding: the work that is left on a device, and the bytes that are all-reduced."""
 
+import dataclasses
 import operator
 
 import jax
@@ -198,13 +199,18 @@ def test_gradients_flow_from_the_sources_on():
 
 
 def test_rings():
-    whole = Collective("all-reduce", "model", 800.0).seconds(SIZES, 100.0, 0.5)
+    ring = dataclasses.replace(local_shape(8, 1, "cpu"), latency=0.5)
+    whole = Collective("all-reduce", "model", 800.0).seconds(SIZES, 100.0, ring)
     assert whole == pytest.approx(2 * 3 * (2.0 + 0.5))
     for kind in ("all-gather", "reduce-scatter"):
-        half = Collective(kind, "model", 800.0, times=3).seconds(SIZES, 100.0, 0.5)
+        half = Collective(kind, "model", 800.0, times=3).seconds(SIZES, 100.0, ring)
         assert half == pytest.approx(3 * 3 * (2.0 + 0.5))
-    assert Collective("all-reduce", "data", 800.0).seconds({"data": 1}, 100.0, 0.5) == 0
-    assert Collective("all-reduce", "model", 0.0).seconds(SIZES, 100.0, 0.5) == 0
+    assert Collective("all-reduce", "data", 800.0).seconds({"data": 1}, 100.0, ring) == 0
+    assert Collective("all-reduce", "model", 0.0).seconds(SIZES, 100.0, ring) == 0
+    assert Collective("all-reduce", "model", 800.0).seconds(SIZES, 100.0, None) == 12.0
+    tree = dataclasses.replace(ring, device_kind="H100")
+    found = Collective("all-reduce", "model", 800.0).seconds(SIZES, 100.0, tree)
+    assert found == pytest.approx(12.0 + 2 * 2 * 0.5)  # up and down two levels
 
 
 def test_seconds_of_a_load():
@@ -213,5 +219,5 @@ def test_seconds_of_a_load():
     alone = product((None, None), (None, None))
     assert seconds(alone, SIZES, cluster, link) == pytest.approx(3 * 8192 / cluster.flops)
     rows = product((None, "model"), ("model", None))
-    summed = all_reduce_seconds(8 * 32 * 4, 4, link, cluster.latency)
+    summed = all_reduce_seconds(8 * 32 * 4, 4, link, cluster.start_seconds(4))
     assert seconds(rows, SIZES, cluster, link) == pytest.approx(3 * 2048 / cluster.flops + summed)

@@ -15,6 +15,7 @@ from launcher.plan.cost.formulas import (
     beside_work,
     exposed_seconds,
     gather_seconds,
+    launch_seconds,
     pass_seconds,
     peak_in_turn,
     ring_links,
@@ -39,14 +40,15 @@ def ring(size, devices, bandwidth, latency):
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 def test_a_ring_sends_a_part_at_a_time(devices):
-    assert all_reduce_seconds(800.0, devices, 100.0, 0.5) == pytest.approx(
+    start = CLUSTER.start_seconds(devices)
+    assert all_reduce_seconds(800.0, devices, 100.0, start) == pytest.approx(
         ring(800.0, devices, 100.0, 0.5)
     )
     sizes, counts = np.array([800.0, 0.0, 90.0]), np.array([1.0, 0.0, 3.0])
-    found = all_reduce_seconds(sizes, devices, 100.0, 0.5, counts)
+    found = all_reduce_seconds(sizes, devices, 100.0, start, counts)
     of_three = 3 * ring(30.0, devices, 100.0, 0.5)
     assert found == pytest.approx([ring(800.0, devices, 100.0, 0.5), 0.0, of_three])
-    assert gather_seconds(sizes, devices, 100.0, 0.5, counts) == pytest.approx(found / 2)
+    assert gather_seconds(sizes, devices, 100.0, start, counts) == pytest.approx(found / 2)
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 5])
@@ -109,10 +111,11 @@ APART = dataclasses.replace(CLUSTER, dispatch_overhead=0.5, effective_parallelis
 @pytest.mark.parametrize(
     ("as_one", "is_first", "splits", "expected"),
     [
-        (False, False, False, (10.5, 4.7, 1.0)),  # as long as it gathers; as it works, and then on
-        (True, False, False, (10.5, 4.2, 1.0)),  # does not start again
-        (False, False, True, (10.5, 5.2, 1.5)),  # a program more
-        (False, True, True, (10.5, 4.7, 4.7)),  # no other stage waits for any of it
+        # As long as it gathers; as it works, and then on; and a share of what runs beside it.
+        (False, False, False, (11.16, 5.6, 1.0)),
+        (True, False, False, (11.16, 5.1, 1.0)),  # does not start again
+        (False, False, True, (11.16, 6.1, 1.5)),  # a program more
+        (False, True, True, (11.16, 5.6, 5.6)),  # no other stage waits for any of it
     ],
 )
 def test_passes_gather_beside_their_work_and_start(as_one, is_first, splits, expected):
@@ -121,11 +124,21 @@ def test_passes_gather_beside_their_work_and_start(as_one, is_first, splits, exp
 
 
 def test_collectives_run_beside_work_but_for_those_that_nothing_is_beside():
-    assert beside_work(3.0, 2.0, 0.5) == 3.5
-    assert beside_work(3.0, 5.0, 0.5) == 5.0
+    assert beside_work(3.0, 2.0, 0.5) == pytest.approx(3.5 + 0.6 * 1.5)
+    assert beside_work(3.0, 5.0, 0.5) == pytest.approx(5.0 + 0.6 * 3.0)
+    assert beside_work(3.0, 2.0, 2.0) == 5.0
     shared = dataclasses.replace(APART, effective_parallelism=2.0)
     found = pass_seconds(PARTS, shared, False, False, False)
     assert (found.forward, found.backward) == pytest.approx((11.6, 6.2))
+
+
+def test_a_pass_takes_no_less_than_the_host_takes_to_launch_it():
+    cluster = dataclasses.replace(APART, launch_seconds=2.0)
+    launch, back = launch_seconds(10, 4, cluster)
+    assert (launch, back) == (20.0, 38.0)  # a gradient has 1.5 times the launches
+    parts = dataclasses.replace(PARTS, launch=launch, launch_back=back)
+    found = pass_seconds(parts, cluster, False, False, False)
+    assert (found.forward, found.backward) == (20.5, 38.5)
 
 
 @pytest.mark.parametrize("splits", [True, False])

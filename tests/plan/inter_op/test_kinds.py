@@ -119,7 +119,7 @@ SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 KINDS = {
     "data": (mlp, NARROW, SGD, (8192, 64), 4, (4, 1), set()),
     # Parameters would be gathered for every microbatch.
-    "zero2": (mlp, NARROW, ADAM, (8192, 64), 4, (4, 1), {"state"}),
+    "zero2": (mlp, NARROW, ADAM, (2048, 64), 4, (4, 1), {"state"}),
     # They are gathered as often as ZeRO-2 does, and take less to update.
     "zero3": (mlp, NARROW, ADAM, (8192, 64), 1, (4, 1), {"parameters", "state"}),
     "tensor": (mlp, WIDE, ADAM, (4, 1024), 1, (1, 4), set()),

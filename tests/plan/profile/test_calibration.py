@@ -65,7 +65,7 @@ def test_the_figures_stand_in_the_shape() -> None:
 def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
     for size, seconds in FOUND.all_reduce_seconds.items():
-        again = all_reduce_seconds(float(size), 4, shape.intra_host, shape.latency)
+        again = all_reduce_seconds(float(size), 4, shape.intra_host, shape.start_seconds(4))
         assert math.isclose(again, seconds, rel_tol=0.01)
 
 
@@ -79,7 +79,7 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(
     assert path is not None
     shape = calibrated(nominal)
     short, long = (
-        all_reduce_seconds(size, devices, shape.inter_host, shape.latency)
+        all_reduce_seconds(size, devices, shape.inter_host, shape.start_seconds(devices))
         for size in (4096, 1 << 24)
     )
     assert math.isclose(long, 40e-3, rel_tol=0.02)
