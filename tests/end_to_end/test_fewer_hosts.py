@@ -1,0 +1,115 @@
+"""A host is lost for good: the run continues on those that are left, and comes to the same numbers.
+
+The tasks of a Slurm job of three nodes, all of them this machine, as the batch script starts them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from disturbed import STEPS, parameters
+from launched import Launcher, lines, losses, summary, typed
+
+MODEL = typed(
+    "model=mlp model.hidden_size=384 model.num_layers=8 dataset=synthetic train.eval_every=0 "
+    "optimizer.learning_rate=0.01 wandb.mode=disabled run.id=one train.checkpoint.every_steps=5"
+)
+JOB = typed(
+    "cluster=slurm cluster.slurm.emulated=true cluster.slurm.network_interface=lo cluster.hosts=3 "
+    "cluster.gpus=3"
+)
+
+WAIT = "cluster.wait_for_host=30"  # enough for those that are there to start Ray anew
+
+
+class Job:
+    """A job of three nodes; the task of the first one drives the run."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *words: str) -> None:
+        self._folder, self._patch, self._words = folder, patch, (*MODEL, *JOB, *words)
+        patch.setenv("SLURM_JOB_ID", "7")
+        patch.setenv("LAUNCHER_NODES", "node1 node2 node3")
+        self.run = folder / "outputs" / "one"
+        self.driver, *self._others = [self.task(index) for index in range(3)]
+
+    def task(self, index: int) -> Launcher:
+        self._patch.setenv("SLURM_NODEID", str(index))
+        return Launcher(self._folder, *self._words)
+
+    def train_past(self, step: int) -> None:
+        self.driver.wait_for(lambda: len(lines(self.run)) > step)
+
+    def lose(self, index: int) -> None:
+        """The node is gone, with all that runs there."""
+        task = self._others[index - 1]
+        for process in task.processes():
+            process.kill()
+        task.process.wait()
+        psutil.wait_procs(task.processes(), timeout=30)
+
+    def come_back(self, index: int) -> None:
+        self._others[index - 1] = self.task(index)
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end of all: exit code, standard output, standard error."""
+        code, out, err = self.driver.end()
+        for task in self._others:
+            task.end(soon=30)
+        return code, out, err
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def start(*words: str) -> Job:
+        jobs.append(Job(tmp_path, monkeypatch, *words))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        for task in (job.driver, *job._others):
+            for process in task.processes():
+                process.kill()
+
+
+def assert_as(run: Path, undisturbed: Path) -> None:
+    """The losses and the parameters are those of a run that was left alone, to 1e-6."""
+    assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=1e-6, atol=1e-6)
+    for array, expected in zip(parameters(run), parameters(undisturbed), strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-6, atol=1e-6)
+
+
+def hosts_of(run: Path) -> int:
+    return json.loads((run / "plan.json").read_text())["cluster"]["hosts"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    ["parallel=zero2 train.global_batch_size=384", "parallel=data train.global_batch_size=768"],
+)
+def test_three_hosts_become_two_and_then_three_again(
+    start: Callable[..., Job], undisturbed: Callable[..., Path], words: str
+) -> None:
+    settings = (*typed(words), f"train.steps={STEPS}")
+    job = start(*settings, WAIT)
+    job.train_past(8)
+    job.lose(2)
+    job.driver.wait_for(lambda: hosts_of(job.run) == 2 and len(lines(job.run)) > 14)
+    job.come_back(2)
+    job.driver.worker().kill()
+    code, out, err = job.end()
+    assert code == 0, err
+    on_two = r"2 of 3 hosts are left, without node3: 1 stage of 2x1, .*; from step (\d+)\n"
+    assert int(re.search(on_two, out)[1]) in (5, 10)
+    assert re.search(r"all 3 hosts are there again: 1 stage of 3x1, .*; from step \d+\n", out)
+    assert re.search(r"if a host is lost: 1 stage of 2x1, .*; it fits, [\d.]+ times the step", out)
+    assert summary(job.run)["restarts"] == 2
+    assert hosts_of(job.run) == 3
+    assert_as(job.run, undisturbed(*MODEL, *settings, "cluster=emulated", "cluster.gpus=3"))
