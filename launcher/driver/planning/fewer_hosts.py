@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from launcher.config.cluster import Emulated
 from launcher.config.parallel import Parallel
 from launcher.driver.planning.plan_from_config import plan_of, too_large, what_fits
 from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
@@ -29,8 +30,12 @@ def plan_on_fewer(parallel: Parallel, step: TracedStep, cluster: ClusterShape, h
     """
     problem = ""
     for count in range(hosts, 0, -1):
-        left = _part(cluster, count)
-        for settings in parallel.on_fewer_devices(step.batch_size):
+        left, batch = _part(cluster, count), step.batch_size
+        devices = Emulated(gpus=left.num_devices, hosts=count)
+        for settings in parallel.on_fewer_devices(batch):
+            if contradictions := list(settings.check(devices, batch, None)):
+                problem = problem or str(contradictions[0])
+                continue
             try:
                 plan = plan_of(settings, step, left)
             except (PlanError, BatchError) as error:
