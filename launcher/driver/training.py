@@ -264,9 +264,9 @@ class _Job:
                     plan = whole.on_fewer(left)
             except PlanError as error:
                 raise FailedError(f"{found}: {error}") from None
+            session.use(int(plan.cluster["hosts"]))
         if plan is ready.plan:
             return ""
-        session.use(int(plan.cluster["hosts"]))
         self._ready, self._tries = replace(ready, plan=plan, pool=session.pool), None
         self.plan = plan
         self.run_log.follow(plan)

@@ -264,9 +264,7 @@ def test_a_run_continues_without_a_node_that_is_lost(
     elif how == "down":
         user.slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     else:
-        for process in user.slurm.left():
-            if process.environ()["SLURM_NODEID"] == "1":
-                process.kill()
+        user.slurm.kill_tasks("node2")
     try:
         wait_until(lambda: run.state == "COMPLETED" or run._failed(), SECONDS)
         assert run.state == "COMPLETED", run.output
