@@ -155,7 +155,7 @@ def test_a_run_that_has_no_plan_for_fewer_says_so_at_once_and_when_it_ends(
     if wait == "300":
         job.driver.process.send_signal(signal.SIGINT)
     code, out, err = job.end()
-    why = "there is no plan: 2 devices (cluster.gpus) do not divide into equal submeshes for "
+    why = "there is no plan: parallel.num_stages=3 is more than cluster.gpus=2. A stage needs a "
     assert f"if a host is lost, the run waits for it and then ends: on 2 hosts {why}" in out
     assert "Traceback" not in err
     if wait == "300":
