@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from launcher.base import TRANSPORTS
 from launcher.config.errors import ConfigError
-from launcher.config.fields import Switch, automatic, choice, number
+from launcher.config.fields import Switch, automatic, choice, number, off_or_automatic
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,11 @@ class Cluster:
         """Whether a setting may be a secret."""
         return False
 
+    @property
+    def host_wait(self) -> float:
+        """The seconds to wait for a lost host; 0: a run never continues without it."""
+        return 0.0
+
     def check(self) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings."""
         if self.gpus is not None and self.gpus % self.hosts:
@@ -318,6 +323,24 @@ class Hosts(Machines):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nodes(Hosts):
+    """Settings of every cluster of machines of their own, of which one may be lost.
+
+    Attributes:
+        wait_for_host: seconds for a lost host to come back, before the run continues with those
+            that are left; 0, off: it never does. None: by the kind.
+    """
+
+    _returns = 600.0  # seconds by which a machine that starts again, or one in its place, is back
+    wait_for_host: int | None = off_or_automatic()
+
+    @property
+    def host_wait(self) -> float:
+        """See `Cluster.host_wait`."""
+        return self._returns if self.wait_for_host is None else self.wait_for_host
+
+
+@dataclass(frozen=True, kw_only=True)
 class Emulated(Hosts):
     """CPU devices of this machine that stand in, and several processes for several hosts."""
 
@@ -327,9 +350,10 @@ class Emulated(Hosts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmCluster(Hosts):
+class SlurmCluster(Nodes):
     """Nodes that Slurm lends."""
 
+    _returns = 120.0  # a task that has lost its connection; a node that fails leaves the job
     kind: str = "slurm"
     gpus: int | None = number(8, minimum=1)
     slurm: Slurm = field(default_factory=Slurm)
@@ -367,7 +391,7 @@ class SlurmCluster(Hosts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayCluster(Hosts):
+class RayCluster(Nodes):
     """Nodes of an existing Ray cluster, with their devices.
 
     Attributes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from launcher.base import REMAT_NAMES, parse_remat
@@ -39,6 +39,17 @@ class Parallel:
             cluster: the cluster.
             batch: `train.global_batch_size`.
             layers: the number of pipeline layers of the model; None: not known before tracing.
+        """
+        yield from ()
+
+    def on_fewer_devices(self, batch: int) -> Iterator[Parallel]:
+        """Yield these settings and then others, of which fewer devices take the first that fits.
+
+        Only the number of microbatches and the data axis give way. Larger numbers come first, as
+        they need no more memory.
+
+        Args:
+            batch: `train.global_batch_size`.
         """
         yield from ()
 
@@ -87,6 +98,15 @@ class Planned(Parallel):
                 "Use parallel.cost=model.",
                 ["parallel.cost", "cluster.kind"],
             )
+
+    def on_fewer_devices(self, batch: int) -> Iterator[Planned]:
+        """See `Parallel.on_fewer_devices`; nothing is measured."""
+        kept = replace(self, cost="measured") if self.cost == "profile" else self
+        yield kept
+        asked = self.num_micro_batches or 1
+        others = [n for n in range(1, batch + 1) if batch % n == 0 and n != asked]
+        for count in sorted(others, key=lambda n: (n < asked, abs(n - asked))):
+            yield replace(kept, num_micro_batches=count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +176,12 @@ class Shard(Planned):
         yield from super().check(cluster, batch, layers)
         yield from _check_mesh(cluster.gpus, {"data": self.data, "model": self.model})
 
+    def on_fewer_devices(self, batch: int) -> Iterator[Planned]:
+        """See `Parallel.on_fewer_devices`."""
+        yield from super().on_fewer_devices(batch)
+        if self.data is not None:
+            yield from replace(self, data=None).on_fewer_devices(batch)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined(Planned):
@@ -221,6 +247,13 @@ class Auto(StageSettings):
     schedule: str = automatic_choice("auto", *training_schedules())
     remat: str = automatic_choice("auto", *REMAT_NAMES, parse=parse_remat)
 
+    def on_fewer_devices(self, batch: int) -> Iterator[Planned]:
+        """See `Parallel.on_fewer_devices`."""
+        kept = replace(self, cost="measured") if self.cost == "profile" else self
+        yield kept
+        if self.num_micro_batches is not None:
+            yield replace(kept, num_micro_batches=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manual(StageSettings):
@@ -257,6 +290,12 @@ class ThreeD(Pipelined):
         yield from super().check(cluster, batch, layers)
         sizes = {"data": self.data, "model": self.model, "pipeline": self.pipeline}
         yield from _check_mesh(cluster.gpus, sizes)
+
+    def on_fewer_devices(self, batch: int) -> Iterator[Planned]:
+        """See `Parallel.on_fewer_devices`."""
+        yield from super().on_fewer_devices(batch)
+        if self.data is not None:
+            yield from replace(self, data=None).on_fewer_devices(batch)
 
 
 def _check_mesh(gpus: int | None, sizes: dict[str, int | None]) -> Iterator[ConfigError]:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +65,11 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
         complain(str(error))
         return 1
     with private_files(config.run), lines_to(complain):
-        return _drive(home, config, allocation, stop)
+        code = _drive(home, config, allocation, stop)
+    if file := os.environ.get("LAUNCHER_EXIT_CODE"):
+        with suppress(OSError):  # srun's has to do, as inside a container
+            Path(file).write_text(str(code))
+    return code
 
 
 def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> int:

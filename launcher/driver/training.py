@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from launcher import checkpoint
-from launcher.base import Advance, complain, first_line, lines_to, to_type
+from launcher.base import Advance, complain, first_line, held_back, lines_to, to_type
 from launcher.checkpoint import SaveError
 from launcher.cluster.errors import ClusterError, HungError, WorkerError
 from launcher.cluster.kinds import kind_of, pool_shape
@@ -38,15 +37,16 @@ from launcher.driver.failures import (
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
 from launcher.driver.loop import Saving, SnapshotCadence, resuming, train
+from launcher.driver.planning.fewer_hosts import on_what_is_left
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
 from launcher.driver.record.run_log import RunLog
 from launcher.driver.record.step_log import DivergedError
+from launcher.driver.tries import Tries
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
 from launcher.hardware import differing_versions, shortages
-from launcher.plan import Plan, Trial, describe_plan
-from launcher.plan.profile.trials import fastest, keep_trial, kept_trial, trial_of
+from launcher.plan import Plan, PlanError, describe_plan
 from launcher.recipes import fingerprint_dataset
-from launcher.report.console import Phase, line_printer, status, table_of
+from launcher.report.console import Phase, line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.plan_table import print_plan
 from launcher.report.text import seconds_text
@@ -55,9 +55,6 @@ from launcher.stop import Stop
 from launcher.train.worker import TrainWorker
 
 _SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsaved"
-_ROUNDS = 4
-_ROUND = 0.5  # seconds
-_MOST_STEPS = 20  # of a round
 _STANDBYS = 2  # on a host
 
 _log = logging.getLogger(__name__)
@@ -165,6 +162,8 @@ class _Job:
         plans = ready.candidates
         self._tries = Tries(plans, console, knows_trials(config)) if plans else None
         self._standbys = Standbys()
+        self._all = ready  # with the plan for all hosts
+        self._there: int | None = None  # how many hosts the newest attempt had
         self._follow(ready.plan)
         self.restarts = 0
         # After a roll-back: its step and the index of the next batch.
@@ -225,28 +224,59 @@ class _Job:
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers", Phase.STARTING) as advance:
                 session = stack.enter_context(self._ray())
+                replanned = self._adapt(session, session.connect(advance))
                 workers = self._start_workers(session, advance)
             is_preflight = self._config.task == "preflight"
             several = self._ready.pool and self._ready.pool.hosts > 1
             if is_preflight or (several and not is_compared):
                 with status(self._console, "comparing the hosts", Phase.STARTING):
-                    self._compare_hosts(workers)
+                    self._compare_hosts(workers, session.missing)
             if is_preflight:
                 return
             finished = self._resumed(workers)
+            if replanned:
+                _log.warning(f"{replanned}; from step {finished}")
             assert self._ready.pool is not None
             capability = pool_shape(self._ready.pool).compute_capability
             about = to_dict(self._config), capability, str(self._home.path.absolute())
             built = workers.submit("build", *about)
             if usable := self._tried(workers, built):
                 self._set_up(workers, built, finished)
-                if session.renews and machines_of(self._config.cluster).max_restarts:
+                if self._renews(session) and machines_of(self._config.cluster).max_restarts:
                     places = workers.submit("locality").each()
                     begin = functools.partial(self._begin_standbys, session, places, about)
                     self._standbys.arm(time.monotonic() - began, begin)
                 self._train_on(workers, finished)
         if not usable:  # a plan that was tried has ended the workers
             self._attempt()
+
+    def _adapt(self, session: RaySession, left: int) -> str:
+        """Take the plan for the hosts that are there; return in words what has changed.
+
+        Raises:
+            FailedError: there is no plan for so few.
+        """
+        whole, ready = self._all, self._ready
+        assert whole.pool is not None
+        asked, plan, self._there = whole.pool.hosts, whole.plan, left
+        without = f", without {', '.join(session.missing)}" if session.missing else ""
+        found = f"{left} of {asked} hosts {'are' if left > 1 else 'is'} left{without}"
+        if left < asked and whole.on_fewer:
+            try:
+                with self._interruptible(), held_back():
+                    plan = whole.on_fewer(left)
+            except PlanError as error:
+                raise FailedError(f"{found}: {error}") from None
+            session.use(int(plan.cluster["hosts"]))
+        if plan is ready.plan:
+            return ""
+        self._ready, self._tries = replace(ready, plan=plan, pool=session.pool), None
+        self.plan = plan
+        self.run_log.follow(plan)
+        if left == asked:
+            return f"all {asked} hosts are there again: {describe_plan(plan)}"
+        step = seconds_text(plan.predicted_step_seconds)
+        return f"{found}: {on_what_is_left(plan, whole.plan, left)}, {step} by its prediction"
 
     def _resumed(self, workers: Workers) -> int:
         """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
@@ -281,12 +311,16 @@ class _Job:
             try:
                 yield session
             except (WorkerError, HungError, DivergedError):
-                if self._standbys.armed:
+                if self._standbys.armed and self._renews(session):
                     with suppress(ClusterError):  # on one of the machines, which may be lost
                         session.end_workers()
                         self._session = session
                         stack.pop_all()
                 raise
+
+    def _renews(self, session: RaySession) -> bool:
+        """Return whether to stay with a Ray; a new one looks for the hosts that are missing."""
+        return session.renews and session.pool.hosts == self._all.plan.cluster["hosts"]
 
     def _begin_standbys(self, session: RaySession, places: list[Any], about: Any) -> None:
         """Have one more worker a host stand by; users' code may ask for ranks, so it waits."""
@@ -310,15 +344,16 @@ class _Job:
         workers.connect(advance)
         return workers
 
-    def _compare_hosts(self, workers: Workers) -> None:
+    def _compare_hosts(self, workers: Workers, missing: Sequence[str] = ()) -> None:
         """Log a warning for each host that falls short of the others, and how to do without them.
 
         Raises:
             ConfigError: versions differ between the hosts.
         """
         reports = workers.submit("measure_host", str(self._home.path)).each()
-        nodes = self._rendezvous and self._rendezvous.allocation.nodes
-        names = nodes or [handle.name for handle in workers.handles]
+        nodes = self._rendezvous.allocation.nodes if self._rendezvous else ()
+        names = [name for name in nodes if name not in missing][: len(reports)]
+        names = names or [handle.name for handle in workers.handles]
         hosts = [
             replace(report, name=name, clock=clock.offset / 1e9)
             for report, name, clock in zip(reports, names, workers.clocks(), strict=True)
@@ -336,10 +371,16 @@ class _Job:
             _log.warning(f"to do without: {setting}")
 
     def _start(self) -> RaySession:
-        assert self._ready.pool is not None, "nothing to train on"
-        cluster = machines_of(self._config.cluster)
-        limit = StartLimit(cluster.start_timeout, check=self._stop.check)
-        return kind_of(cluster).start(self._ready.pool, self._home.logs, limit, self._rendezvous)
+        pool, cluster = self._all.pool, machines_of(self._config.cluster)
+        assert pool is not None, "nothing to train on"
+        wait = cluster.host_wait
+        limit = StartLimit(
+            cluster.start_timeout,
+            check=self._stop.check,
+            hosts=self._there if wait and self.restarts else None,
+            host_seconds=wait,
+        )
+        return kind_of(cluster).start(pool, self._home.logs, limit, self._rendezvous)
 
     def _tried(self, workers: Workers, built: Answers) -> bool:
         """Try plans, if that is still to be done; return whether the workers can continue."""
@@ -352,6 +393,7 @@ class _Job:
         if describe_plan(chosen) != describe_plan(self.plan):
             print_plan(self._console, chosen)
         self._follow(chosen)
+        self._all = self._ready = replace(self._ready, plan=chosen)
         workers.plan, self._tries = self.plan, None
         return True
 
@@ -508,88 +550,3 @@ class Standbys(Callback):
         if self._due and time.monotonic() >= self._due[0]:
             del self._due[0]
             self._begin()
-
-
-class Tries:
-    """The plans that a training tries before it takes one.
-
-    A plan that crashes the workers is dropped; the rest run on new workers.
-
-    Args:
-        plans: the plans, the best by its prediction first.
-        console: where progress and the result are shown.
-        knows: whether to use trials of earlier runs.
-    """
-
-    def __init__(self, plans: Sequence[Plan], console: Console, knows: bool) -> None:
-        self._plans, self._console = tuple(plans), console
-        known = [kept_trial(plan) if knows else None for plan in plans]
-        self._trials = {k: trial for k, trial in enumerate(known) if trial}
-
-    def run(self, workers: Workers) -> bool:
-        """Try the remaining plans on workers that have built the program.
-
-        Returns:
-            Whether the workers are usable; if not, new ones have to try the rest.
-
-        Raises:
-            RayEndedError: Ray ended.
-        """
-        left = [k for k in range(len(self._plans)) if k not in self._trials]
-        with status(self._console, f"trying {len(left)} plans", Phase.TRYING):
-            for k in left:
-                if not self._try(k, workers):
-                    return False
-            workers.submit("begin_trial", None).result()
-        return True
-
-    def _try(self, k: int, workers: Workers) -> bool:
-        plan, usable, seconds, failure = self._plans[k], True, None, ""
-        try:
-            workers.submit("begin_trial", plan.to_dict()).result()
-            seconds = timed_rounds(lambda steps: max(workers.submit("run_trial", steps).each()))
-        except HungError as error:
-            failure, usable = str(error).splitlines()[0], False
-        except WorkerError as error:  # the other workers may wait for the one that failed
-            failure, usable = error.summary, not error.died and len(workers.handles) == 1
-        self._trials[k] = trial_of(plan, seconds, failure)
-        if usable:  # a crash may have another cause
-            keep_trial(plan, self._trials[k])
-        return usable
-
-    def choose(self) -> Plan:
-        """Return the fastest plan, and show all results; the first plan if each failed."""
-        trials = [self._trials[k] for k in range(len(self._plans))]
-        self._console.print(_table(trials))
-        for trial in trials:
-            if trial.failure:
-                _log.warning(f"{trial.plan} is dropped: {trial.failure}")
-        chosen = fastest(self._plans, trials)
-        if chosen is None:
-            _log.warning("no plan that was tried could run; the best by its prediction is taken")
-            return replace(self._plans[0], tried=tuple(trials))
-        _log.info(f"the fastest is taken: {describe_plan(chosen)}")
-        return chosen
-
-
-def timed_rounds(timed: Callable[[int], float]) -> float:
-    """Return the seconds of a step: of the fastest round, as other work counts little there.
-
-    Args:
-        timed: runs so many steps and returns the seconds of one.
-    """
-    timed(1)  # opens connections and allocates
-    steps = min(max(1, int(_ROUND / timed(1))), _MOST_STEPS)
-    return min(timed(steps) for _ in range(_ROUNDS))
-
-
-def _table(trials: Sequence[Trial]) -> Table:
-    rows = [
-        (
-            trial.plan,
-            seconds_text(trial.predicted_step_seconds),
-            "failed" if trial.failure else seconds_text(trial.measured_step_seconds),
-        )
-        for trial in trials
-    ]
-    return table_of(("plan", "predicted", "measured"), rows, ("plan",))

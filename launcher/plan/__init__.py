@@ -20,6 +20,11 @@ from launcher.plan.plan import Plan as Plan
 from launcher.plan.plan import TooLargeError as TooLargeError
 from launcher.plan.plan import Trial as Trial
 from launcher.plan.plan import UnfitError as UnfitError
+from launcher.plan.profile.trials import fastest as fastest
+from launcher.plan.profile.trials import keep_trial as keep_trial
+from launcher.plan.profile.trials import kept_trial as kept_trial
+from launcher.plan.profile.trials import same_way as same_way
+from launcher.plan.profile.trials import trial_of as trial_of
 from launcher.plan.stage_plan import ServerExchange as ServerExchange
 from launcher.plan.stage_plan import StagePlan as StagePlan
 from launcher.plan.stage_plan import Transfer as Transfer

@@ -134,7 +134,7 @@ def compare(name: str, shape: Any) -> dict[str, float]:
     from launcher.config.reader import build
     from launcher.config.schema import Config
     from launcher.driver.planning.plan_from_config import plan_of, plans_of
-    from launcher.driver.training import timed_rounds
+    from launcher.driver.tries import timed_rounds
     from launcher.plan import PlanError, describe_plan, local_shape
     from launcher.plan.build import build_plan
     from launcher.trace import TraceError

@@ -272,8 +272,10 @@ def run_told(config: Config, third: str = ""):
     @contextlib.contextmanager
     def start(*given):
         (limit,) = (one for one in given if isinstance(one, StartLimit))
-        told.append(("start", limit.seconds))
+        told.append(("start", limit.seconds, limit.host_seconds))
         yield SimpleNamespace(
+            connect=lambda advance: 1,
+            missing=(),
             spawn=lambda worker, advance: None,
             check=lambda: None,
             serve=lambda count, workers: [],

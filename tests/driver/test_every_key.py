@@ -377,6 +377,8 @@ def cluster_probes():
     for option in ("emulated", "slurm", "ray"):
         two_hosts = merged(SHORT, {"cluster": {"kind": option, "gpus": 4, "hosts": 2}})
         yield option, "cluster.transport", Probe(told.run_told, two_hosts, "collective")
+        if option != "emulated":
+            yield option, "cluster.wait_for_host", Probe(told.run_told, two_hosts, 30)
     for option in ("local", "emulated", "slurm", "ray"):
         priced = Probe(told.cost_told, {"cluster": {"kind": option}}, 2.5)
         yield option, "cluster.price_per_device_hour", priced

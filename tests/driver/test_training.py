@@ -28,7 +28,7 @@ from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record import run_log
 from launcher.driver.record.step_log import DivergedError
 from launcher.hardware import HostReport
-from launcher.plan import Plan, local_shape
+from launcher.plan import Plan, PlanError, local_shape
 from launcher.report import TRACKERS
 from launcher.report.console import make_console
 from launcher.report.jsonl import read_metrics
@@ -143,6 +143,34 @@ def test_a_roll_back_reports_a_damaged_checkpoint_and_passes_over_the_bad_batch(
     assert (finished, next_batch) == (4, 9)
     assert "6 is damaged and not used" in line
     assert len(chosen) == 1  # every file of it is read
+
+
+def test_the_plan_follows_the_hosts_that_are_there(tmp_path, plan, monkeypatch):
+    """The same plan takes the same hosts again; without one, the run ends with the reason."""
+    run, fewer, used = Run(tmp_path, plan, monkeypatch), dataclasses.replace(plan), []
+
+    def on_fewer(hosts):
+        if not fewer:
+            raise PlanError("on 1 host there is no plan: nothing divides")
+        return fewer
+
+    ready = dataclasses.replace(run.ready, on_fewer=on_fewer)
+    about = folder.RunFolder(tmp_path), run.config, ready, make_console(), run.stop, None
+    job = training._Job(*about)
+    session = SimpleNamespace(missing=("b",), pool=run.ready.pool, use=used.append)
+    assert job._adapt(session, 2) == ""
+    line = job._adapt(session, 1)
+    assert line.startswith("1 of 2 hosts is left, without b: 1 stage of 2x1, ")
+    assert line.endswith(" by its prediction")
+    assert job.plan is job.run_log._plan is fewer
+    assert (job._adapt(session, 1), used) == ("", [1, 1])
+    assert job._adapt(session, 2).startswith("all 2 hosts are there again: 1 stage of 2x1, ")
+    assert job.plan is job.run_log._plan is plan
+    fewer = None
+    with pytest.raises(
+        FailedError, match=r"1 of 2 hosts is left, without b: on 1 .* nothing divides"
+    ):
+        job._adapt(session, 1)
 
 
 def counted(function, calls):

@@ -20,7 +20,7 @@ from launcher.config.parallel import Auto, Manual
 from launcher.config.schema import Config
 from launcher.driver.planning.plan_from_config import plan_of, plans_of
 from launcher.driver.planning.prepare import known_fastest, of_run, plans_to_try
-from launcher.driver.training import Tries
+from launcher.driver.tries import Tries
 from launcher.plan import Plan, local_shape
 from launcher.plan.profile.trials import keep_trial, kept_trial, same_way, trial_of
 from launcher.report.console import make_console

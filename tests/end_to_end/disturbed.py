@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,10 +26,15 @@ SLOW = typed("model.hidden_size=384 model.num_layers=8 train.global_batch_size=5
 WORDS = (*MODEL, f"train.steps={STEPS}", "train.checkpoint.every_steps=5", "run.id=one")
 
 
-def parameters(run: Path) -> list[np.ndarray]:
+def stored(run: Path) -> dict[str, Any]:
+    """The state at the end, by its parts."""
     with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
         assert manager.latest_step() == STEPS
-        return jax.tree.leaves(manager.restore(STEPS, args=ocp.args.StandardRestore()))
+        return manager.restore(STEPS, args=ocp.args.StandardRestore())
+
+
+def parameters(run: Path) -> list[np.ndarray]:
+    return jax.tree.leaves(stored(run))
 
 
 def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:

@@ -144,10 +144,15 @@ class SlurmCluster:
 
     def fail_node(self, node: str) -> None:
         """A power cut: the node's daemon and everything on it are gone at once."""
-        jobs = [p for p in self.left() if f"SLURMD_NODENAME={node}" in _environ(p)]
-        for pid in [self._daemons[node].pid, *(p.pid for p in [*self._steps(node), *jobs])]:
+        for pid in [self._daemons[node].pid, *(p.pid for p in self._steps(node))]:
             self._kill(pid)
+        self.kill_tasks(node)
         self._daemons.pop(node).wait()
+
+    def kill_tasks(self, node: str) -> None:
+        """Everything that jobs have started on a node is gone."""
+        for process in [p for p in self.left() if f"SLURMD_NODENAME={node}" in _environ(p)]:
+            self._kill(process.pid)
 
     def fail_controller(self) -> None:
         """The controller dies at once; jobs continue."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from disturbed import MODEL, SLOW, STEPS, WORDS, assert_as_undisturbed
-from launched import Launcher, lines, summary
+from launched import Launcher, lines, losses, summary
 
 import launcher
 from launcher.cluster.errors import ClusterError
@@ -133,6 +133,38 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_stays(
     assert summary(run)["restarts"] == 1
     assert_as_undisturbed(run, undisturbed(*WORDS, *SLOW, "cluster.hosts=2"))
     assert {path.name for path in (run / "logs").iterdir()} >= {"worker_0.log", "worker_1.log"}
+    somebodys.wait_until_empty()
+
+
+@pytest.mark.slow
+def test_a_node_that_leaves_costs_the_run_a_host(
+    somebodys: Somebodys, tmp_path: Path, undisturbed
+) -> None:
+    others = "parallel", "optimizer"
+    words = [word for word in (*WORDS, *SLOW) if not word.startswith(others)]
+    words += ["parallel=data", "optimizer.learning_rate=0.001", "optimizer.eps=0.1"]
+    asked = "cluster.hosts=2", "cluster.resources={my_node: 1}", "cluster.wait_for_host=5"
+    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+    command += ["--block", f"--address={somebodys.address}", '--resources={"my_node": 1}']
+    command += ["--num-gpus=0", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
+    with (tmp_path / "node").open("w") as output:
+        node = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        while "Ray runtime started" not in (tmp_path / "node").read_text():
+            assert node.poll() is None, (tmp_path / "node").read_text()
+            time.sleep(0.2)
+        launched = Launcher(tmp_path, *on_it(somebodys, *words), *asked)
+        run = tmp_path / "outputs" / "one"
+        launched.wait_for(lambda: len(lines(run)) > 8)
+    finally:
+        for process in [node, *node.children(recursive=True)]:
+            process.kill()
+        node.wait()
+    code, out, err = launched.end()
+    assert code == 0, err
+    assert re.search(r"1 of 2 hosts is left: 1 stage of 1x1, .*; it fits, .*; from step \d+\n", out)
+    alone = undisturbed(*words)
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-6, abs=1e-6)
     somebodys.wait_until_empty()
 
 

@@ -271,8 +271,38 @@ def test_a_run_that_is_preempted_twice_before_its_first_step_ends(user: User) ->
 
 
 @pytest.mark.slurm
+@pytest.mark.parametrize("how", ["dead", "down", "killed"])
+def test_a_run_continues_without_a_node_that_is_lost(
+    user: User, undisturbed: list[float], how: str
+) -> None:
+    """Whether Slurm takes the node out of the job or only its task is gone, the job ends as any."""
+    words = "cluster.wait_for_host=30", "train.checkpoint.every_steps=5"
+    run = user.submit(f"without-{how}", *TWO_NODES, *words)
+    run.train_past(10)
+    if how == "dead":
+        user.slurm.fail_node("node2")
+    elif how == "down":
+        user.slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    else:
+        user.slurm.kill_tasks("node2")
+    try:
+        wait_until(lambda: run.state == "COMPLETED" or run._failed(), SECONDS)
+        assert run.state == "COMPLETED", run.output
+        assert user.slurm.job(run.job_id)["Restarts"] == "0", run.output
+        assert re.search(r"1 of 2 hosts is left, without node2: 2 stages of 1x1, .*", run.output)
+        assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
+        (attempt,) = run.attempts()
+        assert (attempt["exit_code"], attempt["exit_reason"]) == (0, "done")
+    finally:
+        for of_the_lost in user.slurm.scratch.glob("launcher-*"):  # a later run sweeps it
+            shutil.rmtree(of_the_lost)
+        user.slurm.run("scontrol", "update", "nodename=node2", "state=resume", check=False)
+        user.slurm.start()
+
+
+@pytest.mark.slurm
 def test_a_dead_node_is_noticed_and_the_run_comes_back(user: User) -> None:
-    run = user.submit("dead-node", *TWO_NODES, ENDLESS)
+    run = user.submit("dead-node", *TWO_NODES, ENDLESS, "cluster.wait_for_host=off")
     run.train_past(5)
     user.slurm.fail_node("node2")
     try:

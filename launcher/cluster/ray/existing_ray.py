@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.devices import EMULATED, STAND_INS, DevicePool
-from launcher.cluster.errors import ClusterError
+from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray import ray_compat
 from launcher.cluster.ray.ray_compat import Node
 from launcher.cluster.ray.session import Place, RaySession, StartLimit
@@ -141,14 +142,30 @@ class ExistingRay(RaySession):
         with ExitStack() as on_error:
             on_error.callback(self.close)
             self._connect()
-            self._nodes = ray_compat.nodes()
-            asked = num_nodes, num_devices_per_node, request
-            self._known = [node.address for node in self._nodes]
-            self.pool, self._bundle = feasible_pool(self._nodes, *asked)
+            self._asked = num_devices_per_node, request
+            if num_nodes is not None and limit.hosts is not None:
+                there, what = functools.partial(self._most_hosts, num_nodes), "its nodes"
+                self._await_hosts(num_nodes, there, what, limit.host_seconds)
+                num_nodes = there() or num_nodes
+            self._take_nodes(num_nodes)
             on_error.pop_all()
 
     def check(self) -> None:
         """Return: an existing Ray reports the end of its workers by itself."""
+
+    def _take_nodes(self, hosts: int | None) -> None:
+        """Take the devices of the nodes that are there; raise like `feasible_pool`."""
+        self._nodes = ray_compat.nodes()
+        self._known = [node.address for node in self._nodes]
+        self.pool, self._bundle = feasible_pool(self._nodes, hosts, *self._asked)
+
+    def _most_hosts(self, asked: int) -> int:
+        """Return how many workers, at most `asked`, the nodes that are there can hold."""
+        for hosts in range(asked, 0, -1):
+            with suppress(ClusterError):
+                self._take_nodes(hosts)
+                return hosts
+        return 0
 
     def _connect(self) -> None:
         if self._ray.is_initialized():
@@ -199,6 +216,8 @@ class ExistingRay(RaySession):
         def reserved(seconds: float) -> bool:
             if util.placement_group_table(group)["state"] == "CREATED":
                 return True
+            if self._most_hosts(hosts) < hosts:
+                raise RayEndedError(f"A node left the Ray at {self._address}.")
             time.sleep(seconds)
             return False
 

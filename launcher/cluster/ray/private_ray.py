@@ -14,7 +14,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -77,7 +76,7 @@ class PrivateRay(RaySession):
         super().__init__(limit, log_dir and Path(log_dir).resolve())
         self.pool = pool
         self._rendezvous = rendezvous if pool.hosts > 1 else None  # else no other task is expected
-        self._known = [LOOPBACK] * pool.hosts
+        self._known, self._nodes = [LOOPBACK] * pool.hosts, list(range(pool.hosts))
         self._connected, self._at = False, ""
         self._own: list[psutil.Process] = []  # Ray's processes that all others end with
         self._kept: list[psutil.Process] = []  # the head's children, of which these are
@@ -142,7 +141,7 @@ class PrivateRay(RaySession):
         atexit.unregister(self.close)
 
     def _place(self, host: int) -> Place:
-        there = {} if self._rendezvous is None else {f"host_{host}": _SHARE_OF_HOST}
+        there = {} if self._rendezvous is None else {f"host_{self._nodes[host]}": _SHARE_OF_HOST}
         return Place(host, self._known[host], {"num_cpus": 0, "resources": there})
 
     def _check_started(self, missing: Mapping[str, str], in_time: bool) -> None:
@@ -216,27 +215,31 @@ class PrivateRay(RaySession):
         return f"The last lines of {self._log}:\n{last_lines(self._log)}"
 
     def _await_nodes(self, rendezvous: Rendezvous) -> None:
-        """Wait until Ray has every node of the job, and note their addresses."""
-        nodes = dict(enumerate(rendezvous.allocation.nodes))
+        """Wait for the nodes of the job, note the addresses, and take those that Ray has."""
+        names = rendezvous.allocation.nodes
+        addresses: dict[int, str] = {}
 
-        def ready(seconds: float) -> bool:
+        def there() -> int:
+            addresses.clear()
             for node in ray_compat.nodes():
-                for index in [k for k in nodes if f"host_{k}" in node.resources]:
-                    self._known[index] = node.address
-                    del nodes[index]
-            self._waiting.counts(len(self._known) - len(nodes), len(self._known), "nodes")
-            if nodes:
-                time.sleep(seconds)
-            return not nodes
+                found = (k for k in range(len(names)) if f"host_{k}" in node.resources)
+                addresses.update(dict.fromkeys(found, node.address))
+            return len(addresses)
 
-        what = f"the job's other nodes (see {self._log_dir}/ray_<node>.log)"
-        if not self._waiting.until(ready, what, rendezvous.timeout):
+        limit, what = self._limit, f"the job's other nodes (see {self._log_dir}/ray_<node>.log)"
+        seconds = rendezvous.timeout if limit.hosts is None else limit.host_seconds
+        self._await_hosts(len(names), there, what, seconds)
+        self.missing = tuple(name for k, name in enumerate(names) if k not in addresses)
+        if self.missing and limit.hosts is None:
             raise ClusterError(
-                f"Waited {rendezvous.timeout:g} s for {', '.join(nodes.values())}: "
-                f"{len(nodes)} of {len(self._known)} nodes did not join Ray. The job's "
+                f"Waited {seconds:g} s for {', '.join(self.missing)}: "
+                f"{len(self.missing)} of {len(names)} nodes did not join Ray. The job's "
                 f"output and {self._log_dir}/ray_<node>.log say more; raise "
                 "cluster.slurm.start_timeout if nodes are slow to start."
             )
+        self._nodes = sorted(addresses)
+        self._known = [addresses[k] for k in self._nodes]
+        self.use(len(self._nodes))
 
 
 @functools.cache

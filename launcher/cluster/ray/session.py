@@ -10,11 +10,12 @@ import logging
 import os
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ from launcher.hardware import gpu_memory_variables
 
 _POLL_SECONDS = 0.2
 _SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports
+_GROWN_SECONDS = 15.0  # that a healthy host takes to come again
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +44,17 @@ class StartLimit:
         seconds: the time until Ray is up, until it answers, until one more process is up.
         setting: the name by which the user knows `seconds`.
         check: called repeatedly during a wait; an exception that it raises ends the wait.
+        hosts: the number of hosts with which the run has trained, that is enough for it to
+            continue at once; None: all are needed.
+        host_seconds: the time that a lost host has to come back; then those that are there are
+            enough.
     """
 
     seconds: float = 120.0
     setting: str = "cluster.start_timeout"
     check: Callable[[], None] = lambda: None
+    hosts: int | None = None
+    host_seconds: float = 0.0
 
 
 class Waiting:
@@ -166,11 +174,13 @@ class RaySession(ABC):
         kill_after: the seconds that Ray may take to end the workers by itself.
 
     Attributes:
-        pool: the devices: one worker a host.
+        pool: the devices: one worker a host. Once connected, those that are there.
+        missing: the names of hosts that did not come, as far as they have any.
         renews: whether new workers can start while the old ones run, and take their place.
     """
 
     pool: DevicePool
+    missing: tuple[str, ...] = ()
     renews = False
 
     def __init__(self, limit: StartLimit, log_dir: Path | None, kill_after: float = 0.0) -> None:
@@ -231,6 +241,44 @@ class RaySession(ABC):
         if connecting.ended(patience):  # not beside it
             self._leaving = BackgroundCall(self._ray.shutdown)
             self._leaving.ended(patience)
+
+    def connect(self, advance: Advance | None = None) -> int:
+        """Wait for Ray and the hosts; return how many hosts are there.
+
+        Raises the errors of `spawn`.
+
+        Args:
+            advance: called with the number of nodes that are up.
+        """
+        self._waiting.advance = advance
+        self._connect()
+        return self.pool.hosts
+
+    def use(self, hosts: int) -> None:
+        """Start processes on so many hosts of the pool only."""
+        self.pool = replace(self.pool, hosts=hosts)
+
+    def _await_hosts(self, asked: int, there: Callable[[], int], what: str, seconds: float) -> None:
+        """Wait for hosts, or for as many as `StartLimit` takes for enough.
+
+        Args:
+            asked: how many.
+            there: returns how many are there.
+            what: these hosts, in words.
+            seconds: the limit of the wait.
+        """
+
+        def ready(fewest: int, seconds: float) -> bool:
+            self._waiting.counts(found := there(), asked, "nodes")
+            if found < fewest:
+                time.sleep(seconds)
+            return found >= fewest
+
+        fewest = min(self._limit.hosts or asked, asked)
+        if fewest < asked:  # those that the run continued without may be there by now
+            grown = functools.partial(ready, asked)
+            self._waiting.until(grown, what, min(_GROWN_SECONDS, seconds))
+        self._waiting.until(functools.partial(ready, fewest), what, seconds)
 
     def begin(self, worker_class: type, *arguments: Any, ahead: int = 1) -> list[WorkerHandle]:
         """Wait for Ray and have it start the processes, without waiting for these.

@@ -82,12 +82,13 @@ def settled(config: Config, allocation: Allocation) -> Config:
     """Return `config` as every start of the job reads it: a run without an id gets the job's.
 
     Raises:
-        ConfigError: the job has another number of nodes than the settings say.
+        ConfigError: the job has more nodes than the settings say, or fewer, and
+            `cluster.wait_for_host` is off.
     """
-    if len(allocation.nodes) != config.cluster.hosts:
+    asked, left = config.cluster.hosts, len(allocation.nodes)
+    if left > asked or (left < asked and not config.cluster.host_wait):
         raise ConfigError(
-            f"cluster.hosts={config.cluster.hosts}, but job {allocation.job_id} has "
-            f"{len(allocation.nodes)} nodes",
+            f"cluster.hosts={asked}, but job {allocation.job_id} has {left} nodes",
             "Make cluster.hosts and sbatch's --nodes the same.",
         )
     run_id = config.run.id or f"{config.model.name}-job-{allocation.job_id}"

@@ -89,6 +89,7 @@ def _options(cluster: SlurmCluster) -> dict[str, Any]:
     return {
         "nodes": cluster.hosts,
         "ntasks-per-node": 1,
+        "no-kill": bool(cluster.hosts > 1 and cluster.host_wait) or None,
         **gpus,
         "cpus-per-task": slurm.cpus,
         "mem": slurm.node_memory,

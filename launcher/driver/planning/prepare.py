@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +25,21 @@ from launcher.driver.planning.compiled import (
     verifies,
     with_report,
 )
+from launcher.driver.planning.fewer_hosts import loss_of_a_host, plan_on_fewer
 from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
 from launcher.hardware import is_nominal
 from launcher.inference.stored_model import stored_plan
-from launcher.plan import ClusterShape, Plan, UnfitError, describe_plan
+from launcher.plan import (
+    ClusterShape,
+    Plan,
+    UnfitError,
+    describe_plan,
+    fastest,
+    kept_trial,
+    same_way,
+)
 from launcher.plan.profile.calibration import cached_calibration, calibrated, measure_first
-from launcher.plan.profile.trials import fastest, kept_trial, same_way
 from launcher.report.console import Phase, status
 from launcher.report.plan_table import print_compiled, print_plan
 from launcher.runtime import Target
@@ -54,6 +63,7 @@ class Prepared:
         eval_batches: the batches of an evaluation.
         problem: why the plan cannot be trained, if only a plan was asked for; else empty.
         candidates: the plans to try before the training, this one first; empty if it is taken.
+        on_fewer: returns the plan for at most so many hosts; raises PlanError if there is none.
     """
 
     pool: DevicePool | None
@@ -63,6 +73,7 @@ class Prepared:
     eval_batches: int = 0
     problem: str = ""
     candidates: tuple[Plan, ...] = ()
+    on_fewer: Callable[[int], Plan] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,8 +164,22 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     if problem and not plan_only:
         raise UnfitError(problem)
     candidates = () if plan_only or len(plans) == 1 else tuple(plans)
-    pool, init_from = traced.inputs.pool, traced.inputs.init_from
-    return Prepared(pool, chosen, seconds, init_from, program.eval_batches, problem, candidates)
+    asked = config.parallel, program.train, traced.cluster
+    on_fewer = functools.cache(functools.partial(plan_on_fewer, *asked))
+    if config.cluster.hosts > 1 and (config.cluster.host_wait or plan_only):
+        with held_back(), status(console, "planning for a host less", Phase.PLANNING):
+            line = loss_of_a_host(chosen, on_fewer)
+        _log.info(line)
+    return Prepared(
+        traced.inputs.pool,
+        chosen,
+        seconds,
+        traced.inputs.init_from,
+        program.eval_batches,
+        problem,
+        candidates,
+        on_fewer,
+    )
 
 
 def _problem(

@@ -49,6 +49,10 @@ class Accounting:
         self.wall.lap("starting")
         self.wall.move(plan_seconds, "starting", "planning")
 
+    def follow(self, plan: Plan) -> None:
+        """Take another plan, of which no step is recorded."""
+        self._plan, self._recorded = plan, (None, ())
+
     def record(self, step: int, parts: Sequence[ProcessSpans]) -> None:
         """Take a recorded step, and write the breakdown."""
         self._recorded = step, parts

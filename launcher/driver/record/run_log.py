@@ -172,6 +172,20 @@ class RunLog:
         """Call the callbacks for the complete checkpoint after `step` steps."""
         self._callbacks.call("on_save", step, self._home.checkpoints / str(step))
 
+    def follow(self, plan: Plan) -> None:
+        """Go on with another plan: the run has fewer hosts now, or more again."""
+        self._plan = plan
+        self.accounting.follow(plan)
+        self._slowness.follow(plan)
+        if self._metrics:
+            self._tell_plan()
+        if self._home.status:
+            self._home.status.tell(plan=describe_plan(plan))
+
+    def _tell_plan(self) -> None:
+        for name, table in plan_tables(self._plan).items():
+            self._trackers.table(name, *table)
+
     def open(self, finished_steps: int) -> None:
         """Prepare for an attempt that begins after `finished_steps`; later steps are logged again.
 
@@ -193,8 +207,7 @@ class RunLog:
         run = TrackedRun(self._home.id, path, config, self._metrics.records())
         chosen = openers(self._config.report.trackers or ())
         self._registered = open_trackers(run, chosen)
-        for name, table in plan_tables(self._plan).items():
-            self._trackers.table(name, *table)
+        self._tell_plan()
         self._callbacks.add_hooks(self._config.hooks)
         self._callbacks.call("on_start", finished_steps, path)
 
@@ -272,7 +285,7 @@ class RunLog:
 
     def _performance(self) -> Callable[[float], Metrics]:
         samples, tokens = self._config.train.global_batch_size, batch_tokens(self._config)
-        return functools.partial(performance, plan=self._plan, samples=samples, tokens=tokens)
+        return lambda seconds: performance(seconds, self._plan, samples, tokens)
 
     def sum_up(self, reason: str, restarts: int, path: Path) -> None:
         """Finish the trackers, write the plots and the summary, and print it.

@@ -46,19 +46,25 @@ class Slowness(Callback):
         tell: Callable[..., None] = lambda **fields: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._plan, self._unusual, self._tell, self._clock = plan, unusual, tell, clock
-        self._stages_of: dict[int, list[int]] = defaultdict(list)
-        for stage, mesh in enumerate(plan.mesh_of):
-            self._stages_of[mesh].append(stage)
-        hosts = [stage.hosts for stage in plan.stages]
-        self._monitor = Monitor(hosts)
+        self._unusual, self._tell, self._clock = unusual, tell, clock
         self._clocks: Sequence[Clock] = ()
         self._parts: dict[int, dict[int, Recording]] = {}
         self._newest: deque[float] = deque(maxlen=EVERY)  # the seconds of steps
         self._sums: dict[Spot, list[float]] = defaultdict(list)
+        self.follow(plan)
         self._next_at, self._taken = 0.0, 0  # the earliest time, and the newest sample's step
         self._shown: str | None = None
         self._costs: dict[str, tuple[float, Slow]] = {}  # by cause: the seconds of the run
+
+    def follow(self, plan: Plan) -> None:
+        """Watch the steps of a plan; those of the one before it say nothing of these."""
+        self._plan = plan
+        self._stages_of: dict[int, list[int]] = defaultdict(list)
+        for stage, mesh in enumerate(plan.mesh_of):
+            self._stages_of[mesh].append(stage)
+        self._monitor = Monitor([stage.hosts for stage in plan.stages])
+        self._newest.clear()
+        self._sums.clear()
 
     @property
     def worst(self) -> str:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher.cluster.ray.session import BackgroundCall, StartLimit, Waiting
+from launcher.cluster.ray.session import BackgroundCall, RaySession, StartLimit, Waiting
 
 
 def counted(calls, needed):
@@ -96,3 +96,53 @@ def test_a_call_that_must_be_finished_is_whatever_interrupts():
     finally:
         signal.signal(signal.SIGINT, before)
     assert done
+
+
+class Hosts(RaySession):
+    """A session on three hosts, of which so many are there."""
+
+    def __init__(self, limit, there):
+        super().__init__(limit, None)
+        self.calls, self._there = 0, there
+
+    def until_enough(self):
+        self._await_hosts(3, self.there, "hosts", self._limit.host_seconds)
+        return self.calls
+
+    def there(self):
+        self.calls += 1
+        return self._there(self.calls)
+
+    def check(self): ...
+    def _connect(self): ...
+    def _place(self, host): ...
+    def _check_started(self, missing, in_time): ...
+
+
+@pytest.mark.parametrize(
+    ("had", "there", "calls"),
+    [
+        (None, lambda call: 3, 1),
+        (3, lambda call: 2, 100),  # twenty seconds, then those are enough
+        (3, lambda call: 2 + (call > 9), 10),
+        (2, lambda call: 2, 75 + 1),  # one that the run has done without gets 15 seconds
+        (2, lambda call: 2 + (call > 9), 10),
+        (2, lambda call: 1, 75 + 100),
+    ],
+)
+def test_a_lost_host_has_its_time_to_come_back(monkeypatch, had, there, calls):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(Waiting, "counts", lambda *_: None)
+    limit = StartLimit(60, hosts=had, host_seconds=20.0)
+    assert Hosts(limit, there).until_enough() == pytest.approx(calls, abs=2)
+
+
+def test_the_wait_for_a_host_ends_when_whoever_looks_in_says_so(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def check():
+        raise KeyboardInterrupt
+
+    limit = StartLimit(60, check=check, hosts=3, host_seconds=20.0)
+    with pytest.raises(KeyboardInterrupt):
+        Hosts(limit, lambda call: 2).until_enough()

@@ -42,9 +42,16 @@ def test_a_run_without_an_id_has_the_jobs_in_every_attempt() -> None:
     assert settled(named, HERE) == named
 
 
-def test_other_nodes_than_the_settings_say_are_refused() -> None:
+def test_more_nodes_than_the_settings_say_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster.hosts=1, but job 123 has 2 nodes"):
         settled(load(["cluster=slurm"]), HERE)
+
+
+def test_fewer_nodes_are_enough_where_a_run_continues_without_a_lost_one() -> None:
+    three = ["cluster=slurm", "cluster.hosts=3", "cluster.gpus=6", "run.id=mine"]
+    assert settled(load(three), HERE).cluster.hosts == 3
+    with pytest.raises(ConfigError, match=r"cluster.hosts=3, but job 123 has 2 nodes"):
+        settled(load([*three, "cluster.wait_for_host=off"]), HERE)
 
 
 def test_the_address_is_that_of_the_interface_or_of_the_way_to_a_peer() -> None:
