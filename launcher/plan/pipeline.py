@@ -242,7 +242,7 @@ _ALONG_DATA, _CUT, _OTHER_KIND, _CPU = 0.06, 0.12, 0.1, 0.25
 _RAN = "A100", "H100"
 
 
-def within(pipeline: Pipeline) -> float:
+def half_width(pipeline: Pipeline) -> float:
     """Return how far off the predicted step is taken to be: it is an 80 % interval's half width.
 
     In 8 of 10 cases a step takes between the prediction / (1 + this) and the prediction
@@ -263,6 +263,6 @@ def estimated(pipeline: Pipeline) -> Estimate:
     return Estimate(
         **vars(pipeline),
         predicted_step_seconds=whole_step_seconds(pipeline, expected),
-        predicted_within=within(pipeline),
+        predicted_within=half_width(pipeline),
         predicted_bubble_fraction=bubble_fraction(expected, len(pipeline.meshes)),
     )
