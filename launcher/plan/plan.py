@@ -156,7 +156,7 @@ class Plan(Staged):
     step.
 
     Attributes:
-        predicted_within: how far off the predicted step may be, as `pipeline.within` says.
+        predicted_within: how far off the predicted step may be, as `pipeline.half_width` says.
         predicted_tflops_per_device: counts the model's operations only, as MFU does.
         predicted_tflops_per_device_with_remat: also counts the operations that are recomputed.
         runners_up: the next best plans of a search.
