@@ -16,7 +16,9 @@ from launcher.cluster.errors import HungError
 from launcher.cluster.worker_group import WAITS, Progresses, WorkerGroup, wait_of
 
 ROOT = Path(launcher.__file__).parent
-CALLED = re.compile(r'(?:submit|send|call)\(\s*(?:"(?:training|evaluating|sampling)", )?"(\w+)"')
+CALLED = re.compile(
+    r'(?:submit|send|call|_each)\(\s*(?:workers, |"(?:training|evaluating|sampling)", )?"(\w+)"'
+)
 STILL = 0.5
 DOING = {
     "stands": "import time; print('up', flush=True); time.sleep(1000)",
