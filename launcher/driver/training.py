@@ -119,7 +119,7 @@ def train_in(
         code, reason = stop.ending
         # Fast: compares names and sizes only, and cleans nothing up.
         saved = checkpoint.newest(home.checkpoints, thorough=False).step or 0
-        if saved < job.finished_steps:
+        if saved < job.recorded_steps:
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
@@ -185,6 +185,11 @@ class _Job:
     def finished_steps(self) -> int:
         """The newest finished step; 0 before the first one."""
         return self.run_log.step_log.finished_steps
+
+    @property
+    def recorded_steps(self) -> int:
+        """The newest recorded step, also of the attempt before; it may be ahead of the state."""
+        return max(self._recorded, self.finished_steps)
 
     @property
     def ending(self) -> tuple[int, str]:
@@ -374,13 +379,9 @@ class _Job:
     def _start(self) -> RaySession:
         pool, cluster = self._all.pool, machines_of(self._config.cluster)
         assert pool is not None, "nothing to train on"
-        wait = cluster.host_wait
-        limit = StartLimit(
-            cluster.start_timeout,
-            check=self._stop.check,
-            hosts=self._there if wait and self.restarts else None,
-            host_seconds=wait,
-        )
+        wait, check = cluster.host_wait, self._stop.check
+        there = self._there if wait and self.restarts else None
+        limit = StartLimit(cluster.start_timeout, check=check, hosts=there, host_seconds=wait)
         return kind_of(cluster).start(pool, self._home.logs, limit, self._rendezvous)
 
     def _tried(self, workers: Workers, built: Answers) -> bool:
@@ -477,7 +478,7 @@ class _Job:
         self._reload(not self._in_memory, f"{failure.report}\n")
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
-        self._recorded = max(self._recorded, self.finished_steps)
+        self._recorded = self.recorded_steps
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over
         text = restart_text(failure, restart, limit, finished, self._in_memory)

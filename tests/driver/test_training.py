@@ -128,6 +128,20 @@ def test_an_end_at_once_reads_no_checkpoint_through(tmp_path, plan, monkeypatch,
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["6", "8.partial-x"]
 
 
+def test_an_end_at_once_during_a_restart_tells_what_is_lost(tmp_path, plan, monkeypatch):
+    def attempt(job):
+        if job.restarts:
+            raise KeyboardInterrupt
+        job.run_log.step_log.finished_steps = 9
+        raise DIED
+
+    run = Run(tmp_path, plan, monkeypatch)
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.reason.endswith(", not saved since step 0")
+
+
 def test_a_roll_back_reports_a_damaged_checkpoint_and_passes_over_the_bad_batch(
     tmp_path, plan, monkeypatch
 ):

@@ -307,8 +307,7 @@ class WorkerHandle:
         """Ray's identifier of its node, of a process that is up."""
         import ray
 
-        node: str = ray.get(self.location, timeout=0)[2]
-        return node
+        return str(ray.get(self.location, timeout=0)[2])
 
     def is_lost(self) -> bool:
         """Return whether the worker's process, on this machine, was up and is gone or stopped."""
