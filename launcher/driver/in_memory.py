@@ -49,8 +49,7 @@ def restore(workers: Workers, newest: NewestState) -> None:
     The workers are those of `newest_state`, and have set their plan up.
     """
     moment = newest.moment
-    lacks = workers.submit("lacks", moment).each()
-    for lent in checkpoint.lends(lacks, newest.held):
+    for lent in checkpoint.lends(workers.submit("lacks", moment).each(), newest.held):
         calls = []
         for borrower, (holder, pieces) in lent.items():
             answer = workers.handles[holder].submit("lend", moment, pieces)

@@ -300,8 +300,7 @@ class _Job:
         if held is None:
             self._passed_over = self._stored_position() - finished
         if finished:
-            about = home.id, home.checkpoints, finished, self._recorded, held is not None
-            _log.info(resuming(*about))
+            _log.info(resuming(home.id, home.checkpoints, finished, self._recorded, bool(held)))
         if self.restarts:
             self.run_log.resume(finished)
         self._recorded = finished

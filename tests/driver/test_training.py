@@ -26,7 +26,7 @@ from launcher.driver.folder.folder import LostFolderError
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record import run_log
-from launcher.driver.record.step_log import DivergedError
+from launcher.driver.record.step_log import DivergedError, Pace
 from launcher.hardware import HostReport
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.report import TRACKERS
@@ -173,7 +173,11 @@ def test_the_plan_follows_the_hosts_that_are_there(tmp_path, plan, monkeypatch):
     job = training._Job(*about)
     session = SimpleNamespace(missing=("b",), pool=run.ready.pool, use=used.append)
     assert job._adapt(session, 2) == ""
+    pace = job.run_log.step_log.callbacks.of(Pace)
+    for step in range(10, 20):
+        pace.on_step(step, {"perf/step_seconds": 2.0})
     line = job._adapt(session, 1)
+    assert pace.limit(20) is None  # one host may take more than ten times as long
     assert line.startswith("1 of 2 hosts is left, without b: 1 stage of 2x1, ")
     assert line.endswith(" by its prediction")
     assert job.plan is job.run_log._plan is fewer

@@ -82,14 +82,14 @@ def on_what_is_left(plan: Plan, whole: Plan, hosts: int) -> str:
 def _part(cluster: ClusterShape, hosts: int) -> ClusterShape:
     """Return so many hosts of a cluster."""
     part = replace(cluster, hosts=hosts)
-    if cluster.effective_parallelism is None:
-        return part
-    most = float(part.num_devices)
-    products = part.product_parallelism
+
+    def at_most_all(parallelism: float | None) -> float | None:
+        return None if parallelism is None else min(parallelism, float(part.num_devices))
+
     return replace(
         part,
-        effective_parallelism=min(cluster.effective_parallelism, most),
-        product_parallelism=None if products is None else min(products, most),
+        effective_parallelism=at_most_all(part.effective_parallelism),
+        product_parallelism=at_most_all(part.product_parallelism),
     )
 
 

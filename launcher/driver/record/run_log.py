@@ -177,6 +177,8 @@ class RunLog:
         self._plan = plan
         self.accounting.follow(plan)
         self._slowness.follow(plan)
+        if pace := self._callbacks.of(Pace):
+            pace.forget()
         if self._metrics:
             self._tell_plan()
         if self._home.status:
