@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv is None:  # half-done work, such as an import, must not clean up
                 with suppress(Exception):  # it may be closed, or the disk full
                     sys.stdout.flush()
+                with suppress(KeyError, AttributeError):  # not imported, or half
+                    sys.modules["launcher.cluster.ray.scratch"].remove_shared_memory()
                 os._exit(code)
         if argv is None:
             stop.over(code)

@@ -54,15 +54,16 @@ def within(part: Box, whole: Box) -> tuple[slice, ...]:
     return tuple(slice(first - start, end - start) for (first, end), (start, _) in both)
 
 
-def newest_of_all(hosts: Sequence[Holdings], most: int) -> Moment | None:
+def newest_of_all(hosts: Sequence[Holdings], most: int, since: int) -> Moment | None:
     """Return the newest moment of which the hosts together hold every piece, if there is one.
 
     Args:
         hosts: the holdings of each.
         most: the newest step that is recorded.
+        since: the first attempt that counts.
     """
-    moments = {moment for holdings in hosts for moment in holdings if moment.step <= most}
-    for moment in sorted(moments, reverse=True):
+    found = {moment for holdings in hosts for moment in holdings if moment.attempt >= since}
+    for moment in sorted((each for each in found if each.step <= most), reverse=True):
         held = [holdings[moment] for holdings in hosts if moment in holdings]
         elements = Counter[str]()
         for name, ranges in {piece for holding in held for piece in holding.pieces}:

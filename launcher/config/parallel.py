@@ -26,11 +26,13 @@ class Parallel:
         method: its name.
         allow_over_memory: whether to train by a plan that needs more memory than the devices have.
         clause: why the method has no other settings, for messages; "" where there is no one reason.
+        idles: whether its plan leaves devices idle where they do not help.
     """
 
     method: str
     allow_over_memory: bool = False
     clause: ClassVar[str] = ""
+    idles = False
 
     def check(self, cluster: Cluster, batch: int, layers: int | None) -> Iterator[ConfigError]:
         """Yield the contradictions within these settings and with what they divide.
@@ -242,6 +244,7 @@ class Auto(StageSettings):
     """
 
     method: str = "auto"
+    idles = True
     try_: int | None = automatic(minimum=0)
     verify: str | None = field(default=None, metadata={"choices": ("compile",)})
     schedule: str = automatic_choice("auto", *training_schedules())

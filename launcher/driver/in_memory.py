@@ -8,7 +8,6 @@ from others. The hosts may be others than before, and fewer.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,17 +24,18 @@ class NewestState(NamedTuple):
     held: list[list[checkpoint.Piece]]
 
 
-def newest_state(workers: Workers, most: int) -> NewestState | None:
+def newest_state(workers: Workers, most: int, since: int) -> NewestState | None:
     """Return the newest state of which the hosts together hold all; None if there is none.
 
     Args:
         workers: the workers, of any plan, on the same hosts or on some that are left.
         most: the newest step that is recorded.
+        since: the first attempt whose snapshots are of the run as it is now.
     """
     hosts: list[checkpoint.Holdings] = _each(
         workers, "snapshots", [(place,) for place in _places(workers)]
     )
-    moment = checkpoint.newest_of_all(hosts, most)
+    moment = checkpoint.newest_of_all(hosts, most, since)
     if moment is None:
         return None
     return NewestState(
@@ -49,8 +49,7 @@ def restore(workers: Workers, newest: NewestState) -> None:
     The workers are those of `newest_state`, and have set their plan up.
     """
     moment = newest.moment
-    lacks = workers.submit("lacks", moment).each()
-    for lent in checkpoint.lends(lacks, newest.held):
+    for lent in checkpoint.lends(workers.submit("lacks", moment).each(), newest.held):
         calls = []
         for borrower, (holder, pieces) in lent.items():
             answer = workers.handles[holder].submit("lend", moment, pieces)
@@ -84,18 +83,16 @@ def keep(workers: Workers, moment: checkpoint.Moment) -> bool:
     return True
 
 
-def host_places(addresses: Sequence[str]) -> list[checkpoint.HostPlace]:
-    """Return where the hosts at these addresses keep their folders."""
-    counts, found = Counter(addresses), Counter[str]()
-    places = []
-    for rank, address in enumerate(addresses):
-        places.append(checkpoint.HostPlace(rank, found[address], counts[address]))
-        found[address] += 1
-    return places
+def host_places(nodes: Sequence[str]) -> list[checkpoint.HostPlace]:
+    """Return where the hosts on these nodes of Ray, each with a folder, keep their own."""
+    return [
+        checkpoint.HostPlace(rank, nodes[:rank].count(node), nodes.count(node))
+        for rank, node in enumerate(nodes)
+    ]
 
 
 def _places(workers: Workers) -> list[checkpoint.HostPlace]:
-    return host_places([handle.address for handle in workers.handles])
+    return host_places([handle.node for handle in workers.handles])
 
 
 def _each(workers: Workers, method: str, arguments: Iterable[Sequence[Any]]) -> list[Any]:

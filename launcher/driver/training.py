@@ -119,7 +119,7 @@ def train_in(
         code, reason = stop.ending
         # Fast: compares names and sizes only, and cleans nothing up.
         saved = checkpoint.newest(home.checkpoints, thorough=False).step or 0
-        if saved < job.finished_steps:
+        if saved < job.recorded_steps:
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
@@ -171,6 +171,7 @@ class _Job:
         self._passed_over = 0  # the offset of a batch's index from its step's
         self._recorded = 0  # the newest step of the attempt before
         self._in_memory = False  # whether workers have kept snapshots since that attempt began
+        self._since = 0  # the attempt after the newest roll-back; snapshots before it do not count
         self._held: in_memory.NewestState | None = None  # in memory, to resume from
 
     def _follow(self, plan: Plan) -> None:
@@ -184,6 +185,11 @@ class _Job:
     def finished_steps(self) -> int:
         """The newest finished step; 0 before the first one."""
         return self.run_log.step_log.finished_steps
+
+    @property
+    def recorded_steps(self) -> int:
+        """The newest recorded step, also of the attempt before; it may be ahead of the state."""
+        return max(self._recorded, self.finished_steps)
 
     @property
     def ending(self) -> tuple[int, str]:
@@ -280,22 +286,21 @@ class _Job:
 
     def _resumed(self, workers: Workers) -> int:
         """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
-        home, held = self._home, None
+        held = None
         if self._in_memory:
-            held = in_memory.newest_state(workers, self._recorded)
+            held = in_memory.newest_state(workers, self._recorded, self._since)
             step = held.moment.step if held else 0
-            if step <= home.finished_steps:  # it is needed, if its files are whole
-                with self._interruptible():
-                    self._home = home = folder.reload(home, self._config)
-            held = held if step > home.finished_steps else None
-        for line in home.damaged:
+            if step < self._home.finished_steps:  # it is needed, if its files are whole
+                self._reload()
+            held = held if step >= self._home.finished_steps else None
+        for line in self._home.damaged:
             _log.warning(line)
+        self._home = home = replace(self._home, damaged=())
         self._held, finished = held, home.finished_steps if held is None else held.moment.step
         if held is None:
             self._passed_over = self._stored_position() - finished
         if finished:
-            about = home.id, home.checkpoints, finished, self._recorded, held is not None
-            _log.info(resuming(*about))
+            _log.info(resuming(home.id, home.checkpoints, finished, self._recorded, bool(held)))
         if self.restarts:
             self.run_log.resume(finished)
         self._recorded = finished
@@ -373,13 +378,9 @@ class _Job:
     def _start(self) -> RaySession:
         pool, cluster = self._all.pool, machines_of(self._config.cluster)
         assert pool is not None, "nothing to train on"
-        wait = cluster.host_wait
-        limit = StartLimit(
-            cluster.start_timeout,
-            check=self._stop.check,
-            hosts=self._there if wait and self.restarts else None,
-            host_seconds=wait,
-        )
+        wait, check = cluster.host_wait, self._stop.check
+        there = self._there if wait and self.restarts else None
+        limit = StartLimit(cluster.start_timeout, check=check, hosts=there, host_seconds=wait)
         return kind_of(cluster).start(pool, self._home.logs, limit, self._rendezvous)
 
     def _tried(self, workers: Workers, built: Answers) -> bool:
@@ -472,20 +473,29 @@ class _Job:
         self.restarts = restart.number
         self._rendezvous = self._rendezvous and reopened(self._rendezvous)
         if failure.passes_over:
-            self._in_memory = False
-        try:
-            with self._interruptible():  # it reads checkpoints
-                self._home = folder.reload(self._home, self._config, not self._in_memory)
-        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
-            raise FailedError(f"{failure.report}\nThe run is not restarted: {error}") from None
+            self._in_memory, self._since = False, restart.number
+        self._reload(not self._in_memory, f"{failure.report}\n")
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
-        self._recorded = max(self._recorded, self.finished_steps)
+        self._recorded = self.recorded_steps
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over
         text = restart_text(failure, restart, limit, finished, self._in_memory)
         complain(text)
         self.run_log.close(finished, text)
+
+    def _reload(self, thorough: bool = True, report: str = "") -> None:
+        """Look for the newest checkpoint again; of what failed, there may be a report.
+
+        Raises:
+            FailedError: there are some, and none is intact.
+        """
+        try:
+            with self._interruptible():  # it reads checkpoints
+                home = folder.reload(self._home, self._config, thorough)
+        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
+            raise FailedError(f"{report}The run is not restarted: {error}") from None
+        self._home = replace(home, damaged=(*self._home.damaged, *home.damaged))
 
     def _stored_position(self) -> int:
         """Return the index of the next batch after the newest checkpoint or a roll-back to it."""

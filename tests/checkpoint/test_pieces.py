@@ -66,13 +66,20 @@ def holdings(*steps_of_hosts, held=STAGES):
     ],
 )
 def test_the_newest_is_one_whose_pieces_are_all_on_hand(hosts, newest):
-    found = newest_of_all(hosts, most=37)
+    found = newest_of_all(hosts, most=37, since=0)
     assert found == (None if newest is None else Moment(newest, 0))
 
 
 def test_pieces_of_two_attempts_are_not_put_together():
     one, other = holdings([33], [33])
-    assert newest_of_all([one, {Moment(33, 1): other[Moment(33, 0)]}], 37) is None
+    assert newest_of_all([one, {Moment(33, 1): other[Moment(33, 0)]}], 37, 0) is None
+
+
+def test_a_host_that_comes_back_holds_what_a_roll_back_has_left():
+    left, now = holdings([33, 36], [30], held=[WHOLE, WHOLE])
+    hosts = [left, {Moment(30, 1): now[Moment(30, 0)]}]
+    assert newest_of_all(hosts, 37, since=0) == Moment(36, 0)
+    assert newest_of_all(hosts, 37, since=1) == Moment(30, 1)
 
 
 def arrays():

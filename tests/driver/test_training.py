@@ -26,7 +26,7 @@ from launcher.driver.folder.folder import LostFolderError
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record import run_log
-from launcher.driver.record.step_log import DivergedError
+from launcher.driver.record.step_log import DivergedError, Pace
 from launcher.hardware import HostReport
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.report import TRACKERS
@@ -128,6 +128,20 @@ def test_an_end_at_once_reads_no_checkpoint_through(tmp_path, plan, monkeypatch,
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["6", "8.partial-x"]
 
 
+def test_an_end_at_once_during_a_restart_tells_what_is_lost(tmp_path, plan, monkeypatch):
+    def attempt(job):
+        if job.restarts:
+            raise KeyboardInterrupt
+        job.run_log.step_log.finished_steps = 9
+        raise DIED
+
+    run = Run(tmp_path, plan, monkeypatch)
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.reason.endswith(", not saved since step 0")
+
+
 def test_a_roll_back_reports_a_damaged_checkpoint_and_passes_over_the_bad_batch(
     tmp_path, plan, monkeypatch
 ):
@@ -159,7 +173,11 @@ def test_the_plan_follows_the_hosts_that_are_there(tmp_path, plan, monkeypatch):
     job = training._Job(*about)
     session = SimpleNamespace(missing=("b",), pool=run.ready.pool, use=used.append)
     assert job._adapt(session, 2) == ""
+    pace = job.run_log.step_log.callbacks.of(Pace)
+    for step in range(10, 20):
+        pace.on_step(step, {"perf/step_seconds": 2.0})
     line = job._adapt(session, 1)
+    assert pace.limit(20) is None  # one host may take more than ten times as long
     assert line.startswith("1 of 2 hosts is left, without b: 1 stage of 2x1, ")
     assert line.endswith(" by its prediction")
     assert job.plan is job.run_log._plan is fewer
@@ -198,11 +216,13 @@ def measured(jax):
     [
         (DIED, [[6, 9], [8, 9]], 9),
         (DIED, [[8, 11], [8, 11]], 8),  # step 11 was not recorded
-        (DIED, [[6], [9]], 4),
-        (DIED, [[6, 9], [6, 8]], 6),  # the checkpoint of step 7 is damaged
+        (DIED, [[6], [9]], 4),  # the checkpoint of step 7 is damaged
+        (DIED, [[6, 9], [6, 8]], 6),
+        (DIED, [[4, 7], [4, 7]], 7),  # memory is faster
+        (DIED, [[6], [9]], None),  # both checkpoints are
         (DivergedError("train/loss", float("nan"), 9), [[6, 8], [6, 8]], 4),
     ],
-    ids=["newest", "recorded", "not of all", "damaged", "rollback"],
+    ids=["newest", "recorded", "not of all", "damaged", "same step", "nothing", "rollback"],
 )
 def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
     tmp_path, plan, monkeypatch, caplog, error, held, resumed
@@ -213,6 +233,8 @@ def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
     run.save(4)
     run.save(7)
     run.damage(7)
+    if resumed is None:
+        run.damage(4)
     caplog.set_level("INFO", training.__name__)
 
     own = [Holding({"x": (), "y": ()}, [(name, ())]) for name in "xy"]
@@ -230,6 +252,10 @@ def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
             raise error
 
     monkeypatch.setattr(training._Job, "_attempt", attempt)
+    if resumed is None:  # and not as for a wrong setting, with which it could not have begun
+        with pytest.raises(FailedError, match=r"not restarted: .* no checkpoint in .* is intact"):
+            run.train()
+        return
     assert run.train() == 0
     assert steps == [(0, 0), (resumed, 5 if isinstance(error, DivergedError) else 0)]
     where = "memory" if resumed > 4 else f"{tmp_path}/outputs/mine/checkpoints/4"
@@ -237,7 +263,7 @@ def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
     assert caplog.messages[-1] == line + (
         f"; steps to repeat: {9 - resumed}" if resumed < 9 else ""
     )
-    assert (run.checkpoints / "7").exists() == (resumed > 7)
+    assert (run.checkpoints / "7").exists() == (resumed >= 7)
 
 
 @pytest.mark.parametrize("is_anew", [False, True])

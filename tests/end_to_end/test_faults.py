@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,13 +48,18 @@ def test_a_worker_is_killed_and_the_run_comes_to_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_nothing_stays_in_memory_after_the_launcher_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGINT] * 2], ids=["kill", "leave"])
+def test_nothing_stays_in_memory_after_the_launcher_has_left_at_once(
+    tmp_path: Path, signals: list[signal.Signals]
+) -> None:
     launcher = Launcher(tmp_path, *WORDS, FOREVER, "train.snapshot=1")
     launcher.wait_for(lambda: len(lines(tmp_path / "outputs" / "one")) >= 3)
     memory = memory_of(launcher)
     assert list(memory.glob("host_0/share.?.json"))
-    launcher.process.kill()
-    launcher.end()
+    for number in signals:
+        launcher.process.send_signal(number)
+        time.sleep(0.2)  # else two are one
+    launcher.end(soon=30)
     assert not memory.exists()
 
 

@@ -112,18 +112,19 @@ def hosts_of(run: Path) -> int:
 def test_three_hosts_become_two_and_then_three_again(
     start: Callable[..., Job], undisturbed: Callable[..., Path]
 ) -> None:
+    """Both times from what the hosts hold in memory, shards of the lost one and of another plan."""
     settings = typed(f"parallel=zero2 train.global_batch_size=384 train.steps={STEPS}")
-    job = start(*settings, WAIT)
+    job = start(*settings, WAIT, "train.snapshot=2")
     job.train_past(8)
-    job.lose(2)
+    job.lose(1)
     job.driver.wait_for(lambda: hosts_of(job.run) == 2 and len(lines(job.run)) > 14)
-    job.come_back(2)
+    job.come_back(1)
     job.driver.worker().kill()
     code, out, err = job.end()
     assert code == 0, err
-    on_two = r"2 of 3 hosts are left, without node3: 1 stage of 2x1, .*; from step (\d+)\n"
-    assert int(re.search(on_two, out)[1]) % 5 == 0
+    assert re.search(r"2 of 3 hosts are left, without node2: 1 stage of 2x1, .*; from step \d", out)
     assert re.search(r"all 3 hosts are there again: 1 stage of 3x1, .*; from step \d+\n", out)
+    assert len(re.findall(r"resuming run one at step \d+ from memory", out)) == 2, out
     assert re.search(r"if a host is lost: 1 stage of 2x1, .*; it fits, [\d.]+ times the step", out)
     assert summary(job.run)["restarts"] == 2
     assert hosts_of(job.run) == 3

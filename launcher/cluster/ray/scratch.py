@@ -97,9 +97,14 @@ def shared_memory() -> Scratch | None:
     """
     if not os.access(_SHARED, os.W_OK | os.X_OK) or exposed(_SHARED) is not None:
         return None
-    made = _create(_SHARED)
-    atexit.register(made.remove)
-    return made
+    atexit.register(remove_shared_memory)
+    return _create(_SHARED)
+
+
+def remove_shared_memory() -> None:
+    """Delete that folder, if there is one: for an exit that calls nothing of `atexit`."""
+    if shared_memory.cache_info().currsize and (made := shared_memory()) is not None:
+        made.remove()
 
 
 def memory_folder(environ: Mapping[str, str]) -> Path | None:

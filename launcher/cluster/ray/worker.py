@@ -302,6 +302,13 @@ class WorkerHandle:
                 self._process = None if self.elsewhere else psutil.Process(pid)
         return self._process
 
+    @property
+    def node(self) -> str:
+        """Ray's identifier of its node, of a process that is up."""
+        import ray
+
+        return str(ray.get(self.location, timeout=0)[2])
+
     def is_lost(self) -> bool:
         """Return whether the worker's process, on this machine, was up and is gone or stopped."""
         process = self.process()
@@ -324,8 +331,8 @@ class WorkerHandle:
 
         ray_compat.register_by_value(sys.modules[function.__module__])
         try:
-            _, pid, node = ray.get(self.location, timeout=0)
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            _, pid, _ = ray.get(self.location, timeout=0)
+            there = NodeAffinitySchedulingStrategy(self.node, soft=False)
             task: Any = ray.remote(function)
             task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             return ray.get(task.remote(pid, str(self.log)), timeout=seconds)

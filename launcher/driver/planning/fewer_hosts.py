@@ -29,7 +29,7 @@ def plan_on_fewer(parallel: Parallel, step: TracedStep, cluster: ClusterShape, h
         PlanError: there is none. The text says why not for `hosts`, and what would fit.
     """
     problem = ""
-    for count in range(hosts, 0, -1):
+    for count in [hosts] if parallel.idles else range(hosts, 0, -1):  # a search takes long
         left, batch = _part(cluster, count), step.batch_size
         devices = Emulated(gpus=left.num_devices, hosts=count)
         for settings in parallel.on_fewer_devices(batch):
@@ -75,20 +75,21 @@ def on_what_is_left(plan: Plan, whole: Plan, hosts: int) -> str:
     used, times = int(plan.cluster["hosts"]), plan.predicted_step_seconds
     on = f" on {used} of {_hosts(hosts)}" if used < hosts else ""
     ratio = times / whole.predicted_step_seconds
-    return f"{describe_plan(plan)}{on}; it fits, {ratio:.2g} times the step of all hosts"
+    fits = too_large(plan) or "it fits"  # as `parallel.allow_over_memory` may have it
+    return f"{describe_plan(plan)}{on}; {fits}, {ratio:.2g} times the step of all hosts"
 
 
 def _part(cluster: ClusterShape, hosts: int) -> ClusterShape:
     """Return so many hosts of a cluster."""
     part = replace(cluster, hosts=hosts)
-    if cluster.effective_parallelism is None:
-        return part
-    most = float(part.num_devices)
-    products = part.product_parallelism
+
+    def at_most_all(parallelism: float | None) -> float | None:
+        return None if parallelism is None else min(parallelism, float(part.num_devices))
+
     return replace(
         part,
-        effective_parallelism=min(cluster.effective_parallelism, most),
-        product_parallelism=None if products is None else min(products, most),
+        effective_parallelism=at_most_all(part.effective_parallelism),
+        product_parallelism=at_most_all(part.product_parallelism),
     )
 
 

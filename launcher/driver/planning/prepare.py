@@ -170,16 +170,8 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         with held_back(), status(console, "planning for a host less", Phase.PLANNING):
             line = loss_of_a_host(chosen, on_fewer)
         _log.info(line)
-    return Prepared(
-        traced.inputs.pool,
-        chosen,
-        seconds,
-        traced.inputs.init_from,
-        program.eval_batches,
-        problem,
-        candidates,
-        on_fewer,
-    )
+    found = traced.inputs.pool, chosen, seconds, traced.inputs.init_from
+    return Prepared(*found, program.eval_batches, problem, candidates, on_fewer)
 
 
 def _problem(

@@ -177,6 +177,8 @@ class RunLog:
         self._plan = plan
         self.accounting.follow(plan)
         self._slowness.follow(plan)
+        if pace := self._callbacks.of(Pace):
+            pace.forget()
         if self._metrics:
             self._tell_plan()
         if self._home.status:
@@ -228,7 +230,7 @@ class RunLog:
         steps, faults = self._config.train.steps, self.accounting.wall.faults
         left = (steps - finished_steps) * self._plan.predicted_step_seconds
         saves = self._config.train.checkpoint
-        if saves.every_minutes is None and left > faults.save_interval:
+        if saves.every_minutes is None and left > faults.save_interval and not self._restarts:
             _log.info(
                 f"a checkpoint about every {seconds_text(faults.save_interval)}, the newest "
                 f"{saves.keep} kept: a fault is expected every "

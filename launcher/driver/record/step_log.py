@@ -200,6 +200,10 @@ class Pace(Callback):
         seconds = max(_LEAST_SECONDS, round(_PATIENCE * max(self._seconds), 1))
         return seconds * (_PATIENCE if step <= self._failed_by else 1)
 
+    def forget(self) -> None:
+        """Forget the steps so far: those that come are of another plan."""
+        self._seconds.clear()
+
     def on_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Take the time of a step."""
         self._newest = step

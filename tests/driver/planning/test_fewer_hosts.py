@@ -10,9 +10,10 @@ import pytest
 from layered import layered_step
 
 from launcher.config.parallel import Auto, Data, Manual, Parallel, Replay, Shard, ThreeD, Zero3
+from launcher.driver.planning import fewer_hosts
 from launcher.driver.planning.fewer_hosts import loss_of_a_host, plan_on_fewer
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.plan import PlanError, local_shape
+from launcher.plan import ClusterShape, Plan, PlanError, local_shape
 from launcher.trace import TracedStep
 
 HOSTS = local_shape(6, 3, "cpu")  # of two devices
@@ -58,11 +59,27 @@ def test_the_batch_stays_and_microbatches_and_the_data_axis_give_way(
             shape_on_two(parallel, rows)
 
 
-def test_a_search_finds_a_plan_for_the_devices_that_are_left() -> None:
-    plan = plan_on_fewer(Auto(), step(12), HOSTS, 2)
+@pytest.mark.parametrize("rows", [12, 13])
+def test_a_search_finds_a_plan_for_the_devices_that_are_left(rows: int) -> None:
+    plan = plan_on_fewer(Auto(), step(rows), HOSTS, 2)
     assert plan.cluster["hosts"] == 2
     assert plan.num_devices <= 4
-    assert plan.batch_size == 12
+    assert plan.batch_size == rows
+
+
+def test_a_search_that_finds_nothing_is_not_made_for_fewer_and_fewer_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def search(parallel: Parallel, step: TracedStep, cluster: ClusterShape) -> Plan:
+        asked.append(cluster.hosts)
+        return plan_of(parallel, step, cluster)
+
+    monkeypatch.setattr(fewer_hosts, "plan_of", search)
+    with pytest.raises(PlanError, match=r"^on 2 hosts there is no plan: "):
+        plan_on_fewer(Auto(), step(12), dataclasses.replace(HOSTS, memory_bytes=1024), 2)
+    assert asked == [2]
 
 
 @pytest.mark.parametrize(
@@ -96,4 +113,8 @@ def test_a_plan_that_does_not_fit_gives_way_to_more_microbatches_or_is_told_of()
         plan_on_fewer(Data(), step(96), none, 2)
     assert "larger devices" in str(raised.value)
     allowed = dataclasses.replace(Data(), allow_over_memory=True)
-    assert plan_on_fewer(allowed, step(96), none, 2).num_micro_batches == 1
+    on_fewer = functools.partial(plan_on_fewer, allowed, step(96), none)
+    assert on_fewer(2).num_micro_batches == 1
+    line = loss_of_a_host(plan_of(allowed, step(96), none), on_fewer)
+    assert "; the plan does not fit: stage 0 needs" in line
+    assert "it fits" not in line
