@@ -233,13 +233,13 @@ def sheet_rates(sheet: Datasheet, memory_share: float = GPU_MEMORY_SHARE) -> dic
 
     A GPU without bf16 computes it in fp32.
     """
-    native = has_bf16(sheet.compute_capability)
+    peak = sheet.peak_flops if has_bf16(sheet.compute_capability) else sheet.peak_flops_fp32
     return {
         "peak_flops": sheet.peak_flops,
-        "flops": sheet.sustained * (sheet.peak_flops if native else sheet.peak_flops_fp32),
+        "flops": sheet.sustained * peak,
         "flops_fp32": sheet.sustained * sheet.peak_flops_fp32,
         "memory_bandwidth": _MEMORY_SHARE * sheet.memory_bandwidth,
-        "attention_flops": sheet.sustained_attention * sheet.peak_flops,
+        "attention_flops": sheet.sustained_attention * peak,
         "launch_seconds": sheet.launch_seconds,
         "memory_bytes": usable_bytes(sheet.memory_gib, memory_share),
         "intra_host": _LINK_SHARE * sheet.link,

@@ -65,11 +65,13 @@ class RunnerUp:
         plan: the plan in words.
         predicted_step_seconds: its predicted step.
         why: why it lost.
+        fits: whether the devices have the memory that it needs.
     """
 
     plan: str
     predicted_step_seconds: float
     why: str
+    fits: bool = True
 
 
 @dataclass(frozen=True)
@@ -236,9 +238,13 @@ class Plan(Staged):
 
     @property
     def alike(self) -> tuple[RunnerUp, ...]:
-        """The runners-up whose intervals overlap the plan's: they may as well be faster."""
+        """The runners-up whose intervals overlap the plan's: they may as well be faster.
+
+        There are none where the plan is the fastest as measured.
+        """
         most = self.predicted_step_seconds * (1 + self.predicted_within) ** 2
-        return tuple(one for one in self.runners_up if one.predicted_step_seconds <= most)
+        fit = (one for one in self.runners_up if one.fits and not self.tried)
+        return tuple(one for one in fit if one.predicted_step_seconds <= most)
 
     @property
     def missing_bytes(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -58,7 +58,7 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
         }
         for index, stage in enumerate(plan.stages)
     ]
-    others = [list(dataclasses.astuple(other)) for other in plan.runners_up]
+    others = [[one.plan, one.predicted_step_seconds, one.why] for one in plan.runners_up]
     profiled = [[ranges_text(p.layers), *dataclasses.astuple(p)[1:]] for p in plan.profiled]
     tables = {
         "plan/stages": Rows(list(stages[0]), [list(stage.values()) for stage in stages]),
@@ -204,7 +204,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
     if plan.runners_up:
         console.print("runners-up:", soft_wrap=True)
     if plan.alike:
-        console.print(_alike(plan), soft_wrap=True)
+        console.print(alike(plan), soft_wrap=True)
     for other in plan.runners_up:
         slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
         console.print(
@@ -274,7 +274,8 @@ def _equals(names: Sequence[str]) -> str:
 
 
 MOST_ADVICE = 5  # of improvements on the console
-_LEAST_GAIN = 0.005  # smaller ones are none; half the width of a prediction's interval is to be it
+_LEAST_GAIN = 0.005  # smaller ones are none
+UNCERTAIN = "~"  # the mark of a gain that predictions may be off by
 
 
 def improvements(plan: Plan) -> list[Advice]:
@@ -288,6 +289,21 @@ def improvements(plan: Plan) -> list[Advice]:
         if not one.largest and (one.gain is None or one.gain > _LEAST_GAIN)
     ]
     return sorted(worth, key=lambda one: one.devices / _rate(one))
+
+
+def gain_text(plan: Plan, gain: float | None) -> str:
+    """Format a gain in throughput: `+3.1% ~` where it is within the predictions' interval."""
+    if gain is None:
+        return "-"
+    return f"{gain:+.1%}{f' {UNCERTAIN}' if abs(gain) <= plan.predicted_within else ''}"
+
+
+def uncertainty(plan: Plan, shown: Iterable[Advice]) -> str:
+    """Return what the mark of gains means, in one line; "" if none of those shown has it."""
+    gains = (gain for one in shown for gain in (one.gain, one.gain_per_cost))
+    if not any(gain_text(plan, gain).endswith(UNCERTAIN) for gain in gains):
+        return ""
+    return f"{UNCERTAIN} within the predictions' ± {plan.predicted_within:.0%}: perhaps none"
 
 
 def advice_aim(plan: Plan) -> str:
@@ -325,7 +341,7 @@ def print_advice(console: Console, plan: Plan, planned: int) -> None:
     best = improvements(plan)
     if best[:MOST_ADVICE]:
         priced = best[0].cost is not None
-        rows = [_advice_row(one, priced) for one in best[:MOST_ADVICE]]
+        rows = [_advice_row(plan, one, priced) for one in best[:MOST_ADVICE]]
         if now := as_planned(plan):
             cost = [] if now[1] is None else [f"{now[1]:,.2f}"]
             rows.insert(0, ["as planned", "", "", "", days_text(now[0]), *cost])
@@ -335,6 +351,8 @@ def print_advice(console: Console, plan: Plan, planned: int) -> None:
         if any(one.trains_otherwise for one in best[:MOST_ADVICE]):
             console.print("* changes what is learned, too", soft_wrap=True)
         console.print("per cost: of throughput, at the same price of a device", soft_wrap=True)
+        if line := uncertainty(plan, best[:MOST_ADVICE]):
+            console.print(line, soft_wrap=True)
         if not priced:
             console.print(
                 "cluster.price_per_device_hour is not set: no costs are shown", soft_wrap=True
@@ -353,8 +371,8 @@ def print_advice(console: Console, plan: Plan, planned: int) -> None:
         )
 
 
-def _advice_row(one: Advice, priced: bool) -> list[str]:
-    gains = ["-" if gain is None else f"{gain:+.1%}" for gain in (one.gain, one.gain_per_cost)]
+def _advice_row(plan: Plan, one: Advice, priced: bool) -> list[str]:
+    gains = [gain_text(plan, gain) for gain in (one.gain, one.gain_per_cost)]
     cost = [] if one.cost is None or not priced else [f"{one.cost:,.2f}"]
     mark = " *" if one.trains_otherwise else ""
     return [one.what + mark, "\n".join(one.change), *gains, days_text(one.seconds), *cost]
@@ -397,11 +415,11 @@ def _certificate(plan: Plan) -> str:
     return f"within {within:.1%} of the best possible under this cost model"
 
 
-def _alike(plan: Plan) -> str:
+def alike(plan: Plan) -> str:
     """Return which runners-up are as good as the plan as far as predictions tell, in one line."""
     count, within = len(plan.alike), f"± {plan.predicted_within:.0%}"
-    first = "the first is" if count == 1 else f"the first {count} are"
-    return f"{first} equal to it by predictions of {within}: parallel.try={count + 1} runs them"
+    are = f"{count} {'is' if count == 1 else 'are'} equal to it"
+    return f"{are} by predictions of {within}: parallel.try={count + 1} runs them"
 
 
 def _bucket_line(plan: Plan) -> str:

@@ -96,9 +96,10 @@ def _kernels(is_fused: bool) -> tuple[Kernel, Kernel]:
         ((*heads, (4, 1), (5, 1), (6, 2)), heads),
     )
     fused = (fused_forward, fused_backward) if is_fused else (None, None)
+    two, five = (functools.partial(flops, count) for count in (2, 5))
     return (
-        Kernel(note, plain_forward, fused[0], forward, functools.partial(flops, 2), 2.5),
-        Kernel(note, plain_backward, fused[1], backward, functools.partial(flops, 5), 2.5),
+        Kernel(note, plain_forward, fused[0], forward, two, 2.5, is_fused),
+        Kernel(note, plain_backward, fused[1], backward, five, 2.5, is_fused),
     )
 
 

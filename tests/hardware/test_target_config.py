@@ -62,7 +62,9 @@ def test_a_kind_can_do_what_its_compute_capability_says(name):
     assert chosen == ("cudnn" if fused else "xla")
     shape = local_shape(8, 1, name)
     assert (shape.compute_capability, has_bf16(capability)) == (capability, bf16)
-    assert shape.flops == sheet.sustained * (sheet.peak_flops if bf16 else sheet.peak_flops_fp32)
+    peak = sheet.peak_flops if bf16 else sheet.peak_flops_fp32
+    assert shape.flops == sheet.sustained * peak
+    assert shape.attention_flops == sheet.sustained_attention * peak
 
 
 @pytest.mark.devices

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,14 @@ from launcher.plan.inter_op.explain import reason
 from launcher.plan.inter_op.layer_construction import make_problem
 from launcher.plan.inter_op.problem import Constraints
 from launcher.plan.inter_op.select import search
-from launcher.plan.pipeline import Pipeline, estimated, link_seconds, once_seconds, timeline
+from launcher.plan.pipeline import (
+    Pipeline,
+    estimated,
+    half_width,
+    link_seconds,
+    once_seconds,
+    timeline,
+)
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import (
     SCHEDULES,
@@ -30,6 +38,24 @@ from launcher.schedule import (
     step_seconds,
     training_schedules,
 )
+
+
+@pytest.mark.parametrize(
+    ("kind", "meshes", "model", "within"),
+    [
+        ("H100-SXM5-80GB", 1, 1, 0.06),
+        ("NVIDIA A100-SXM4-80GB", 1, 1, 0.06),  # as JAX names it
+        ("NVIDIA H100 80GB HBM3", 1, 8, 0.12),
+        ("A100-SXM4-40GB", 2, 1, 0.12),
+        ("GH200-HBM3-96GB", 1, 1, 0.16),
+        ("NVIDIA RTX A1000", 1, 1, 0.16),
+        ("cpu", 2, 1, 0.25),
+    ],
+)
+def test_predictions_are_less_certain_of_cut_layers_and_other_devices(kind, meshes, model, within):
+    stages = [SimpleNamespace(logical_mesh=(1, model))] * meshes
+    pipeline = SimpleNamespace(cluster={"device_kind": kind}, meshes=stages, stages=stages)
+    assert half_width(pipeline) == pytest.approx(within)
 
 
 def cluster_of(hosts, each, **rates):

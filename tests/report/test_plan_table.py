@@ -6,7 +6,7 @@ import io
 import pytest
 
 from launcher.plan import local_shape
-from launcher.plan.plan import Plan, ProfiledLayers, RunnerUp, StagePlan, Transfer
+from launcher.plan.plan import Plan, ProfiledLayers, RunnerUp, StagePlan, Transfer, Trial
 from launcher.report.console import make_console
 from launcher.report.plan_table import (
     beside_measured,
@@ -141,6 +141,22 @@ def test_runners_up_stand_beside_the_plan_slower_or_not():
     text = text_of(dataclasses.replace(plan, runners_up=tuple(others)))
     assert "(+25.0%): 1 stage; it is slower" in text
     assert "(-10.0%): 2 stages; it needs" in text
+
+
+def test_runners_up_that_fit_and_whose_intervals_overlap_are_equal():
+    plan = dataclasses.replace(make_plan(), predicted_within=0.1)
+    seconds = plan.predicted_step_seconds
+    others = tuple(
+        RunnerUp(f"{times}", times * seconds, "", fits)
+        for times, fits in ((0.9, False), (1.05, True), (1.2, True), (1.22, True))
+    )
+    plan = dataclasses.replace(plan, runners_up=others)
+    assert [one.plan for one in plan.alike] == ["1.05", "1.2"]  # up to 1.1 ** 2
+    text = text_of(plan)
+    assert "± 10% a step" in text
+    assert "2 are equal to it by predictions of ± 10%: parallel.try=3 runs them" in text
+    measured = dataclasses.replace(plan, tried=(Trial("", seconds, seconds),))
+    assert "equal" not in text_of(measured)
 
 
 def test_tokens_are_told_where_samples_have_them():

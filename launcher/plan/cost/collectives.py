@@ -101,8 +101,8 @@ class Load:
         product_flops: operations of matrix products in 16 bits.
         product_flops_fp32: operations of matrix products in 32 bits.
         product_results: elements of the results of matrix products.
-        unaligned_flops: those of `product_flops` of batches of matrices with rows of odd lengths.
-        attention_flops: operations of fused attention.
+        unaligned_flops: those of `product_flops` that are `is_unaligned`.
+        attention_flops: operations of fused attention in 16 bits.
         launches: number of products, with the kernels around them, that a host launches.
         other_flops: operations of everything else.
         moved_bytes: bytes that everything else moves.
@@ -162,14 +162,15 @@ def equation_load(use: Use, sharding: Sharding, flows: Flow) -> Load:
         if any(map(any, (*runs.kept_ins, *runs.kept_outs))):
             forward, backward = _crossing(use, runs, sharding, flows)
     work = flops(eqn) * use.times / share
-    product, fused = eqn.primitive.name in PRODUCTS, is_fused_attention(eqn)
+    product = eqn.primitive.name in PRODUCTS
+    wide = product and eqn.invars[0].aval.dtype.itemsize >= 4
+    fused = is_fused_attention(eqn) and not wide
     plain = product and not fused
-    single = plain and eqn.invars[0].aval.dtype.itemsize >= 4
-    half = work if plain and not single else 0.0
+    half = work if plain and not wide else 0.0
     results = eqn.outvars[0].aval.size * use.times / parts_out if plain else 0.0
     return Load(
         half,
-        work if single else 0.0,
+        work if plain and wide else 0.0,
         results,
         half if is_unaligned(eqn) else 0.0,
         work if fused else 0.0,

@@ -211,11 +211,12 @@ def runners_up(
         words.add(describe_plan(estimate[1]))
         seconds = (plan or estimate[1]).predicted_step_seconds * (1.0 if plan else scale)
         needed = (plan or estimate[1]).most_bytes
-        if needed > (best.cluster["memory_bytes"] or math.inf):
+        fits = needed <= (best.cluster["memory_bytes"] or math.inf)
+        if not fits:
             why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
         else:
             why = reason(plan, best) if plan else reason(estimate[1], chosen[1])
-        found.append(RunnerUp(describe_plan(estimate[1]), seconds, why))
+        found.append(RunnerUp(describe_plan(estimate[1]), seconds, why, fits))
     found.sort(key=lambda runner: runner.predicted_step_seconds)
     return tuple(found[:_RUNNERS_UP])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,15 @@ from launcher.report.pages.page import Chart, Series, chart, page_from, ticks
 from launcher.report.pages.plots import measured_picture, predicted_picture
 from launcher.report.plan_table import (
     advice_aim,
+    alike,
     as_planned,
     beside_measured,
+    gain_text,
     headline,
     improvements,
     plan_tables,
+    predictions,
+    uncertainty,
 )
 from launcher.report.run_record import ended_well
 from launcher.report.summary import Summary, results
@@ -105,11 +110,15 @@ def run_report(found: Reported) -> str:
         "is_done": ended_well(found.summary.exit_reason),
         "results": [*results(found.summary), *_prediction(found.summary)],
         "headline": headline(found.plan),
+        "predictions": predictions(found.plan),
         "promises": list(_promises(found)),
         "sentence": accounting.sentence,
         "plan_tables": plan_tables(found.plan),
         "compiled": COMPILED,
+        "alike": alike(found.plan) if found.plan.alike else "",
         "advice": list(_advice(found.plan)),
+        "gain_text": functools.partial(gain_text, found.plan),
+        "uncertainty": uncertainty(found.plan, found.plan.advice),
         "aim": advice_aim(found.plan) if found.plan.advice else "",
         "as_planned": as_planned(found.plan),
         "pictures": pictures if total > 0 else [],

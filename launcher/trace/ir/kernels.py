@@ -33,6 +33,7 @@ class Kernel:
             that reach no result, the results are sums.
         flops: returns its floating-point operations, given its operands' types.
         backward_share: the work of its gradient over its own.
+        is_attention: whether it is attention in one kernel, which is slower than products alone.
     """
 
     note: str
@@ -41,6 +42,7 @@ class Kernel:
     places: Sequence[tuple[tuple[Place, ...], tuple[Place, ...]]]
     flops: Callable[[Sequence[Aval]], float]
     backward_share: float = 2.0
+    is_attention: bool = False
 
 
 kernel_p = Primitive("kernel")

@@ -255,7 +255,7 @@ def test_the_cheapest_improvements_come_first():
         one("cheap", 0.2, devices=9),
         one("larger", -0.9, largest=True),
     )
-    plan = SimpleNamespace(advice=found)
+    plan = SimpleNamespace(advice=found, predicted_within=0.12)
     assert [a.what for a in improvements(plan)] == ["free", "cheap", "dear"]
     file = io.StringIO()
     print_advice(make_console(file), plan, 7)
@@ -263,12 +263,13 @@ def test_the_cheapest_improvements_come_first():
         file.getvalue()
         == """
 advice: 7 changes planned, of which 5 fit
-            add                gain  per cost  time to 864 M samples
-as planned                                                 10.0 days
-free        cluster.gpus=8   +10.0%    +10.0%               9.1 days
-cheap       cluster.gpus=9   +20.0%     +6.7%               8.3 days
-dear        cluster.gpus=16  +50.0%    -25.0%               6.7 days
+            add                  gain  per cost  time to 864 M samples
+as planned                                                   10.0 days
+free        cluster.gpus=8   +10.0% ~  +10.0% ~               9.1 days
+cheap       cluster.gpus=9     +20.0%   +6.7% ~               8.3 days
+dear        cluster.gpus=16    +50.0%    -25.0%               6.7 days
 per cost: of throughput, at the same price of a device
+~ within the predictions' ± 12%: perhaps none
 cluster.price_per_device_hour is not set: no costs are shown
 little or no gain: none +0.4%, worse -20.0%
 larger, of those planned: 1.00 B parameters, 1.00 s a step: cluster.gpus=8

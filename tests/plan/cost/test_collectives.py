@@ -1,6 +1,7 @@
 """The cost of sharding: the work that is left on a device, and the bytes that are all-reduced."""
 
 import dataclasses
+import functools
 import operator
 
 import jax
@@ -19,6 +20,7 @@ from launcher.plan.cost.collectives import (
 from launcher.plan.cost.collectives import loads as all_loads
 from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.trace.ir.jaxpr import inline_calls, make_jaxpr
+from launcher.trace.ir.kernels import Kernel, call_kernel
 
 FORWARD, BACKWARD = operator.attrgetter("forward"), operator.attrgetter("backward")
 SIZES = {"data": 2, "model": 4}
@@ -75,6 +77,48 @@ def test_a_products_load(x, w, flops, forward, backward):
     assert found.product_flops_fp32 == flops
     assert (crossing(found.forward), crossing(found.backward)) == (forward, backward)
     assert found.product_flops == found.other_flops == found.moved_bytes == 0
+
+
+def batched(dims, x, w, dtype=jnp.bfloat16):
+    """The load of a product of batches of matrices."""
+    given = shape(*x, dtype=dtype), shape(*w, dtype=dtype)
+    whole = (None,) * len(x), (None,) * len(w)
+    every = loads(functools.partial(jnp.einsum, dims), given, whole, (0, 1))
+    (found,) = (load for use, load, _ in every if use.eqn.primitive.name == "dot_general")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dims", "x", "w", "is_slow"),
+    [
+        ("bqhd,bkhd->bhqk", (2, 64, 3, 108), (2, 128, 3, 108), False),  # a short sequence
+        ("bqhd,bkhd->bhqk", (2, 256, 3, 108), (2, 256, 3, 108), True),
+        ("bhqk,bkhd->bqhd", (2, 3, 256, 256), (2, 256, 3, 108), True),
+        ("bqhd,bkhd->bhqk", (2, 197, 3, 64), (2, 197, 3, 64), False),  # a picture's patches
+        ("bhqk,bkhd->bqhd", (2, 3, 197, 197), (2, 197, 3, 64), False),
+        ("ebgpm,emh->ebgph", (4, 32, 1, 80, 128), (4, 128, 256), False),  # experts
+    ],
+)
+def test_products_of_heads_that_tensor_cores_do_not_take_are_slow(dims, x, w, is_slow):
+    found = batched(dims, x, w)
+    assert found.unaligned_flops == (found.product_flops if is_slow else 0.0)
+    assert batched(dims, x, w, jnp.float32).unaligned_flops == 0.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("is_attention", [False, True])
+def test_only_kernels_of_attention_in_16_bits_run_at_its_rate(is_attention, dtype):
+    def double(x):
+        return [2 * x]
+
+    places = ((((0, 0),), ((0, 0),)),)
+    own = Kernel("", double, double, places, lambda avals: 7.0, is_attention=is_attention)
+    ((_, found, _),) = loads(
+        lambda x: call_kernel(own, x)[0], (shape(4, dtype=dtype),), ((None,),), (0,)
+    )
+    work = found.product_flops, found.product_flops_fp32, found.attention_flops
+    at = 1 if dtype == jnp.float32 else 2 * is_attention
+    assert work == tuple(7.0 * (i == at) for i in range(3))
 
 
 def test_no_gradient_is_summed_that_nobody_wants():

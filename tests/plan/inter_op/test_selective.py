@@ -95,7 +95,7 @@ def test_the_search_computes_attention_again_and_products_not():
         find_plans(one, wanted) for one in (small, dataclasses.replace(small, table=without))
     )
     assert found.ranked[0][0].remat == ("selective",)
-    assert other.ranked[0][0].remat == ("full:3",)
+    assert other.ranked[0][0].remat == ("full",)  # of three layers it would not fit
     assert found.best < other.best
     assert found.least_seconds <= found.best
 

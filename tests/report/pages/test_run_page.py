@@ -1,5 +1,6 @@
 """A run's report: one file that a real browser opens without an error and without a request."""
 
+import html
 import os
 import re
 import sys
@@ -138,6 +139,10 @@ def test_all_parts_of_a_run_are_there(found):
     tasks = len(found.timeline)
     assert len(re.findall(r"<title>stage.*?microbatch", page)) == 2 * tasks
     assert "train.global_batch_size" in page
+    assert "± 25% a step" in page
+    gains = re.findall(r"<td>([+-][^<]*%[^<]*)</td>", page[page.index("<h2>Advice") :])
+    assert gains == ["+50.0%"] * 2 + ["+0.0% ~"] * 2 + ["-50.0%"] * 2
+    assert "~ within the predictions' ± 25%: perhaps none." in html.unescape(page)
 
 
 def test_boxes_lie_where_their_tasks_ran_on_one_axis(found):
