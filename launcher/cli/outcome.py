@@ -76,7 +76,8 @@ def answer_in_json(words: Sequence[str], stop: Stop) -> int:
     """
     document: _Document = {"schema": VERSION, "exit_code": 0, "error": None}
     interrupt: KeyboardInterrupt | None = None
-    with _apart():
+    with _apart() as output:
+        stop.last_words = lambda: (output, _stopped(stop))
         try:
             document["exit_code"] = _carry_out(words, stop, document)
         except KeyboardInterrupt as error:
@@ -85,21 +86,25 @@ def answer_in_json(words: Sequence[str], stop: Stop) -> int:
             document |= _failure(words, error)
     if document["exit_code"] and document["error"] is None:
         document["error"] = _ending(document)
-    answer(json.dumps(_finite(document), allow_nan=False, default=str))
+    stop.last_words = lambda: (2, "")  # it has answered
+    unwritten = answer(json.dumps(_finite(document), allow_nan=False, default=str))
     if interrupt is not None:
         raise interrupt
-    return int(document["exit_code"])
+    return int(document["exit_code"]) or unwritten
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Have whatever is written to standard output inside go to standard error."""
+def _apart() -> Iterator[int]:
+    """Have whatever is written to standard output inside go to standard error; yield its own."""
+    if sys.stdout is None:  # closed by the parent process
+        yield 1
+        return
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
-            yield
+            yield kept
     finally:
         os.dup2(kept, 1)
         os.close(kept)
@@ -178,11 +183,18 @@ def _finite(tree: Any) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
+def _stopped(stop: Stop) -> str:
+    """Return the object of a command that a signal ends at once."""
+    code, kind = stop.ending
+    document = {"schema": VERSION, "exit_code": code, "error": _error(kind, kind)}
+    return f"{json.dumps(document)}\n"
+
+
 def _ending(document: _Document) -> _Document:
     """Return the error of a run that ended without one."""
+    kind = _ENDINGS.get(document["exit_code"])
     reason = document.get("run", {}).get("exit_reason")
-    text = reason or "standard error says why"
-    return _error(_ENDINGS.get(document["exit_code"], "failed"), text)
+    return _error(kind or "failed", reason or kind or "standard error says why")
 
 
 def _error(
@@ -198,12 +210,13 @@ def _error(
 def _keys(error: Exception) -> list[str]:
     """Return the settings that an error is about."""
     named = errors.keys_in(str(getattr(error, "problem", error)))
-    settings = (key for key in named if key != "key" and not _FILE.search(key))
+    settings = (key for key in named if not _FILE.search(key))
     return list(dict.fromkeys([*getattr(error, "keys", ()), *settings]))
 
 
 def _where(error: Exception) -> str | None:
     """Return the file and the line that an error is about; None for the command line."""
     place = re.search(r"\bin ([^,]+?\.ya?ml(?::\d+)?)(?:,|$)", str(getattr(error, "where", "")))
-    place = place or re.search(r"([^\s():,'\"]+\.(?:py|ya?ml|json):\d+)", str(error))
+    named = r"([^\s():,'\"]+\.(?:py|ya?ml|json):\d+|^[^\s():,'\"]+\.ya?ml(?= ))"
+    place = place or re.search(named, str(error))
     return place[1] if place else None
