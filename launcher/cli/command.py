@@ -40,7 +40,7 @@ examples:
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
   launcher runs                                       list the runs here; launcher runs --help
   launcher new my_project                             begin a project of your own
-  launcher --json task=check model.num_layer=4        one JSON object, for programs
+  launcher --json task=check model.num_layers=4       one JSON object, for programs
   launcher schema                                     its JSON Schema
 """
 

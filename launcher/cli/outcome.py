@@ -7,7 +7,6 @@ then goes to standard error.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -63,6 +62,8 @@ def run(argv: Sequence[str], stop: Stop) -> int:
 
 
 def _reported(error: Exception) -> tuple[str, str, int] | None:
+    if isinstance(error, errors.ConfigError):  # known without the imports
+        return error.code, str(error), 2
     from launcher.driver.run import reported
 
     return reported(error)
@@ -87,7 +88,9 @@ def answer_in_json(words: Sequence[str], stop: Stop) -> int:
     if document["exit_code"] and document["error"] is None:
         document["error"] = _ending(document)
     stop.last_words = lambda: (2, "")  # it has answered
-    unwritten = answer(json.dumps(_finite(document), allow_nan=False, default=str))
+    # JSON has no number for NaN and infinity.
+    known = json.loads(json.dumps(document, default=str), parse_constant=lambda _: None)
+    unwritten = answer(json.dumps(known))
     if interrupt is not None:
         raise interrupt
     return int(document["exit_code"]) or unwritten
@@ -159,10 +162,7 @@ def _run_of(home: Path, task: str) -> _Document:
 
 def _failure(words: Sequence[str], error: Exception) -> _Document:
     """Return the fields of an error, with a remedy that was tried; say it on standard error."""
-    if isinstance(error, errors.ConfigError):
-        kind, text, code = error.code, str(error), 2
-    else:
-        kind, text, code = _reported(error) or ("internal", problem_of(error), 1)
+    kind, text, code = _reported(error) or ("internal", problem_of(error), 1)
     if kind == "internal":
         traceback.print_exception(error)
     else:
@@ -172,15 +172,6 @@ def _failure(words: Sequence[str], error: Exception) -> _Document:
     edit = find_remedy(words, error, kind)
     remedy = None if edit is None else {"remove": [*edit.remove], "add": [*edit.add]}
     return {"exit_code": code, "error": _error(kind, text, _keys(error), _where(error), remedy)}
-
-
-def _finite(tree: Any) -> Any:
-    """Return a tree with null for what JSON has no number for."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [*map(_finite, tree)]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _stopped(stop: Stop) -> str:
