@@ -125,7 +125,7 @@ def _carry_out(words: Sequence[str], stop: Stop, document: _Document) -> int:
     arguments = command.parser().parse_intermixed_args(words)
     if any(getattr(arguments, name) for name in _PRINTING):
         raise errors.ConfigError(
-            "--json answers tasks and runs; a flag beside it prints text",
+            "--json cannot be combined with a flag that prints text",
             "Leave one of them out.",
             code="command_line",
         )

@@ -19,10 +19,9 @@ from launcher.cli import command
 from launcher.config import errors, reader
 from launcher.stop import Stop
 
-# No remedy adds or takes away a word of these: leave to run code, the state that a run begins with,
-# and memory. None names a run, either; a name that cannot be one may be left out.
-_PROTECTED = re.compile(r"allow_|run\.(resume|fork)\b|train\.init_from|.*memory")
-_UNSAID = re.compile(r"allow_|resume|fork|init_from|memory")  # in a file that is left out
+# No remedy adds or takes away a word of these, or a file with one: leave to run code, the state
+# that a run begins with, and memory. None names a run, either; a wrong name may be left out.
+_PROTECTED = re.compile("allow_|resume|fork|init_from|memory")
 _PLACE = re.compile(r"run\.(id|dir)\b")
 _STILL = ("check", "plan")
 _TASKS = tuple(f"task={name}" for name in _STILL)  # that a remedy may ask for: they train nothing
@@ -54,7 +53,7 @@ class Edit:
     def is_safe(self) -> bool:
         """Whether it leaves alone what protects a run, and trains nothing that was only checked."""
         keys = [_key(word) for word in (*self.remove, *self.add)]
-        if any(map(_PROTECTED.match, keys)) or any(_PLACE.match(_key(word)) for word in self.add):
+        if any(map(_PROTECTED.search, keys)) or any(_PLACE.match(_key(word)) for word in self.add):
             return False
         return "task" not in keys or any(word in _TASKS for word in self.add)
 
@@ -247,7 +246,8 @@ def _without(words: Sequence[str], error: Exception) -> Iterator[Edit]:
     for word in words:  # a file of the user's that no word overrides may be left out
         name = word.partition("=")[2].removesuffix(".yaml") + ".yaml"
         files = [file for folder in folders if (file := folder / _key(word) / name).is_file()]
-        if files and not any(_UNSAID.search(file.read_text(errors="replace")) for file in files):
+        text = "".join(file.read_text(errors="replace") for file in files)
+        if files and not _PROTECTED.search(text) and "task" not in text:
             yield Edit((word,))
         yield from _chosen((word,), Path(name))
 

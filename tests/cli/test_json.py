@@ -123,11 +123,12 @@ def test_no_remedy_trains_what_may_have_asked_for_no_training(words, ask):
     assert ask(*words.split())["error"]["remedy"] is None
 
 
-def test_no_remedy_leaves_out_a_file_that_protects_a_run(here, ask):
+@pytest.mark.parametrize("said", ["run: {resume: never}", "task: plan"])
+def test_no_remedy_leaves_out_a_file_that_protects_a_run(said, here, ask):
     recipe = here / "my_conf" / "recipe" / "mine.yaml"
     recipe.parent.mkdir(parents=True)
-    recipe.write_text("# @package _global_\nrun: {resume: never}\ntrain: {stepz: 3}\n")
-    error = ask("task=check", "--config-dir", "my_conf", "recipe=mine")["error"]
+    recipe.write_text(f"# @package _global_\n{said}\ntrain: {{stepz: 3}}\n")
+    error = ask("--config-dir", "my_conf", "recipe=mine")["error"]
     assert (error["code"], error["remedy"]) == ("unknown_setting", None)
 
 
