@@ -22,11 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         gc.set_threshold(50_000)  # imports, tracing and planning make millions of objects that stay
+    words = sys.argv[1:] if argv is None else argv
     with Stop() as stop:
+        if "--json" in words:  # whose output is for an object
+            stop.last_words = lambda: (2, "launcher: stopping\n")
         try:
             from launcher.cli.outcome import run
 
-            code = run(sys.argv[1:] if argv is None else argv, stop)
+            code = run(words, stop)
         except KeyboardInterrupt:
             code = stop.ending[0]
             if argv is None:  # half-done work, such as an import, must not clean up

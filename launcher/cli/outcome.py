@@ -7,7 +7,6 @@ then goes to standard error.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -63,6 +62,8 @@ def run(argv: Sequence[str], stop: Stop) -> int:
 
 
 def _reported(error: Exception) -> tuple[str, str, int] | None:
+    if isinstance(error, errors.ConfigError):  # known without the imports
+        return error.code, str(error), 2
     from launcher.driver.run import reported
 
     return reported(error)
@@ -76,7 +77,8 @@ def answer_in_json(words: Sequence[str], stop: Stop) -> int:
     """
     document: _Document = {"schema": VERSION, "exit_code": 0, "error": None}
     interrupt: KeyboardInterrupt | None = None
-    with _apart():
+    with _apart() as output:
+        stop.last_words = lambda: (output, _stopped(stop))
         try:
             document["exit_code"] = _carry_out(words, stop, document)
         except KeyboardInterrupt as error:
@@ -85,21 +87,27 @@ def answer_in_json(words: Sequence[str], stop: Stop) -> int:
             document |= _failure(words, error)
     if document["exit_code"] and document["error"] is None:
         document["error"] = _ending(document)
-    answer(json.dumps(_finite(document), allow_nan=False, default=str))
+    stop.last_words = lambda: (2, "")  # it has answered
+    # JSON has no number for NaN and infinity.
+    known = json.loads(json.dumps(document, default=str), parse_constant=lambda _: None)
+    unwritten = answer(json.dumps(known))
     if interrupt is not None:
         raise interrupt
-    return int(document["exit_code"])
+    return int(document["exit_code"]) or unwritten
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Have whatever is written to standard output inside go to standard error."""
+def _apart() -> Iterator[int]:
+    """Have whatever is written to standard output inside go to standard error; yield its own."""
+    if sys.stdout is None:  # closed by the parent process
+        yield 1
+        return
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
-            yield
+            yield kept
     finally:
         os.dup2(kept, 1)
         os.close(kept)
@@ -117,7 +125,7 @@ def _carry_out(words: Sequence[str], stop: Stop, document: _Document) -> int:
     arguments = command.parser().parse_intermixed_args(words)
     if any(getattr(arguments, name) for name in _PRINTING):
         raise errors.ConfigError(
-            "--json answers tasks and runs; a flag beside it prints text",
+            "--json cannot be combined with a flag that prints text",
             "Leave one of them out.",
             code="command_line",
         )
@@ -154,10 +162,7 @@ def _run_of(home: Path, task: str) -> _Document:
 
 def _failure(words: Sequence[str], error: Exception) -> _Document:
     """Return the fields of an error, with a remedy that was tried; say it on standard error."""
-    if isinstance(error, errors.ConfigError):
-        kind, text, code = error.code, str(error), 2
-    else:
-        kind, text, code = _reported(error) or ("internal", problem_of(error), 1)
+    kind, text, code = _reported(error) or ("internal", problem_of(error), 1)
     if kind == "internal":
         traceback.print_exception(error)
     else:
@@ -169,20 +174,18 @@ def _failure(words: Sequence[str], error: Exception) -> _Document:
     return {"exit_code": code, "error": _error(kind, text, _keys(error), _where(error), remedy)}
 
 
-def _finite(tree: Any) -> Any:
-    """Return a tree with null for what JSON has no number for."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [*map(_finite, tree)]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+def _stopped(stop: Stop) -> str:
+    """Return the object of a command that a signal ends at once."""
+    code, kind = stop.ending
+    document = {"schema": VERSION, "exit_code": code, "error": _error(kind, kind)}
+    return f"{json.dumps(document)}\n"
 
 
 def _ending(document: _Document) -> _Document:
     """Return the error of a run that ended without one."""
+    kind = _ENDINGS.get(document["exit_code"])
     reason = document.get("run", {}).get("exit_reason")
-    text = reason or "standard error says why"
-    return _error(_ENDINGS.get(document["exit_code"], "failed"), text)
+    return _error(kind or "failed", reason or kind or "standard error says why")
 
 
 def _error(
@@ -198,12 +201,13 @@ def _error(
 def _keys(error: Exception) -> list[str]:
     """Return the settings that an error is about."""
     named = errors.keys_in(str(getattr(error, "problem", error)))
-    settings = (key for key in named if key != "key" and not _FILE.search(key))
+    settings = (key for key in named if not _FILE.search(key))
     return list(dict.fromkeys([*getattr(error, "keys", ()), *settings]))
 
 
 def _where(error: Exception) -> str | None:
     """Return the file and the line that an error is about; None for the command line."""
     place = re.search(r"\bin ([^,]+?\.ya?ml(?::\d+)?)(?:,|$)", str(getattr(error, "where", "")))
-    place = place or re.search(r"([^\s():,'\"]+\.(?:py|ya?ml|json):\d+)", str(error))
+    named = r"([^\s():,'\"]+\.(?:py|ya?ml|json):\d+|^[^\s():,'\"]+\.ya?ml(?= ))"
+    place = place or re.search(named, str(error))
     return place[1] if place else None

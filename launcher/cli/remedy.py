@@ -19,13 +19,17 @@ from launcher.cli import command
 from launcher.config import errors, reader
 from launcher.stop import Stop
 
-# No remedy adds or takes away a word of these: leave to run code, the state that a run begins with,
-# and memory. None names a run, either; a name that cannot be one may be left out.
-_PROTECTED = re.compile(r"allow_|run\.(resume|fork)\b|train\.init_from|.*memory")
+# No remedy adds or takes away a word of these, or a file with one: leave to run code, the state
+# that a run begins with, and memory. None names a run, either; a wrong name may be left out.
+_PROTECTED = re.compile("allow_|resume|fork|init_from|memory")
 _PLACE = re.compile(r"run\.(id|dir)\b")
-_TASKS = ("task=check", "task=plan")  # that a remedy may ask for: they train nothing
+_STILL = ("check", "plan")
+_TASKS = tuple(f"task={name}" for name in _STILL)  # that a remedy may ask for: they train nothing
 _FOLDER = ("-cd", "--config-dir")
-_FLAGS = ("-m", "--multirun", "--frozen", *_FOLDER)
+_NAMING = ("--frozen", *_FOLDER)  # a file or a folder, the next word
+_SWEEP = ("-m", "--multirun")
+_FLAGS = (*_SWEEP, *_NAMING)
+_LIST = re.compile(r"([^=]+=\[?)(.+?)(\]?)")
 _ZEROS = re.compile(r"^([+-]?)0[0_]*(?=[0-9])")
 _MOST_TRIES = 24
 _DEEPEST = 4  # faults of one command line
@@ -49,9 +53,16 @@ class Edit:
     def is_safe(self) -> bool:
         """Whether it leaves alone what protects a run, and trains nothing that was only checked."""
         keys = [_key(word) for word in (*self.remove, *self.add)]
-        if any(map(_PROTECTED.match, keys)) or any(_PLACE.match(_key(word)) for word in self.add):
+        if any(map(_PROTECTED.search, keys)) or any(_PLACE.match(_key(word)) for word in self.add):
             return False
         return "task" not in keys or any(word in _TASKS for word in self.add)
+
+    def gives_up(self, word: str) -> bool:
+        """Whether it takes away a flag for nothing, which may have asked for no training."""
+        name = word.lstrip("-").partition("=")[0]
+        instead = [_key(added).lstrip("-").rpartition(".")[2] for added in self.add]
+        is_flag = word.startswith("-") and word in self.remove
+        return is_flag and errors.closest(name, instead) is None
 
     def then(self, later: Edit) -> Edit:
         """Return both edits as one."""
@@ -74,7 +85,10 @@ def find_remedy(words: Sequence[str], error: Exception, kind: str) -> Edit | Non
     if kind in _HOPELESS or words[:1] in (["runs"], ["new"], ["schema"]):
         return None
     tries = iter(range(_MOST_TRIES))
-    return _mended(words, error, kind in _LATER, tries, _DEEPEST)
+    edit = _mended(words, error, kind in _LATER, tries, _DEEPEST)
+    if edit and any(map(edit.gives_up, words)) and not any(word in _TASKS for word in words):
+        return None
+    return edit
 
 
 def _mended(
@@ -96,7 +110,9 @@ def _mended(
             left = _tried(edit.of(words))
             if left is None:
                 return edit
-            if str(left) != str(error) and getattr(left, "code", "") not in _HOPELESS:
+            kind = getattr(left, "code", "")
+            is_ours = kind == "unknown_setting" and {*_keys(left)} & {*map(_key, edit.add)}
+            if str(left) != str(error) and kind not in _HOPELESS and not is_ours:
                 changed.append((edit, left))
         for edit, left in changed if depth > 1 else ():
             if further := _mended(edit.of(words), left, False, tries, depth - 1):
@@ -147,7 +163,7 @@ def _of_key(words: Sequence[str], key: str) -> list[str]:
 
 
 def _edits(words: Sequence[str], fix: errors.Fix, error: Exception) -> Iterator[Edit]:
-    """Yield the edits that make a change of settings: of a list, each of its items in turn."""
+    """Yield the edits that make a change of settings: of a list or sweep, each item in turn."""
     remove, add = list[str](), list[str]()
     for key, value in fix.items():
         if value is not None:  # an option keeps its settings' words
@@ -162,11 +178,12 @@ def _edits(words: Sequence[str], fix: errors.Fix, error: Exception) -> Iterator[
             for word in _tables(words, wrong):
                 remove.append(word)
                 add.append(re.sub(rf"\b{re.escape(last)}\b", better, word))
-    if len(remove) == len(fix) == 1 and (items := re.fullmatch(r"([^=]+=)\[(.+)\]", remove[0])):
-        parts = items[2].split(",")
+    items = _LIST.fullmatch(remove[0]) if len(remove) == len(fix) == 1 else None
+    if items and (items[3] or not {*words}.isdisjoint(_SWEEP)):
+        opening, parts, closing = items[1], items[2].split(","), items[3]
         for at in range(len(parts)):
             inner = ",".join([*parts[:at], add[0].partition("=")[2], *parts[at + 1 :]])
-            yield Edit((remove[0],), (f"{items[1]}[{inner}]",))
+            yield Edit((remove[0],), (f"{opening}{inner}{closing}",))
     yield Edit(tuple(dict.fromkeys(remove)), tuple(dict.fromkeys(add)))
 
 
@@ -216,6 +233,8 @@ def _without(words: Sequence[str], error: Exception) -> Iterator[Edit]:
     typed = {word: None for key in keys for word in (*_of_key(words, key), *_tables(words, key))}
     if getattr(error, "code", "") != "wrong_value":  # a run of that name may be there
         typed = {word: None for word in typed if not _PLACE.match(_key(word))}
+    if not any(word in _TASKS for word in words):  # it may have asked for no training
+        typed = {w: None for w in typed if not errors.closest(w.partition("=")[2], _STILL)}
     ordered = sorted(typed, key=words.index, reverse=True)
     yield from (Edit((word,)) for word in ordered)
     if len(ordered) > 1:
@@ -223,11 +242,14 @@ def _without(words: Sequence[str], error: Exception) -> Iterator[Edit]:
     for key in keys:
         if not _of_key(words, key) and (value := _default(key)) is not None:
             yield Edit(add=(f"{key}={value}",))
-    text = str(error)  # a file that no word overrides may be left out
-    yield from (Edit((w,)) for w in words if f"{_key(w)}/{w.partition('=')[2]}.yaml" in text)
-    for flag, named in itertools.pairwise(words):
-        if flag in _FOLDER and f"{named}/" in text:
-            yield Edit((flag, named))
+    folders = [Path(named) for flag, named in itertools.pairwise(words) if flag in _FOLDER]
+    for word in words:  # a file of the user's that no word overrides may be left out
+        name = word.partition("=")[2].removesuffix(".yaml") + ".yaml"
+        files = [file for folder in folders if (file := folder / _key(word) / name).is_file()]
+        text = "".join(file.read_text(errors="replace") for file in files)
+        if files and not _PROTECTED.search(text) and "task" not in text:
+            yield Edit((word,))
+        yield from _chosen((word,), Path(name))
 
 
 def _tables(words: Sequence[str], key: str) -> list[str]:
@@ -252,25 +274,29 @@ def _rewritten(words: Sequence[str], error: Exception) -> Iterator[Edit]:
     if str(error).startswith("--config-dir"):
         yield from _nearest_folder(words)
         return
+    known = {*re.findall(r"--?[a-z][a-z-]*", command.parser().format_usage())}
     for at, word in enumerate(words):
         after = words[at + 1 : at + 2]
         key, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and word not in _FLAGS:
+        if word.startswith("-") and word not in known:
             yield from [Edit((word,), (word.lstrip("-"),))] if equals else []
             if near := errors.closest(word, _FLAGS):
-                yield Edit((word,), (near,))
+                its = after if near in _NAMING else ()
+                yield Edit((word, *its), (near, *its))
             if after and not equals and re.fullmatch(r"[a-z_.]+", key):
                 yield Edit((word, *after), (f"{key}={after[0]}",))
         elif not equals and after and re.fullmatch(r"[a-z_]+(\.\w+)*", word):
             yield Edit((word, *after), (f"{word}={after[0].removeprefix('=').strip()}",))
-        elif not equals and (named := re.fullmatch(r"([a-z_]\w*(?:\.\w+)*)\s*[:\s]\s*(\S+)", word)):
-            yield Edit((word,), (f"{named[1]}={named[2]}",))
+        elif not equals and (pair := re.fullmatch(r"([a-z_]\w*(?:\.\w+)*)\s*[:\s]\s*(\S+)", word)):
+            yield Edit((word,), (f"{pair[1]}={pair[2]}",))
         if equals and not word.startswith("-"):
             yield from (Edit((word,), (tidy,)) for tidy in _tidied(key, value) if tidy != word)
-    if "gives several values" in str(error):
+    text = str(error)
+    if several := re.match(r"(\S+=(\S+)) gives several values", text):
         yield Edit(add=("-m",))
-    bad = [word for word in words if repr(word)[1:-1] in str(error) or word in str(error)]
-    yield from (Edit((word,)) for word in bad)
+        yield Edit((several[1],), (several[1].replace(several[2], f"[{several[2]}]"),))
+    named = [w for w in words if w in text or repr(w)[1:-1] in text or _key(w) in text.split()]
+    yield from (Edit((word,)) for word in named)
 
 
 def _tidied(key: str, value: str) -> Iterator[str]:
@@ -288,10 +314,23 @@ def _tidied(key: str, value: str) -> Iterator[str]:
 
 
 def _nearest_folder(words: Sequence[str]) -> Iterator[Edit]:
-    """Yield the edit that names the folder nearest to a `--config-dir` that is none."""
-    for flag, named in itertools.pairwise(words):
-        if flag in _FOLDER and not (path := Path(named)).is_dir():
-            with suppress(OSError):
-                beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
-                if near := errors.closest(path.name, beside):
-                    yield Edit((flag, named), (flag, str(path.with_name(near))))
+    """Yield edits that name the folder nearest to a `--config-dir` that is none, or drop it."""
+    two = [((flag, named), flag, named) for flag, named in itertools.pairwise(words)]
+    one = [((word,), *word.partition("=")[::2]) for word in words]
+    for said, flag, named in [*two, *one]:
+        if flag not in _FOLDER or (path := Path(named)).is_dir():
+            continue
+        with suppress(OSError):
+            beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
+            if near := errors.closest(path.name, beside):
+                yield Edit(said, (flag, str(path.with_name(near))))
+        yield from _chosen(said, path)
+        yield Edit(said)
+
+
+def _chosen(said: tuple[str, ...], path: Path) -> Iterator[Edit]:
+    """Yield the edit that chooses a file as an option of a folder, where it is one."""
+    if path.is_file():
+        yield Edit(
+            said, ("--config-dir", str(path.parent.parent), f"{path.parent.name}={path.stem}")
+        )

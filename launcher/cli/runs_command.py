@@ -90,7 +90,8 @@ def found(argv: Sequence[str]) -> list[dict[str, Any]]:
         by, rows = _ranked(roots, names)
         return [{by: value, **record.to_dict()} for value, record in rows]
     if action not in ("list", "show"):
-        raise ConfigError(f"launcher runs {action} has no --json", "Use list, show or best.")
+        problem = f"launcher runs {action} has no --json"
+        raise ConfigError(problem, "Use list, show or best.", code="command_line")
     records = read_runs(roots) if action == "list" else [one_run(roots, names)]
     return [record.to_dict() for record in records]
 

@@ -155,7 +155,8 @@ def _check_slurm(slurm: Slurm) -> Iterator[ConfigError]:
     for name, (pattern, remedy) in _TEXTS.items():
         value = getattr(slurm, name)
         if value is not None and not re.fullmatch(pattern, value):
-            yield ConfigError(f"cluster.slurm.{name}={value!r} cannot be understood", remedy)
+            unread = f"cluster.slurm.{name}={value!r} cannot be understood"
+            yield ConfigError(unread, remedy, code="wrong_value")
     for name in slurm.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield ConfigError(
@@ -411,7 +412,8 @@ class RayCluster(Nodes):
         """Yield errors of the address and of the resources of a worker."""
         yield from super().check()
         if problem := ray_address_problem(self.address):
-            yield ConfigError(f"cluster.address={self.address} is not a usable address", problem)
+            unusable = f"cluster.address={self.address} is not a usable address"
+            yield ConfigError(unusable, problem, code="wrong_value")
         for name, amount in self.resources.items():
             if name in ("CPU", "GPU"):
                 setting = {"CPU": "cluster.num_cpus", "GPU": "cluster.gpus"}[name]

@@ -421,14 +421,15 @@ def _missing_option(
     folders: Sequence[Path],
 ) -> ConfigError:
     group, _, option = wanted.rpartition("/")
-    if any(override.key_or_group == group for override in overrides):
-        where = COMMAND_LINE
+    asked = (o.key_or_group for o in overrides if f"{o.key_or_group}/{o.value()}" == wanted)
+    if typed := next(asked, ""):
+        group, option, where = typed, wanted.removeprefix(f"{typed}/"), COMMAND_LINE
     else:
         # Hydra names the file with the defaults list, not the one that overrides it.
         files = (file for folder in folders for file in sorted(folder.rglob("*.yaml")))
         choosing = (file for file in files if choices(read_table(file)).get(group) == option)
         where = next((f"in {short(file)}" for file in choosing), "")
-    options = list(error.options or ())
+    options = list(error.options or ()) or list(find_groups(folders).get(group, ()))
     if not options:
         return ConfigError(f"There is no {wanted}.yaml", where=where, code="unknown_option")
     return no_option(group, option, options, where)

@@ -86,7 +86,7 @@ def keys_in(text: str) -> tuple[str, ...]:
 def said_in(text: str) -> list[tuple[str, str]]:
     """Return the settings that a message names with a value, as it has it."""
     found = [(m[1] or m[3], m[2] if m[1] else m[4]) for m in _SAID.finditer(text)]
-    return [(key, value) for key, value in found if not _PLACEHOLDER.search(value)]
+    return [(k, value) for k, value in found if k != "key" and not _PLACEHOLDER.search(value)]
 
 
 def fixes_in(text: str, key: str) -> list[Fix]:

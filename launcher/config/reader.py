@@ -23,7 +23,7 @@ T = TypeVar("T")
 _UNSET = "???"  # YAML's marker of a mandatory value
 _LARGEST_FLOAT = 3e38  # float32 ends a little above
 _EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
-_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:[%x]|[a-z]{4,})?")  # no 64k
+_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:(%)|x|[a-z]{4,})?")  # no 64k
 _SWITCHED = ("true", "false")
 _MEANING = {**TYPE_NAMES, dict: "a table of names and values"}
 
@@ -137,7 +137,8 @@ class _SettingsReader(Reader):
         if kinds[0] is str and isinstance(value, bool | int | float):
             # YAML 1.1 reads an unquoted no as false, 1_000 as 1000 and 12:30:00 as 45000.
             problem = f"{where} must be text, but the unquoted value is read as {shown(value)}"
-            raise _wrong(problem, where, "Put it in quotes.", [{where: f'"{value}"'}])
+            fixes = [] if isinstance(value, bool) else [{where: f'"{value}"'}]  # it was no or off
+            raise _wrong(problem, where, "Put it in quotes.", fixes)
         problem = f"{where} must be {_MEANING[kinds[0]]}, not {shown(value)}"
         raise _wrong(problem, where, fixes=[{where: near} for near in _nearest(kinds[0], value)])
 
@@ -157,9 +158,12 @@ def _nearest(kind: Any, value: Any) -> Iterator[str]:
         yield from [found] if found else []
     elif kind is list and not isinstance(value, Mapping):
         yield from (f"[{value}]", f'["{value}"]')
-    elif kind in (int, float) and (digits := _NUMBER.fullmatch(re.sub("[_,]", "", text))):
+    elif kind in (int, float) and (digits := _NUMBER.fullmatch(text.replace("_", ""))):
         number = float(digits[1])
-        yield str(round(number)) if kind is int else f"{number:g}"
+        if kind is float:
+            yield f"{number / 100 if digits[2] else number:g}"
+        elif not digits[2]:  # a share of what is not known
+            yield str(round(number))
 
 
 def _variant(variants: Variants, tree: Any, key: str) -> type:
@@ -277,6 +281,7 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
         next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
         or (join_key(section, here) if here else None)
         or (join_key(section, beside) if beside else None)
+        or next((known for known in elsewhere if known.endswith(f"_{name}")), None)
         or closest(key, elsewhere)
     )
     others = _homes(siblings, beside) if beside and match == join_key(section, beside) else []

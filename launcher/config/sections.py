@@ -128,6 +128,7 @@ class Train:
             yield ConfigError(
                 f"train.keep_best={self.keep_best} is not a metric of an evaluation",
                 "Name one as eval_loss, with eval_ before its name.",
+                code="wrong_value",
             )
         if self.non_finite == "rollback" and not getattr(cluster, "max_restarts", 1):
             yield ConfigError(

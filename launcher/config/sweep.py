@@ -397,11 +397,13 @@ def _refuse_unlisted(swept: Sequence[Override], where: str = COMMAND_LINE) -> No
     """Raise ConfigError for settings that the basic sweeper cannot list value by value."""
     for override in swept:
         try:
-            if override.is_sweep_override():
-                list(override.sweep_string_iterator())
+            empty = override.is_sweep_override() and not [*override.sweep_string_iterator()]
         except (HydraException, ValueError):  # a range whose step is 0
+            empty = True
+        if empty:  # or a glob that nothing matches
             raise ConfigError(
                 f"{override.input_line} cannot be listed value by value",
                 "Write the values with commas, range(start,stop,step) or choice(a,b).",
                 where=where,
-            ) from None
+                code="wrong_value",
+            )

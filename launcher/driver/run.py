@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -46,20 +46,6 @@ if TYPE_CHECKING:
 _LEAVES = "Ctrl-C once more leaves at once"
 
 _log = logging.getLogger(__name__)
-
-
-class KnownError(NamedTuple):
-    """An error that is no fault of the launcher's.
-
-    Attributes:
-        code: the kind of error, a word for programs.
-        text: the message.
-        exit_code: that of the process.
-    """
-
-    code: str
-    text: str
-    exit_code: int
 
 
 def run(
@@ -102,20 +88,21 @@ def guarded(work: Callable[[], int]) -> int:
     except Exception as error:
         if (known := reported(error)) is None:
             raise
-        complain(known.text)
-        return known.exit_code
+        complain(known[1])
+        return known[2]
 
 
-def reported(error: Exception) -> KnownError | None:
-    """Return what to report of an error; None of a fault of the launcher's."""
-    text, kind = str(error), ""
-    if isinstance(error, ConfigError | InputError):
-        kind = error.code if isinstance(error, ConfigError) else "input"
-        return KnownError("missing_package" if "pip install" in text else kind, text, 2)
+def reported(error: Exception) -> tuple[str, str, int] | None:
+    """Return an error's kind, message and exit code; None for a fault of the launcher's."""
+    text = str(error)
+    if isinstance(error, ConfigError):
+        return error.code, text, 2
+    if isinstance(error, InputError):
+        return "missing_package" if "pip install" in text else "input", text, 2
     if isinstance(error, ClusterError | WorkerError):
-        return KnownError("cluster", text, 1)
+        return "cluster", text, 1
     if isinstance(error, OSError):
-        return KnownError("system", os_error_text(error), 1)
+        return "system", os_error_text(error), 1
     from launcher.driver.failures import FailedError
     from launcher.driver.record.step_log import DivergedError
     from launcher.plan import PlanError, TooLargeError, UnfitError
@@ -124,13 +111,13 @@ def reported(error: Exception) -> KnownError | None:
 
     match error:
         case UnfitError():
-            return KnownError("memory", text, error.exit_code)
+            return "memory", text, error.exit_code
         case PlanError():
-            return KnownError("memory" if isinstance(error, TooLargeError) else "plan", text, 2)
+            return "memory" if isinstance(error, TooLargeError) else "plan", text, 2
         case TraceError():
-            return KnownError("program", text, 2)
+            return "program", text, 2
         case DivergedError() | FailedError() | ReplicaError() | HookError():
-            return KnownError("failed", text, 1)
+            return "failed", text, 1
     return None
 
 

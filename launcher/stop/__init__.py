@@ -56,11 +56,13 @@ class Stop:
     Attributes:
         requested: the first signal that came, or None.
         repeats: the number of Ctrl-C after it.
+        last_words: returns what to write when the process ends at once, and the file descriptor.
     """
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
         self.repeats = 0
+        self.last_words: Callable[[], tuple[int, str]] = lambda: (1, f"{_STOPPING}\n")
         self._interruptible = False
         self._heeded: _Heeded | None = None
         self._raised: Callable[[], object] = lambda: None
@@ -172,7 +174,7 @@ class Stop:
         """
         for output in self._on_terminal:
             _write(output, _SHOW_CURSOR)  # a spinner hides it
-        _write(1, f"{_STOPPING}\n")
+        _write(*self.last_words())
         exit_at_once(self.ending[0])
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

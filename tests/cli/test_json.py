@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -112,6 +114,65 @@ def test_every_protected_setting_is_refused_in_any_edit():
     assert not Edit(remove=("task=chekc",)).is_safe  # it would train
     assert not Edit(("task=chekc",), ("task=train",)).is_safe
     assert Edit(("task=chekc",), ("task=check",)).is_safe
+
+
+@pytest.mark.parametrize(
+    "words", ["--dry-run", "--cfg job", "--dryrun train.stepz=2", "mode=check", "taks=chekc"]
+)
+def test_no_remedy_trains_what_may_have_asked_for_no_training(words, ask):
+    assert ask(*words.split())["error"]["remedy"] is None
+
+
+@pytest.mark.parametrize("said", ["run: {resume: never}", "task: plan"])
+def test_no_remedy_leaves_out_a_file_that_protects_a_run(said, here, ask):
+    recipe = here / "my_conf" / "recipe" / "mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(f"# @package _global_\n{said}\ntrain: {{stepz: 3}}\n")
+    error = ask("--config-dir", "my_conf", "recipe=mine")["error"]
+    assert (error["code"], error["remedy"]) == ("unknown_setting", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        ("-m train.steps=10,0", "train.steps=10,1"),
+        ("-m parallel=zero2,zero4", "parallel=zero2,zero3"),
+        ("-m run.seed=glob(*)", ""),
+        ("-m hydra/launcher=joblib run.seed=1,2", ""),
+        ("wandb.tags=a,b", "wandb.tags=[a,b]"),
+        ("dataset.validation_fraction=10%", "dataset.validation_fraction=0.1"),
+        ("optimizer.warmup_steps=10%", ""),
+        ("batch_size=8", "train.global_batch_size=8"),
+        ("--config_dir my_conf recipe=mine", "--config-dir my_conf"),
+        ("--config-dir=my_cnof recipe=mine", "--config-dir my_conf"),
+        ("--config-dir my_conf/recipe/mine.yaml", "--config-dir my_conf recipe=mine"),
+        ("--config-dir my_conf recipe=my_conf/recipe/mine", ""),
+    ],
+)
+def test_what_a_remedy_adds(words, added, here, ask):
+    recipe = here / "my_conf" / "recipe" / "mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\ntrain: {log_every: 3}\n")
+    said = ["task=check", *words.split()]
+    error = ask(*said)["error"]
+    assert error["remedy"]["add"] == added.split()
+    assert ask(*mended(said, error))["error"] is None
+
+
+def test_a_signal_before_any_work_is_answered(capfd, monkeypatch):
+    monkeypatch.setattr("launcher.stop.exit_at_once", sys.exit)
+    monkeypatch.setattr(command, "settings_said", lambda _: signal.raise_signal(signal.SIGTERM))
+    with Stop() as stop, pytest.raises(SystemExit, match="75"):
+        outcome.run(["--json", "task=check"], stop)
+    document = json.loads(capfd.readouterr().out)
+    jsonschema.validate(document, SCHEMA)
+    assert (document["exit_code"], document["error"]["code"]) == (75, "preempted")
+
+
+@pytest.mark.parametrize(("output", "code"), [("/dev/full", 1), (None, 0)])
+def test_nobody_may_read_the_object(output, code, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", open(output, "w") if output else None)  # noqa: SIM115
+    assert outcome.run(["--json", "schema"], Stop()) == code
 
 
 def test_several_faults_have_one_remedy(ask):

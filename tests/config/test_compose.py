@@ -112,8 +112,8 @@ def test_the_examples_of_the_help_are_right(tmp_path, monkeypatch):
     commands = re.findall(r"^  launcher(.*?)(?:  |$)", _EXAMPLES, re.MULTILINE)
     assert len(commands) == 15
     # See report/test_runs.py, project/test_new.py and cli/test_json.py.
-    elsewhere = (" runs", " new my_project", " schema")
-    commands = [command for command in commands if command not in elsewhere]
+    others = (" runs", " new my_project", " schema")
+    commands = [command for command in commands if command not in others]
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text("Call me Ishmael. " * 1000)
     for command in commands:
