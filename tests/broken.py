@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+from launcher.cli import remedy
 from launcher.config.folders import CONF, find_groups
 from launcher.config.reader import setting_keys
 
@@ -79,7 +80,8 @@ def section(rng, home):
 
 
 def misplaced(rng, home):
-    name = rng.choice([name for name in setting_keys() if name.count(".") == 1])
+    names = [name for name in setting_keys() if name.count(".") == 1]
+    name = rng.choice([name for name in names if not remedy._PROTECTED.search(name)])
     value = NUMBERS.get(name, 1)
     return [f"{name.partition('.')[2]}={value}"]
 

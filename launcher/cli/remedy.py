@@ -27,8 +27,7 @@ _STILL = ("check", "plan")
 _TASKS = tuple(f"task={name}" for name in _STILL)  # that a remedy may ask for: they train nothing
 _FOLDER = ("-cd", "--config-dir")
 _NAMING = ("--frozen", *_FOLDER)  # a file or a folder, the next word
-_SWEEP = ("-m", "--multirun")
-_FLAGS = (*_SWEEP, *_NAMING)
+_FLAGS = ("-m", "--multirun", *_NAMING)
 _LIST = re.compile(r"([^=]+=\[?)(.+?)(\]?)")
 _ZEROS = re.compile(r"^([+-]?)0[0_]*(?=[0-9])")
 _MOST_TRIES = 24
@@ -179,7 +178,7 @@ def _edits(words: Sequence[str], fix: errors.Fix, error: Exception) -> Iterator[
                 remove.append(word)
                 add.append(re.sub(rf"\b{re.escape(last)}\b", better, word))
     items = _LIST.fullmatch(remove[0]) if len(remove) == len(fix) == 1 else None
-    if items and (items[3] or not {*words}.isdisjoint(_SWEEP)):
+    if items and getattr(error, "code", "") != "command_line":  # which is about the whole word
         opening, parts, closing = items[1], items[2].split(","), items[3]
         for at in range(len(parts)):
             inner = ",".join([*parts[:at], add[0].partition("=")[2], *parts[at + 1 :]])
