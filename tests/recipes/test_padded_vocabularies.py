@@ -9,7 +9,7 @@ import pytest
 from filled import filled_params
 
 from launcher import checkpoint
-from launcher.checkpoint.flat import differ
+from launcher.checkpoint.flat import mismatch
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.config.compose import load
 from launcher.config.families import find_models
@@ -200,7 +200,7 @@ def test_a_plan_says_what_is_padded_and_what_is_not_cut(changes, devices, notes)
     [((256, 16), True), ((256, 32), False), ((384, 16), False), ("missing", False)],
 )
 def test_what_an_earlier_version_did_not_pad_is_told_how_to_take_over(here, is_told):
-    words = differ("params.w", (253, 16), here, "here")
+    words = mismatch("params.w", (253, 16), here, "here")
     assert words.startswith(f"params.w is (253, 16) there and {here} here")
     assert ("export.format=hf" in words) == is_told
     options = options_of("gpt")
