@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from launcher.cluster.errors import HungError, RayEndedError, WorkerError
 from launcher.driver.record.step_log import DivergedError, SpikeError
 from launcher.plan import Plan
-from launcher.train.spikes import LAG
+from launcher.train import LAG
 
 _SECOND_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
 # A worker may be a step ahead of the driver's newest result when it dies.

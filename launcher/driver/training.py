@@ -53,8 +53,7 @@ from launcher.report.plan_table import print_plan
 from launcher.report.text import seconds_text
 from launcher.runtime import ReplicaError
 from launcher.stop import Stop
-from launcher.train.feed import batch_index
-from launcher.train.spikes import LAG
+from launcher.train import LAG, batch_index
 from launcher.train.worker import TrainWorker
 
 _SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsaved"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -68,22 +68,6 @@ class Feeder:
         for ahead in range(k, min(k + self._look_ahead + 1, self._stop)):
             if ahead not in self._ready:
                 self._ready[ahead] = self._thread.submit(self._batch_at, ahead)
-
-
-def batch_index(start: int, count: int, passed: Collection[int]) -> int:
-    """Return the index of a batch among those that are not passed over.
-
-    Args:
-        start: an index.
-        count: how many batches after that one, or before if below 0; 0 is the first from there on.
-        passed: the indices of the batches that are passed over.
-    """
-    index = start + count
-    for each in sorted(each for each in passed if each >= start):
-        index += each <= index
-    for each in sorted((each for each in passed if each < start), reverse=True):
-        index -= each >= index
-    return index
 
 
 def shapes_of(batches: Callable[[int], Batch], batch_size: int, held_out: bool = False) -> Any:

@@ -13,6 +13,8 @@ that resumes to that of one that was not interrupted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 
@@ -57,6 +59,22 @@ def spike_score(recent: jax.Array, loss: jax.Array, norm: jax.Array) -> tuple[ja
     is_known = ~jnp.any(jnp.isnan(near), axis=1, keepdims=True) & ~jnp.isnan(scores)
     score = jnp.sum(jnp.where(is_known, scores, 0.0)) / 2**0.5
     return score, jnp.concatenate([recent[:, 1:], newest], axis=1)
+
+
+def batch_index(start: int, count: int, passed: Collection[int]) -> int:
+    """Return the index of a batch among those that are not passed over.
+
+    Args:
+        start: an index.
+        count: how many batches after that one, or before if below 0; 0 is the first from there on.
+        passed: the indices of the batches that are passed over.
+    """
+    index = start + count
+    for each in sorted(each for each in passed if each >= start):
+        index += each <= index
+    for each in sorted((each for each in passed if each < start), reverse=True):
+        index -= each >= index
+    return index
 
 
 def _median(values: jax.Array) -> jax.Array:

@@ -51,9 +51,10 @@ from launcher.runtime import (
     with_first_replicas,
     with_values,
 )
-from launcher.train.feed import Feeder, batch_index, filled, own_rows
+from launcher.train.feed import Feeder, filled, own_rows
 from launcher.train.program import Program, averaged_model, build_program, with_stored_model
 from launcher.train.sampling import Sample, Sampler
+from launcher.train.spikes import batch_index
 from launcher.train.step_result import (
     GarbageTime,
     RecordingReader,
@@ -445,12 +446,8 @@ class TrainWorker(Peer):
         program, rows = self._program, self._train.batch_rows()
         data = program.dataset
         batches = data.after(self._taken) if data.after else data.train
-        batch_at, left_out = own_rows(batches, program.batch, rows), self._left_out
-
-        def at(k: int) -> Any:
-            return batch_at(batch_index(first, k - first, left_out))
-
-        self._feeder = Feeder(at, first, stop)
+        made, out = own_rows(batches, program.batch, rows), self._left_out
+        self._feeder = Feeder(lambda k: made(batch_index(first, k - first, out)), first, stop)
 
     def _finish(self) -> StepResult | None:
         if self._sent is None:

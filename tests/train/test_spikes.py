@@ -9,9 +9,8 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.recipes import build_dataset, build_model
-from launcher.train.feed import batch_index
 from launcher.train.program import build_steps
-from launcher.train.spikes import LAG, LIMIT, WINDOW, no_steps, spike_score
+from launcher.train.spikes import LAG, LIMIT, WINDOW, batch_index, no_steps, spike_score
 
 SCORE = jax.jit(spike_score)
 LOG = np.random.default_rng(0).normal(size=(2, 300)) / 4 - np.linspace(0, 3, 300)

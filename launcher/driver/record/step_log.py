@@ -20,7 +20,7 @@ from launcher.report.breakdown import Goodput
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 from launcher.report.trackers.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal
-from launcher.train.spikes import LIMIT
+from launcher.train import LIMIT
 
 if TYPE_CHECKING:
     from launcher.train.step_result import Recording, StepResult
