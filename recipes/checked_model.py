@@ -20,7 +20,7 @@ from launcher.recipes.protocols import Batch, InputError, Model
 from launcher.trace import arrays_only, no_array
 
 Metrics = dict[str, jax.Array]
-OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
+OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped", "spike_score")
 _WITH_STATE = "Model(init, loss, has_state=True)"
 
 

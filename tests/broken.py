@@ -15,6 +15,7 @@ GROUPS = {
 CHOICES = {
     "train.precision": "bf16",
     "train.non_finite": "rollback",
+    "train.spikes": "skip",
     "parallel.schedule": "interleaved_1f1b",
     "parallel.remat": "selective",
     "parallel.cost": "model",

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from launcher.checkpoint.snapshot import HostPlace as HostPlace
     from launcher.checkpoint.write import SaveError as SaveError
     from launcher.checkpoint.write import Writers as Writers
+    from launcher.checkpoint.write import drop_after as drop_after
     from launcher.checkpoint.write import save as save
     from launcher.checkpoint.write import save_parts as save_parts
 
@@ -76,7 +77,7 @@ _HOMES = {
     "share_file": ("Found", "intact"),
     "shards": ("copy_to_host",),
     "snapshot": ("HostPlace",),
-    "write": ("SaveError", "Writers", "save", "save_parts"),
+    "write": ("SaveError", "Writers", "drop_after", "save", "save_parts"),
 }
 
 

@@ -29,7 +29,7 @@ from launcher.checkpoint.flat import (
 )
 from launcher.checkpoint.layout import ARRAYS
 from launcher.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
-from launcher.checkpoint.train_state import MODEL_PARTS, TrainState, flat_name
+from launcher.checkpoint.train_state import MODEL_PARTS, RECENT, TrainState, flat_name
 from launcher.checkpoint.write import stored_parts
 from launcher.recipes import InputError
 
@@ -59,7 +59,23 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
             check_state(path, like)
         except Mismatch as error:
             raise InputError(f"the run cannot resume from {path}: {error}") from None
-        raise
+        if (RECENT in stored_tree_of(path)) == (like.recent is not None):
+            raise
+    return _restored_but_recent(path, like)
+
+
+def _restored_but_recent(path: Path, like: TrainState) -> TrainState:
+    """Read a state of a run whose `train.spikes` has been turned on or off since; raise OSError."""
+    parts = stored_parts(replace(like, recent=None))
+    if like.recent is None:
+        stored = stored_tree_of(path)[RECENT]
+        read = restore_parts(path, {**parts, RECENT: jax.tree.map(lambda _: PLACEHOLDER, stored)})
+        return replace(like, **{name: read[name] for name in parts})
+    unknown = jax.jit(
+        lambda: jax.numpy.full(like.recent.shape, np.nan, like.recent.dtype),
+        out_shardings=sharding_of(like.recent),
+    )
+    return replace(like, **restore_parts(path, parts), recent=unknown())
 
 
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,13 +142,13 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
 
 
 def check_state(path: Path, like: TrainState) -> None:
-    """Check that the checkpoint `path` holds the arrays of a state; read none of them.
+    """Check that the checkpoint `path` holds the arrays of a state but `recent`; read none.
 
     Raises:
         Mismatch: names or shapes differ, or it cannot be read.
     """
     stored, wanted = leaf_shapes(stored_shapes(path)), leaf_shapes(leaves_of(stored_parts(like)))
-    for name in sorted(wanted.keys() | stored.keys()):
+    for name in sorted((wanted.keys() | stored.keys()) - {RECENT}):
         there, here = stored.get(name, "missing"), wanted.get(name, "missing")
         if there != here:
             raise Mismatch(mismatch(name, there, here, "here"))

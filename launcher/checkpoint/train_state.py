@@ -14,6 +14,7 @@ from launcher.config.optimizer import Lora
 from launcher.recipes import InputError
 
 MODEL_PARTS = ("params", "model_state")  # what of a state is the model's, and an evaluation reads
+RECENT = "recent"  # the part of a state that a run can begin anew
 _MOST_NAMED = 4
 Picks = Callable[[str], bool]  # whether a parameter is one of them, by its name
 ADAPTERS = "lora"  # the parameter beside the model's own, and the first word of their names
@@ -33,6 +34,8 @@ class TrainState:
         model_state: the model's state (`launcher.recipes.Model.has_state`); None if it has none.
         ema: an exponential moving average of the parameters that learn, None in the place of the
             others; None if none is kept.
+        recent: the newest steps' losses and gradient norms, as `launcher.train.spikes` has them;
+            None if nothing watches for spikes.
     """
 
     step: jax.Array
@@ -41,6 +44,7 @@ class TrainState:
     key: jax.Array
     model_state: Any = None
     ema: Any = None
+    recent: Any = None
 
     @property
     def averaged(self) -> dict[str, Any]:

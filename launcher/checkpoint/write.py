@@ -234,6 +234,12 @@ def _prune(folder: Path, step: int, keep: int) -> None:
         _log.warning("cannot delete what need not be kept in %s: %s", folder, error)
 
 
+def drop_after(folder: Path, step: int) -> None:
+    """Delete the checkpoints of later steps than `step`, the newest first; raise OSError."""
+    for later in [each for each in reversed(steps_in(folder)) if each > step]:
+        shutil.rmtree(_put_aside(folder / str(later)), ignore_errors=True)
+
+
 def _put_aside(path: Path) -> Path:
     """Rename a checkpoint before it is deleted, so that half of it is not taken for damage."""
     discarded = partial_path(path, "discarded")

@@ -72,7 +72,8 @@ def variants(key: str, classes: Mapping[str, type]) -> Mapping[str, Any]:
 
 def choice(default: str, *choices: str) -> Any:
     """Make a text field that accepts only `choices`."""
-    return field(default=default, metadata={"choices": choices})
+    off = {name: name for name in choices if name == "off"}
+    return field(default=default, metadata={"choices": choices, **off})
 
 
 def number(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:

@@ -85,6 +85,9 @@ class Train:
     # Response to a loss or gradient that is not finite: end the run | skip the update | return to
     # the newest checkpoint and continue with other batches.
     non_finite: str = choice("stop", "stop", "skip", "rollback")
+    # Response to a loss or gradient norm far above that of the steps before: say so | skip the
+    # update | return to a state before it and pass over the batches that did it.
+    spikes: str = choice("off", "off", "warn", "skip", "rollback")
     # A checkpoint, a run's folder, an .npz file or hf:<folder>: start from its model.
     init_from: str | None = None
     keep_best: str | None = None  # a metric of evaluations, such as eval_loss: its best state stays
@@ -130,11 +133,12 @@ class Train:
                 "Name one as eval_loss, with eval_ before its name.",
                 code="wrong_value",
             )
-        if self.non_finite == "rollback" and not getattr(cluster, "max_restarts", 1):
-            yield ConfigError(
-                "train.non_finite=rollback is a restart, and cluster.max_restarts=0 allows none",
-                "Use train.non_finite=stop or skip, or allow restarts.",
-            )
+        for name, other in (("non_finite", "stop"), ("spikes", "warn")):
+            if getattr(self, name) == "rollback" and not getattr(cluster, "max_restarts", 1):
+                yield ConfigError(
+                    f"train.{name}=rollback is a restart, and cluster.max_restarts=0 allows none",
+                    f"Use train.{name}={other} or skip, or allow restarts.",
+                )
 
 
 # By the values of `task`, the settings and sections that it reads from the command line; None: all.

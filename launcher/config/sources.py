@@ -47,7 +47,7 @@ _SWEEPER_TEXTS = (f"{SWEEPER}.direction", f"{SWEEPER}.study_name")
 
 # Settings that make a program: sections, and those of `train`.
 OF_PROGRAM = ("model", "dataset", "optimizer", "cluster")
-OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite")
+OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite", "spikes")
 # By section, the setting that names its kind.
 _KINDS = {
     field.name: f"{field.name}.{field.metadata['variants'].key}"

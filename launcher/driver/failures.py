@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.cluster.errors import HungError, RayEndedError, WorkerError
-from launcher.driver.record.step_log import DivergedError
+from launcher.driver.record.step_log import DivergedError, SpikeError
 from launcher.plan import Plan
+from launcher.train import LAG
 
 _SECOND_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
 # A worker may be a step ahead of the driver's newest result when it dies.
 _SAME_STEP = 1
+_MOST_MET = 2  # how often other batches are tried for one spike
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Failure:
         passes_over: whether the restart must skip the batch of `step`, because it led to values
             that are not finite.
         trained: whether the attempt had finished a step: else it failed while it started.
+        spiked: whether the restart must skip the batches that led to a spike at `step`.
     """
 
     cause: str
@@ -38,11 +41,12 @@ class Failure:
     report: str = ""
     passes_over: bool = False
     trained: bool = True
+    spiked: bool = False
 
     def is_like(self, other: Failure) -> bool:
         """Return whether `other` is the same failure at the same step, or in the same start."""
         same = (self.cause, self.trained) == (other.cause, other.trained)
-        return same and abs(self.step - other.step) <= _SAME_STEP
+        return same and not self.spiked and abs(self.step - other.step) <= _SAME_STEP
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,33 @@ class Restart:
 
     number: int
     delay_seconds: float
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """The batches that are passed over, as they have led to spikes.
+
+    Attributes:
+        batches: their indices.
+        step: the newest spike; a spike that is no later than `LAG` steps after it is the same one.
+        times: how often that one was met.
+    """
+
+    batches: frozenset[int] = frozenset()
+    step: int = -LAG
+    times: int = 0
+
+    def after(self, step: int, batches: Iterable[int]) -> PassedOver:
+        """Return them after a spike at a step, with the batches that may have led to it."""
+        times = self.times + 1 if step <= self.step + LAG else 1
+        return PassedOver(self.batches | {*batches}, step, times)
+
+    def ending(self, step: int) -> str:
+        """Return why a spike at `step` ends the run, as a clause; "" if it does not."""
+        if self.times < _MOST_MET or step > self.step + LAG:
+            return ""
+        some = ", ".join(map(str, sorted(self.batches)[-_MOST_MET * LAG :]))
+        return f"passing over batches {some} has not helped"
 
 
 class FailedError(Exception):
@@ -74,7 +105,7 @@ def failure_of(
         step: the newest finished step.
         steps: the number of steps of the run.
         plan: the run's plan, which says what each worker was doing.
-        rolls_back: whether `train.non_finite` is "rollback".
+        rolls_back: whether `train.non_finite`, or of a spike `train.spikes`, is "rollback".
     """
     match error:
         case WorkerError() if error.died:
@@ -85,6 +116,8 @@ def failure_of(
         case HungError() | RayEndedError():
             cause = "no answer" if isinstance(error, HungError) else "Ray ended"
             return Failure(cause, step, _report(error, step, steps, plan))
+        case SpikeError() if rolls_back:
+            return Failure("a spike", error.step, str(error), spiked=True)
         case DivergedError() if rolls_back:
             return Failure(f"{error.key} not finite", error.step, str(error), passes_over=True)
     return None

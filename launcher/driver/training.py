@@ -29,6 +29,7 @@ from launcher.driver.callback import Callback
 from launcher.driver.failures import (
     FailedError,
     Failure,
+    PassedOver,
     Restart,
     failure_of,
     restart_text,
@@ -40,7 +41,7 @@ from launcher.driver.loop import Saving, SnapshotCadence, resuming, train
 from launcher.driver.planning.fewer_hosts import on_what_is_left
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
 from launcher.driver.record.run_log import RunLog
-from launcher.driver.record.step_log import DivergedError
+from launcher.driver.record.step_log import DivergedError, SpikeError
 from launcher.driver.tries import Tries
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
 from launcher.hardware import differing_versions, shortages
@@ -52,6 +53,7 @@ from launcher.report.plan_table import print_plan
 from launcher.report.text import seconds_text
 from launcher.runtime import ReplicaError
 from launcher.stop import Stop
+from launcher.train import LAG, batch_index
 from launcher.train.worker import TrainWorker
 
 _SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsaved"
@@ -168,7 +170,10 @@ class _Job:
         self.restarts = 0
         # After a roll-back: its step and the index of the next batch.
         self._rolled_back: tuple[int, int] | None = None
-        self._passed_over = 0  # the offset of a batch's index from its step's
+        # A number of finished steps, and the index of the batch that comes then.
+        self._anchor = home.finished_steps, home.next_batch
+        self._left_out = PassedOver()
+        self._sound = config.train.steps  # the newest step whose snapshot may be taken
         self._recorded = 0  # the newest step of the attempt before
         self._in_memory = False  # whether workers have kept snapshots since that attempt began
         self._since = 0  # the attempt after the newest roll-back; snapshots before it do not count
@@ -288,7 +293,8 @@ class _Job:
         """Return the step to resume from: that of a snapshot of all workers, or on the disk."""
         held = None
         if self._in_memory:
-            held = in_memory.newest_state(workers, self._recorded, self._since)
+            most = min(self._recorded, self._sound)
+            held = in_memory.newest_state(workers, most, self._since)
             step = held.moment.step if held else 0
             if step < self._home.finished_steps:  # it is needed, if its files are whole
                 self._reload()
@@ -298,7 +304,7 @@ class _Job:
         self._home = home = replace(self._home, damaged=())
         self._held, finished = held, home.finished_steps if held is None else held.moment.step
         if held is None:
-            self._passed_over = self._stored_position() - finished
+            self._anchor = finished, self._stored_position()
         if finished:
             _log.info(resuming(home.id, home.checkpoints, finished, self._recorded, bool(held)))
         if self.restarts:
@@ -401,9 +407,11 @@ class _Job:
     def _train_on(self, workers: Workers, finished: int) -> None:
         """Train by the plan, save, and close the workers."""
         with status(self._console, "reading the first batch", Phase.READING) as advance:
-            if self._passed_over or self._home.taken:
-                passed = self._passed_over, dict(self._home.taken)
-                workers.submit("pass_over", finished, *passed).result(advance)
+            left_out = sorted(self._left_out.batches)
+            passed = self._next_batch(finished) - finished
+            if passed or left_out or self._home.taken:
+                about = passed, dict(self._home.taken), left_out
+                workers.submit("pass_over", finished, *about).result(advance)
             workers.submit("first_batch", finished + 1).result(advance)
         if dry_steps := self._config.train.dry_steps:
             with status(self._console, "warming up", Phase.WARMING_UP):
@@ -412,7 +420,7 @@ class _Job:
         self.run_log.begin(workers.clocks())
         self.run_log.show(finished)
         snapshots = self._snapshots(workers, finished)
-        self._in_memory = snapshots is not None
+        self._in_memory, self._sound = snapshots is not None, self._config.train.steps
         settings = replace(self._config.train, eval_batches=self._ready.eval_batches)
         with self._stop.heeded(self._say, _SAVING, until="done"):
             save, log = self._saving(workers), self.run_log.step_log
@@ -465,7 +473,8 @@ class _Job:
 
     def _diagnose(self, error: Exception) -> Failure | None:
         train = self._config.train
-        rolls_back = train.non_finite == "rollback"
+        setting = train.spikes if isinstance(error, SpikeError) else train.non_finite
+        rolls_back = setting == "rollback"
         found = failure_of(error, self.finished_steps, train.steps, self.plan, rolls_back)
         return found and replace(found, trained=self.finished_steps > self._recorded)
 
@@ -474,12 +483,14 @@ class _Job:
         self._rendezvous = self._rendezvous and reopened(self._rendezvous)
         if failure.passes_over:
             self._in_memory, self._since = False, restart.number
+        if failure.spiked:
+            self._leave_out(failure)
         self._reload(not self._in_memory, f"{failure.report}\n")
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
         self._recorded = self.recorded_steps
         if failure.passes_over:
-            self._rolled_back = finished, failure.step + self._passed_over
+            self._rolled_back = finished, self._next_batch(failure.step)
         text = restart_text(failure, restart, limit, finished, self._in_memory)
         complain(text)
         self.run_log.close(finished, text)
@@ -497,6 +508,31 @@ class _Job:
             raise FailedError(f"{report}The run is not restarted: {error}") from None
         self._home = replace(home, damaged=(*self._home.damaged, *home.damaged))
 
+    def _leave_out(self, failure: Failure) -> None:
+        """Pass over the batches that led to a spike, and drop the states that may have had them.
+
+        Raises:
+            FailedError: there is no state before them, or others have not helped.
+        """
+        before, checkpoints = failure.step - LAG, self._home.checkpoints
+        batches = [self._next_batch(step) for step in range(before, failure.step)]
+        ending = self._left_out.ending(failure.step)
+        oldest = min(checkpoint.steps_in(checkpoints), default=failure.step)
+        if self._home.forked_from and oldest > before:
+            ending = f"there is no checkpoint of a step up to {before}"
+        if ending:
+            raise FailedError(f"{failure.report}\nThe run is not restarted: {ending}.")
+        self._left_out = self._left_out.after(failure.step, batches)
+        self._anchor, self._sound = (before, batches[0]), before
+        checkpoint.drop_after(checkpoints, before)
+        some = ", ".join(map(str, batches))
+        _log.warning(f"step {failure.step}: passing over batches {some}, from step {before + 1} on")
+
+    def _next_batch(self, finished: int) -> int:
+        """Return the index of the batch that comes after so many steps."""
+        step, start = self._anchor
+        return batch_index(start, finished - step, self._left_out.batches)
+
     def _stored_position(self) -> int:
         """Return the index of the next batch after the newest checkpoint or a roll-back to it."""
         finished = self._home.finished_steps
@@ -513,10 +549,10 @@ class _Job:
 
     def _saving(self, workers: Workers) -> Saving:
         data = fingerprint_dataset(self._config.dataset)
-        passed, taken, plan = self._passed_over, dict(self._home.taken), self.plan.to_dict()
+        taken, plan = dict(self._home.taken), self.plan.to_dict()
 
         def describe(step: int) -> dict[str, Any]:
-            position = {"next_batch": step + passed, "fingerprint": data, "taken": taken}
+            position = {"next_batch": self._next_batch(step), "fingerprint": data, "taken": taken}
             return folder.contents(self._config, plan, step, position)
 
         settings, log = self._config.train.checkpoint, self.run_log

@@ -116,9 +116,11 @@ def build_steps(
     options = config.optimizer
     optimizer, schedule = build_optimizer(options, config.train.steps)
     learns, averages = learning(options), options.ema is not None
-    init = functools.partial(init_state, model, optimizer, learns=learns, averages=averages)
-    skips = config.train.non_finite == "skip"
-    return init, make_train_step(model, optimizer, schedule, skips, learns, options.ema)
+    skips, spikes = config.train.non_finite == "skip", config.train.spikes
+    init = functools.partial(
+        init_state, model, optimizer, learns=learns, averages=averages, watches=spikes != "off"
+    )
+    return init, make_train_step(model, optimizer, schedule, skips, learns, options.ema, spikes)
 
 
 def _eval_batches(config: Config, dataset: Dataset) -> int:

@@ -17,6 +17,7 @@ from launcher.checkpoint.train_state import Picks, TrainState, rejoined, split_n
 from launcher.recipes.checked_model import checked_loss, checked_optimizer, init_model
 from launcher.trace import arrays_only, value_and_grad
 from launcher.train.optimizer import Schedule, count_updates
+from launcher.train.spikes import LIMIT, no_steps, spike_score
 
 if TYPE_CHECKING:
     from launcher.recipes import Batch, Model
@@ -28,6 +29,7 @@ def init_state(
     key_data: jax.Array,
     learns: Picks | None = None,
     averages: bool = False,
+    watches: bool = False,
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -37,6 +39,7 @@ def init_state(
         key_data: uint32, from `jax.random.key_data`.
         learns: which parameters learn; None: all.
         averages: whether an average of the parameters is kept.
+        watches: whether steps are scored, to find spikes.
     """
     init_key, step_key = jax.random.split(jax.random.wrap_key_data(key_data))
     params, model_state = init_model(model, init_key)
@@ -48,6 +51,7 @@ def init_state(
         key=jax.random.key_data(step_key),
         model_state=model_state,
         ema=jax.tree.map(jnp.copy, learning) if averages else None,
+        recent=no_steps() if watches else None,
     )
 
 
@@ -58,6 +62,7 @@ def make_train_step(
     skip_non_finite: bool = False,
     learns: Picks | None = None,
     ema: float | None = None,
+    spikes: str = "off",
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
     """Return a function `(state, batch) -> (state, metrics)`.
 
@@ -75,6 +80,9 @@ def make_train_step(
             holds `skipped`, 0 or 1.
         learns: which parameters learn; None: all. The others have no gradient.
         ema: the decay of an average of the parameters; None: none is kept.
+        spikes: `train.spikes`. Unless it is "off", `metrics` holds `spike_score`, and the state the
+            steps that it is of; "skip" leaves the state as `skip_non_finite` does, at a score above
+            `LIMIT`.
     """
     model_loss, (update, rate) = checked_loss(model), checked_optimizer(optimizer, schedule)
 
@@ -93,20 +101,28 @@ def make_train_step(
         average = state.ema
         if ema is not None:
             average = jax.tree.map(lambda old, x: ema * old + (1 - ema) * x, state.ema, params)
-        norm, updates_done = optax.tree.norm(grads), state.step
+        norm, updates_done, recent = optax.tree.norm(grads), state.step, state.recent
+        takes = []
         if skip_non_finite:
-            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            new = params, opt_state, model_state, average
-            before = learning, state.opt_state, state.model_state, state.ema
-            params, opt_state, model_state, average = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), new, before
+            takes.append(jnp.isfinite(loss) & jnp.isfinite(norm))
+        if spikes != "off":
+            score, recent = spike_score(state.recent, loss, norm)
+            extra = {**extra, "spike_score": score}
+        if spikes == "skip":
+            takes.append(score <= LIMIT)
+        if takes:
+            is_taken = functools.reduce(jnp.logical_and, takes)
+            new = params, opt_state, model_state, average, recent
+            before = learning, state.opt_state, state.model_state, state.ema, state.recent
+            params, opt_state, model_state, average, recent = jax.tree.map(
+                lambda new, old: jnp.where(is_taken, new, old), new, before
             )
-            extra = {**extra, "skipped": 1.0 - finite.astype(jnp.float32)}
+            extra = {**extra, "skipped": 1.0 - is_taken.astype(jnp.float32)}
             counted = count_updates(state.opt_state)
             updates_done = state.step if counted is None else counted
         metrics = {**extra, "loss": loss, "grad_norm": norm, "learning_rate": rate(updates_done)}
         params = rejoined(params, fixed) if learns else params
-        parts = params, opt_state, state.key, model_state, average
+        parts = params, opt_state, state.key, model_state, average, recent
         return TrainState(state.step + 1, *parts), metrics
 
     return train_step

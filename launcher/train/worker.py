@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -54,6 +54,7 @@ from launcher.runtime import (
 from launcher.train.feed import Feeder, filled, own_rows
 from launcher.train.program import Program, averaged_model, build_program, with_stored_model
 from launcher.train.sampling import Sample, Sampler
+from launcher.train.spikes import batch_index
 from launcher.train.step_result import (
     GarbageTime,
     RecordingReader,
@@ -99,6 +100,7 @@ class TrainWorker(Peer):
         self._before_evaluation: StepResult | None = None
         self._passed_over = 0
         self._taken: Mapping[str, int] = {}
+        self._left_out: Collection[int] = ()
         self._completed = 0.0
 
     @cached_property
@@ -261,7 +263,9 @@ class TrainWorker(Peer):
         """Give the memory for snapshots back."""
         self._saver.drop_snapshots()
 
-    def pass_over(self, step: int, batches: int, taken: Mapping[str, int]) -> None:
+    def pass_over(
+        self, step: int, batches: int, taken: Mapping[str, int], left_out: Collection[int] = ()
+    ) -> None:
         """Skip batches: from `step` on, take the batch `batches` after the one of a step's number.
 
         Call it after `create` or `restore`.
@@ -270,9 +274,10 @@ class TrainWorker(Peer):
             step: the number of finished steps.
             batches: how many to skip; below 0 where the run began with the state of another.
             taken: the rows that were taken before batch 0, as of `Dataset.after`.
+            left_out: the indices of single batches to skip among those that are left.
         """
         self._feeder.close()
-        self._passed_over, self._taken = batches, taken
+        self._passed_over, self._taken, self._left_out = batches, taken, left_out
         self._feed(step)
 
     def first_batch(self, step: int) -> None:
@@ -441,7 +446,8 @@ class TrainWorker(Peer):
         program, rows = self._program, self._train.batch_rows()
         data = program.dataset
         batches = data.after(self._taken) if data.after else data.train
-        self._feeder = Feeder(own_rows(batches, program.batch, rows), first, stop)
+        made, out = own_rows(batches, program.batch, rows), self._left_out
+        self._feeder = Feeder(lambda k: made(batch_index(first, k - first, out)), first, stop)
 
     def _finish(self) -> StepResult | None:
         if self._sent is None:

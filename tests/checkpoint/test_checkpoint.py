@@ -1,5 +1,6 @@
 """Checkpoints: exact, whole or not there, and readable by stock Orbax in any JAX program."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -92,6 +93,24 @@ def test_a_state_comes_back_exactly_and_where_it_is_wanted(tmp_path):
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
         assert (b.dtype, b.sharding) == (a.dtype, where)
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_run_can_begin_to_watch_for_spikes_or_no_longer(tmp_path, watched):
+    """Its record of steps is begun anew, or left where it is."""
+    recent = jnp.ones((2, 200))
+    state = dataclasses.replace(make_state(), recent=recent if watched else None)
+    checkpoint.save(tmp_path, 7, checkpoint.copy_to_host(state), METADATA)
+    where = SingleDeviceSharding(jax.devices()[5])
+    wanted = dataclasses.replace(state, recent=None if watched else recent)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), wanted)
+    back = checkpoint.restore(tmp_path, 7, like)
+    jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, back.opt_state, state.opt_state)
+    assert (back.recent is None) == watched
+    if not watched:
+        assert (np.isnan(back.recent).all(), back.recent.sharding) == (True, where)
+    checkpoint.check_state(tmp_path / "7", like)
 
 
 def test_stock_orbax_reads_it_on_one_device_without_our_code(tmp_path):

@@ -197,6 +197,7 @@ def contradictions():
         yield _together({"cluster.kind": kind, "cluster.transport": "collective"})
     alone = {"cluster.kind": "local", "cluster.max_restarts": 0}
     yield _together({**alone, "train.non_finite": "rollback"})
+    yield _together({**alone, "train.spikes": "rollback"})
     for option in ("nodes", "time", "output", "gpus-per-node"):
         slurm = {"cluster.kind": "slurm", "cluster.gpus": 2}
         yield _together({**slurm, "cluster.slurm.extra": {option: "1"}})

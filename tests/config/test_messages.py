@@ -53,7 +53,8 @@ COMMAND_LINES = [
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
         "precision, deterministic, dry_steps, log_every, eval_every, eval_batches, sample_every, "
-        "check_replicas_every, non_finite, init_from, keep_best, stop_early, snapshot, checkpoint.",
+        "check_replicas_every, non_finite, spikes, init_from, keep_best, stop_early, snapshot, "
+        "checkpoint.",
     ),
     # Bad choices and values out of bounds.
     (

@@ -9,6 +9,7 @@ from launcher.cluster.errors import ClusterError, HungError, RayEndedError, Work
 from launcher.driver.failures import (
     FailedError,
     Failure,
+    PassedOver,
     Restart,
     decide,
     failure_of,
@@ -208,3 +209,13 @@ def test_the_end_says_what_failed_and_why_it_is_the_end():
 def test_an_interrupt_is_not_recovered_from():
     with pytest.raises(KeyboardInterrupt):
         run([KeyboardInterrupt()])
+
+
+def test_a_spike_that_is_met_again_gets_other_batches_once():
+    first = PassedOver().after(30, [27, 28, 29])
+    again = first.after(33, [33, 34, 35])
+    assert first.ending(33) == again.ending(37) == ""  # after 36 it is another spike
+    assert again.batches == {27, 28, 29, 33, 34, 35}
+    ending = "passing over batches 27, 28, 29, 33, 34, 35 has not helped"
+    assert again.ending(31) == again.ending(36) == ending
+    assert again.after(40, [45, 46, 47]).ending(41) == ""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from launcher import checkpoint
 from launcher.base import Clock
 from launcher.checkpoint import layout
 from launcher.checkpoint.pieces import Holding, Moment
@@ -26,7 +27,7 @@ from launcher.driver.folder.folder import LostFolderError
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared
 from launcher.driver.record import run_log
-from launcher.driver.record.step_log import DivergedError, Pace
+from launcher.driver.record.step_log import DivergedError, Pace, SpikeError
 from launcher.hardware import HostReport
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.report import TRACKERS
@@ -159,6 +160,38 @@ def test_a_roll_back_reports_a_damaged_checkpoint_and_passes_over_the_bad_batch(
     assert len(chosen) == 1  # every file of it is read
 
 
+def spike(step):
+    values = {"train/loss": 7.0, "train/grad_norm": 3.0, "train/spike_score": 11.0}
+    return SpikeError(values, step)
+
+
+def test_a_spike_drops_what_may_hold_it_and_passes_over_three_batches(tmp_path, plan, monkeypatch):
+    """Met again it passes over three more; met a third time it ends the run, with their numbers."""
+    errors = [spike(9), DIED, spike(10), spike(8)]
+    words = ["train.spikes=rollback", "cluster.max_restarts=9"]
+    run = Run(tmp_path, plan, monkeypatch, errors, words)
+    for step in (4, 6, 7, 8):
+        run.save(step)
+    anchors, attempt = [], training._Job._attempt
+
+    def follow(job):
+        anchors.append([job._next_batch(step) for step in range(5, 13)])
+        attempt(job)
+
+    monkeypatch.setattr(training._Job, "_attempt", follow)
+    with pytest.raises(FailedError) as ended:
+        run.train()
+    assert str(ended.value) == (
+        "train/loss is 7 and train/grad_norm is 3 at step 8: far above the steps before (score 11, "
+        "a spike above 8)\nThe run is not restarted: passing over batches 6, 7, 8, 10, 11, 12 "
+        "has not helped."
+    )
+    follows = [*range(9, 16)]
+    assert anchors[:3] == [[*range(5, 13)], [5, *follows], [5, *follows]]
+    assert anchors[3] == [5, 9, *range(13, 19)]
+    assert checkpoint.steps_in(run.checkpoints) == [4, 6]
+
+
 def test_the_plan_follows_the_hosts_that_are_there(tmp_path, plan, monkeypatch):
     """The same plan takes the same hosts again; without one, the run ends with the reason."""
     run, fewer, used = Run(tmp_path, plan, monkeypatch), dataclasses.replace(plan), []
@@ -245,7 +278,8 @@ def test_a_restart_resumes_from_what_all_workers_hold_or_else_from_the_disk(
 
     def attempt(job):
         workers = SimpleNamespace(submit=lambda *called: SimpleNamespace(result=lambda: None))
-        steps.append((job._resumed(workers), job._passed_over))
+        finished = job._resumed(workers)
+        steps.append((finished, job._next_batch(finished) - finished))
         job._in_memory = job._snapshots(workers, steps[-1][0]) is not None
         if len(steps) == 1:
             job.run_log.step_log.finished_steps = 9

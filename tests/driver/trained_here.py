@@ -117,6 +117,7 @@ class Training:
             lambda seconds: {},
             settings.non_finite == "skip",
             callbacks=Callbacks(self.wall),
+            spikes=settings.spikes,
         )
 
     def _log(self, step, metrics):

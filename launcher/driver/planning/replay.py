@@ -154,6 +154,9 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[
         yield from _differing("train", ("steps",), ours, theirs)
     if "skip" in (ours["non_finite"], theirs.get("non_finite")):
         yield from _differing("train", ("non_finite",), ours, theirs)
+    watching = [tree.get("spikes", "off").replace("rollback", "warn") for tree in (ours, theirs)]
+    if len({*watching}) > 1:
+        yield from _differing("train", ("spikes",), ours, theirs)
 
 
 def _compared(section: str, settings: Mapping[str, Any]) -> list[str]:

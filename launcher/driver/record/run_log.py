@@ -162,6 +162,7 @@ class RunLog:
             self._performance(),
             skips=config.train.non_finite == "skip",
             callbacks=self._callbacks,
+            spikes=config.train.spikes,
         )
         if home.status:
             known = {"forked_from": home.forked_from, "step": home.finished_steps}

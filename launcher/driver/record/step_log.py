@@ -20,11 +20,13 @@ from launcher.report.breakdown import Goodput
 from launcher.report.pages.timeline import FILE, ProcessSpans, read_timeline
 from launcher.report.trackers.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal
+from launcher.train import LIMIT
 
 if TYPE_CHECKING:
     from launcher.train.step_result import Recording, StepResult
 
 FINITE = ("train/loss", "train/grad_norm")
+SCORE = "train/spike_score"
 MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
 _PATIENCE, _LEAST_SECONDS = 10, 10.0
 _PACE_STEPS, _FEWEST = 100, 3  # the newest steps, and the fewest, that make a pace
@@ -51,6 +53,23 @@ class DivergedError(Exception):
         self.step = step
 
 
+class SpikeError(DivergedError):
+    """The loss or the gradient norm is far above that of the steps before; see `DivergedError`."""
+
+    def __init__(self, metrics: Mapping[str, float], step: int) -> None:
+        Exception.__init__(self, spike_text(metrics, step))
+        self.key, self.step = SCORE, step
+
+
+def spike_text(metrics: Mapping[str, float], step: int) -> str:
+    """Return what a step's metrics say of a spike."""
+    loss, norm = (f"{key} is {metrics[key]:.6g}" for key in FINITE)
+    return (
+        f"{loss} and {norm} at step {step}: far above the steps before (score "
+        f"{metrics[SCORE]:.3g}, a spike above {LIMIT:g})"
+    )
+
+
 class StepLog:
     """Logs every `log_every`-th step, the last one, and those that are out of the ordinary.
 
@@ -59,6 +78,7 @@ class StepLog:
         log_every: the number of steps from one logged step to the next.
         performance: returns the `perf/...` metrics of a step that took so many seconds.
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
+        spikes: `train.spikes`.
         callbacks: the run's callbacks, called for every step, logged or not.
 
     Attributes:
@@ -76,13 +96,14 @@ class StepLog:
         performance: Callable[[float], Metrics],
         skips: bool = False,
         callbacks: Callbacks | None = None,
+        spikes: str = "off",
     ) -> None:
         self.callbacks = callbacks or Callbacks()
         self.timelines = self.callbacks.of(Timelines) or Timelines(Path(), ())
         self._log = log
         self.wall = self.callbacks.of(WallClock) or WallClock(Goodput(), time.time())
-        self._skips = skips
-        self._skipped_in_a_row = 0
+        self._skips, self._spikes = skips, spikes
+        self._skipped_in_a_row, self._spiked = 0, False
         self._log_every = log_every
         self._performance = performance
         self._unlogged: tuple[int, Metrics] | None = None
@@ -91,7 +112,7 @@ class StepLog:
 
     def begin(self, finished_steps: int) -> None:
         """Forget the steps after `finished_steps`, from which the run resumes."""
-        self._unlogged, self._skipped_in_a_row = None, 0
+        self._unlogged, self._skipped_in_a_row, self._spiked = None, 0, False
         self.finished_steps = finished_steps
 
     def record(self, result: StepResult | None) -> None:
@@ -99,6 +120,7 @@ class StepLog:
 
         Raises:
             DivergedError: a value is not finite, and training cannot continue from it.
+            SpikeError: the step is a spike, and training is not to continue from it.
             ReplicaError: replicas of the state differ after the step.
         """
         if result is None:
@@ -118,17 +140,32 @@ class StepLog:
             self.log_newest()
             raise
         bad = [key for key in FINITE if not math.isfinite(result.metrics[key])]
-        if bad or result.step % self._log_every == 0 or "eval/loss" in result.metrics:
+        spiked = result.metrics.get(SCORE, 0.0) > LIMIT
+        if bad or spiked or result.step % self._log_every == 0 or "eval/loss" in result.metrics:
             self.log_newest()
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
+        is_skipped = bad or (spiked and self._spikes == "skip")
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
         if bad:
             key, value = bad[0], result.metrics[bad[0]]
             if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
                 raise DivergedError(key, value, result.step)
             _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
+        elif spiked:
+            self._meet_spike(result)
+        self._spiked = spiked
         self.callbacks.call("on_step", result.step, metrics)
         if "eval/loss" in metrics:
             self.callbacks.call("on_evaluation", result.step, metrics)
+
+    def _meet_spike(self, result: StepResult) -> None:
+        """Respond as `train.spikes` says; warn of the first of several in a row that stay."""
+        if self._spikes == "rollback" or self._skipped_in_a_row > MOST_SKIPPED:
+            raise SpikeError(result.metrics, result.step)
+        text = spike_text(result.metrics, result.step)
+        if self._spikes == "skip":
+            _log.warning(f"{text}; the update is skipped")
+        elif not self._spiked:
+            _log.warning(text)
 
     def lap(self, phase: str, result: StepResult | None = None) -> None:
         """Count the wall time since the last lap.

@@ -148,7 +148,8 @@ def test_a_plan_takes_what_is_not_said_from_its_run(first: Path) -> None:
     assert (config.train.eval_every, config.cluster.gpus) == (50, 2)
     code, text = said(*replay)
     assert (code, text.endswith("whether the plan fits the model's program")) == (0, True)
-    common = "train.global_batch_size=16, train.precision=fp32, train.non_finite=stop; "
+    common = "train.global_batch_size=16, train.precision=fp32, train.non_finite=stop"
+    common += ", train.spikes=off; "
     common = f"model, dataset, optimizer, cluster, train.steps=100, {common}"
     assert f"as in {first}/config.yaml, beside the plan: {common}" in text
 

@@ -1,0 +1,93 @@
+"""A loss spike in a run: it goes back, passes over the batches that did it, and is killed."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from disturbed import SLOW, WORDS, stored
+from launched import Launcher, command_of, lines, losses, summary, train
+
+# A dataset whose batch 31, of step 32, is 100 times as large; and one that never had batches 29,
+# 30 and 31.
+MADE = """
+from launcher.recipes.datasets.synthetic import dataset as synthetic
+check = synthetic.check
+
+def build(*arguments):
+    dataset = synthetic.build(*arguments)
+
+    def train(k):
+        CHANGE
+
+    return dataset._replace(train=train)
+"""
+SPIKED = 'return {n: v * (100 if n == "x" and k == 31 else 1) for n, v in dataset.train(k).items()}'
+WITHOUT = "return dict(dataset.train(k if k < 29 else k + 3))"
+OPTIONS = "+dataset.options={num_samples: 4096, targets: network}"
+
+
+def words_of(folder: Path, name: str, change: str) -> tuple[str, ...]:
+    (folder / f"{name}.py").write_text(MADE.replace("CHANGE", change))
+    own = "dataset=custom", f"dataset.module={name}", OPTIONS, f"allow_modules=[{name}]"
+    rest = (word for word in (*WORDS, *SLOW) if word != "dataset=synthetic")
+    return *rest, *own, "train.spikes=rollback"
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that never had those batches."""
+    folder = tmp_path_factory.mktemp("without")
+    train(folder, *words_of(folder, "without", WITHOUT))
+    return folder / "outputs" / "one"
+
+
+def kill_the_next_workers(launcher: Launcher, run: Path) -> None:
+    """As soon as one is there after the spike."""
+    launcher.wait_for(lambda: len(lines(run)) >= 30)
+    before = {process.pid for process in launcher.processes()}
+
+    def new() -> list[psutil.Process]:
+        there = [p for p in launcher.processes() if p.pid not in before]
+        return [p for p in there if command_of(p).startswith("ray::")]
+
+    launcher.wait_for(new)
+    new()[0].kill()
+
+
+def kill_a_worker(launcher: Launcher, run: Path) -> None:
+    """After the roll-back."""
+    launcher.wait_for(lambda: len(lines(run)) >= 34)
+    launcher.workers()[0].kill()
+
+
+def kill_the_launcher(launcher: Launcher, run: Path) -> None:
+    """After the roll-back."""
+    launcher.wait_for(lambda: len(lines(run)) >= 34)
+    os.kill(launcher.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disturb", [kill_the_next_workers, kill_a_worker, kill_the_launcher])
+@pytest.mark.parametrize("snapshot", ["4", "off"])
+def test_a_run_that_spikes_comes_to_the_bytes_of_one_without_these_batches(
+    disturb: Callable[[Launcher, Path], None], snapshot: str, without: Path, tmp_path: Path
+) -> None:
+    """From a snapshot and from the disk, where the checkpoint of step 30 may have led to it."""
+    words = *words_of(tmp_path, "spiked", SPIKED), f"train.snapshot={snapshot}"
+    run, launcher = tmp_path / "outputs" / "one", Launcher(tmp_path, *words)
+    disturb(launcher, run)
+    code, out, err = launcher.end()
+    if disturb is kill_the_launcher:
+        assert code == -signal.SIGKILL
+        code, _, again = Launcher(tmp_path, *words).end()
+        assert "at step 32: far above" in err + again
+    assert code == 0, out + err
+    assert "step 32: passing over batches 29, 30, 31, from step 30 on" in out
+    assert disturb is kill_the_launcher or summary(run)["restarts"] >= 1
+    assert losses(run) == losses(without)
+    jax.tree.map(np.testing.assert_array_equal, stored(run), stored(without))
