@@ -421,7 +421,8 @@ def _missing_option(
     folders: Sequence[Path],
 ) -> ConfigError:
     group, _, option = wanted.rpartition("/")
-    asked = (o.key_or_group for o in overrides if f"{o.key_or_group}/{o.value()}" == wanted)
+    typed_as = ((o.key_or_group, o.get_value_element_as_str()) for o in overrides)
+    asked = (key for key, value in typed_as if f"{key}/{value}" == wanted)
     if typed := next(asked, ""):
         group, option, where = typed, wanted.removeprefix(f"{typed}/"), COMMAND_LINE
     else:
