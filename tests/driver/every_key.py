@@ -525,7 +525,7 @@ def sweep_told(config: Config):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         patch.setattr(job, "job_states", dict)
         try:
-            job._status(config.sweep)
+            job.sweep_status(config.sweep)
         except ConfigError as error:
             told.append(str(error))
     return told, file.getvalue()
