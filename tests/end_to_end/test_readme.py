@@ -127,6 +127,9 @@ def test_every_command_is_accepted(
         if f"task={task}" in arguments:  # whose settings have no meaning for another task
             assert load(arguments).task == task
             return
+    if "plan.advise=true" in arguments:  # the same
+        assert load(arguments).plan.advise
+        return
     assert main([*arguments, "task=check"]) == 0
     assert capsys.readouterr().err == ""
 
