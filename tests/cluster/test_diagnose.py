@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.ray.worker_actor import machine_id
 from launcher.cluster.worker_group import diagnose, relevant_stacks
@@ -117,3 +118,16 @@ def test_an_end_is_told_as_what_it_is_as_far_as_that_is_known(ray_says, told, tm
     worker = WorkerHandle(Actor(None), 0, tmp_path / "log", "10.0.0.1")
     error = worker.death(ray_says)
     assert (error.summary, error.died) == (told, True)
+
+
+def test_a_worker_that_died_before_it_said_where_it_is_has_no_node(monkeypatch, tmp_path):
+    """As the first of a restart's workers, killed at once: the run starts once more."""
+
+    def get(place, timeout):
+        raise OSError(DIED)
+
+    exceptions = SimpleNamespace(RayError=OSError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=exceptions))
+    worker = WorkerHandle(Actor(None), 0, tmp_path / "log")
+    with pytest.raises(WorkerError, match="worker_0 died"):
+        assert worker.node

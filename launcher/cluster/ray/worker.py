@@ -304,10 +304,13 @@ class WorkerHandle:
 
     @property
     def node(self) -> str:
-        """Ray's identifier of its node, of a process that is up."""
+        """Ray's identifier of its node, of a process that was up; raises WorkerError if it died."""
         import ray
 
-        return str(ray.get(self.location, timeout=0)[2])
+        try:
+            return str(ray.get(self.location, timeout=0)[2])
+        except ray.exceptions.RayError as error:
+            raise self.death(str(error)) from None
 
     def is_lost(self) -> bool:
         """Return whether the worker's process, on this machine, was up and is gone or stopped."""
@@ -331,8 +334,8 @@ class WorkerHandle:
 
         ray_compat.register_by_value(sys.modules[function.__module__])
         try:
-            _, pid, _ = ray.get(self.location, timeout=0)
-            there = NodeAffinitySchedulingStrategy(self.node, soft=False)
+            _, pid, node = ray.get(self.location, timeout=0)
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
             task: Any = ray.remote(function)
             task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             return ray.get(task.remote(pid, str(self.log)), timeout=seconds)
