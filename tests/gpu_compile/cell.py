@@ -22,6 +22,7 @@ from launcher.config.compose import load
 from launcher.driver.planning.check import look
 from launcher.driver.planning.plan_from_config import plans_of
 from launcher.driver.planning.prepare import trace
+from launcher.hardware import ClusterShape
 from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.report.console import make_console
 from launcher.runtime.emit.emit import emit
@@ -56,8 +57,9 @@ def main(words):
         return
     plan, programs = compiled(words)
 
-    first = plan.stages[0]  # its sums by the datasheet of `cluster=h100_8`
-    summing = sum(all_reduce_seconds(one.bytes, 8, 450e9, 60e-6) for one in first.buckets)
+    first, cluster = plan.stages[0], ClusterShape(**plan.cluster)
+    about = 8, cluster.intra_host, cluster.start_seconds(8)
+    summing = sum(all_reduce_seconds(one.bytes, *about) for one in first.buckets)
     found = {"exposed": summing - first.hidden_seconds}
     for name, program in programs.items():
         text = program.as_text()
