@@ -72,7 +72,7 @@ class Liveness:
         as_soon: bool = False,
         on_gpu: bool = False,
     ) -> None:
-        self.equations, same = _without_barriers(equations)
+        self.equations, same = _without_barriers(equations) if on_gpu else ([*equations], {})
         outs, at_once = ([_of(same, v) for v in of] for of in (outs, at_once))
         if waits:
             self.equations = put_off(self.equations, outs, at_once, waits)
@@ -202,7 +202,10 @@ def _of_body(body: Body, as_soon: bool, on_gpu: bool) -> Liveness:
 def _without_barriers(
     equations: Iterable[Equation],
 ) -> tuple[list[Equation], dict[Var, Atom]]:
-    """Return the equations without barriers, and what each result of one is: it is stored."""
+    """Return the equations without barriers, and what each result of one is: it is stored.
+
+    XLA:CPU copies some of them, and has them as results of their own.
+    """
     found: list[Equation] = []
     same: dict[Var, Atom] = {}
     for eqn in equations:
