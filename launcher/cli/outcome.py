@@ -29,8 +29,8 @@ _OF_STAGE = (
     *("backward_seconds", "memory_bytes"),
 )
 _PRINTING = (
-    *("help", "version", "cfg", "package", "resolve", "info", "hydra_help"),
-    "shell_completion",
+    *("help", "version", "cfg", "package", "resolve", "info"),
+    *("hydra_help", "shell_completion"),
 )
 _FILE = re.compile(r"\.(json|npz|py|txt|ya?ml)$")  # a file's name looks like a setting's
 _LARGEST_PLAN = 2**28  # bytes

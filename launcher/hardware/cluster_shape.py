@@ -180,9 +180,7 @@ _CPU_CHAIN = 4.0
 # Those of GPUs are from a model of these terms beside the planner, fitted to all published runs of
 # `tests/benchmarks/published.json`; the planner itself has not been fitted to all of them yet.
 _GPU_CHAIN = 5.0
-_FILL = (
-    171  # length of a sum that takes as long as to fill and drain the units; worth a point at most
-)
+_FILL = 171  # length of a sum that takes as long as it takes to fill and drain the units
 _UNALIGNED = 12.0  # times as long: chosen by three runs with heads of 108 in PyTorch of 2022
 _MEMORY_SHARE = 0.77  # of a GPU's memory rate, in passes over large arrays
 _LINK_SHARE = 0.85  # of the links between a host's GPUs, in sums of large arrays (nccl-tests)

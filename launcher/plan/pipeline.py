@@ -162,7 +162,7 @@ class Estimate(Pipeline):
 
     Attributes:
         predicted_step_seconds: see `whole_step_seconds`.
-        predicted_within: see `within`.
+        predicted_within: see `half_width`.
         predicted_bubble_fraction: idle share of the pipeline, 0 … 1.
     """
 
@@ -237,8 +237,8 @@ def whole_step_seconds(plan: Pipeline | Plan, expected: list[TimedTask]) -> floa
     return max([seconds, *link_seconds(plan).values()])
 
 
-# How far off predictions are, as `within` says it: chosen from the errors of a model of the same
-# terms, beside the planner, on published runs. The planner's own on all of them are not measured.
+# How far off predictions are: chosen from the errors of a model of the same terms, beside the
+# planner, on published runs. The planner's own on all of them are not measured.
 _ALONG_DATA, _CUT, _OTHER_KIND, _CPU = 0.06, 0.12, 0.1, 0.25
 _RAN = re.compile(r"\b[AH]100\b")  # also in "NVIDIA H100 80GB HBM3", as JAX names it
 
