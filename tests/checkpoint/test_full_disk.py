@@ -57,8 +57,11 @@ def test_a_run_on_a_disk_that_fills_up_loses_nothing_and_goes_on_where_there_is_
     assert done.stdout.split() == ["1", "0"], (tmp_path / "full.err").read_text()
     err = (tmp_path / "full.err").read_text()
     folder = f"{tmp_path}/disk/a/checkpoints"
-    assert err.startswith(f"launcher: cannot save step 9 in {folder}: No space")
-    assert err.count("\n") == 1, err
+    # Whether the few bytes of summary.json still found room is left to chance.
+    *unrecorded, reason = err.splitlines()
+    assert reason.startswith(f"launcher: cannot save step 9 in {folder}: No space"), err
+    assert all("the end of the run is not recorded" in line for line in unrecorded), err
+    assert len(unrecorded) <= 1, err
     said = (tmp_path / "full.out").read_text()
     assert "No space left on device. Free some space there" in said
     assert "Training continues." in said

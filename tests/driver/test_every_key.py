@@ -236,7 +236,7 @@ def probes():
         diverges = functools.partial(told.run_told, third="diverges")
         yield "", "train.non_finite", Probe(diverges, SHORT, value)
     for value in ("warn", "skip", "rollback"):
-        yield "", "train.spikes", model(merged(MLP, MADE_UP), value)
+        yield "", "train.spikes", Probe(told.optimizer_told, MLP, value)
     yield "", "train.init_from", taken("nowhere")
     yield "", "train.snapshot", run(SHORT, 2)
     often = merged(SHORT, {"train": {"eval_every": 1}})
