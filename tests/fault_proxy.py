@@ -1,9 +1,9 @@
-"""A reverse proxy for HTTP that fails as networks and stores do: for tests of all that downloads.
+"""A reverse proxy for HTTP that fails as networks and stores do: for tests of what downloads.
 
-`with FaultProxy("http://127.0.0.1:9000") as proxy` starts a process of its own before a server; clients
-use `proxy.url`. `proxy.fail(Fault(...))` adds a fault: the next requests that match it, `times` of them,
-meet it; others pass unchanged. `proxy.seen()` lists the requests so far. Each connection takes one
-request, which is read whole before it goes on, as is its answer.
+`with FaultProxy("http://127.0.0.1:9000") as proxy` starts a process of its own before a server;
+clients use `proxy.url`. `proxy.fail(Fault(...))` adds a fault: the next requests that match it,
+`times` of them, meet it; others pass unchanged. `proxy.seen()` lists the requests so far. Each
+connection takes one request, which is read whole before it goes on, as is its answer.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ class Fault:
             by `status`; "reset": the connection is reset after `after` bytes of the answer's body;
             "reset_upload": the same of the request's body; "truncate": closed after `after` bytes;
             "shorten": the same, with a Content-Length that agrees; "flip": a bit of byte `after` of
-            the answer's body is another; "delay": passed on after `seconds`; "hide": a LIST does not
-            show keys that match `key`.
+            the answer's body is another; "delay": passed on after `seconds`; "hide": a LIST does
+            not show keys that match `key`.
         matches: a regular expression for "METHOD /path?query"; it is searched.
         times: of how many requests.
         status: the answer's status.
