@@ -47,14 +47,16 @@ def place_sweep(points: Sequence[Point]) -> tuple[str, Path]:
 
 def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:
     """Return the settings of the runs of a sweep, each with a folder of its own."""
-    return [
-        replace(
-            point.config,
-            run=replace(point.config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
-            wandb=replace(point.config.wandb, group=point.config.wandb.group or sweep_id),
-        )
-        for number, point in enumerate(points)
-    ]
+    return [member(point.config, sweep_id, folder, n) for n, point in enumerate(points)]
+
+
+def member(config: Config, sweep_id: str, folder: Path, number: int) -> Config:
+    """Return the settings of one run of a sweep."""
+    return replace(
+        config,
+        run=replace(config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
+        wandb=replace(config.wandb, group=config.wandb.group or sweep_id),
+    )
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.base import answer, complain, end_with_parent, make_private, setting_word
+from launcher.base import (
+    answer,
+    complain,
+    end_with_parent,
+    lacking,
+    make_private,
+    setting_word,
+    write_whole,
+)
 from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
-from launcher.config.compose import Point, load_points
+from launcher.config.compose import Point, load_points, to_yaml
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.config.search import Space
 from launcher.config.sections import TASKS
-from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
+from launcher.config.sweep import Batch, MakePoint, Outcome, SweeperError, run_sweeper
 from launcher.driver.folder.make_folder import private_files
 from launcher.driver.planning import check
 from launcher.recipes import InputError
@@ -89,8 +98,12 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
     """
     with ExitStack() as stack:
         one = RunningSweep(config_dirs, stop, stack)
+
+        def search(space: Space, make_point: MakePoint) -> None:
+            one.search(space, make_point, arguments)
+
         try:
-            run_sweeper(arguments, config_dirs, one.run, lambda: one.home)
+            run_sweeper(arguments, config_dirs, one.run, search, lambda: one.home)
         except _EndedError as ended:
             return ended.code
         except StoppedError:
@@ -178,6 +191,39 @@ class RunningSweep:
         self.write()
         return outcomes
 
+    def search(self, space: Space, make_point: MakePoint, arguments: Sequence[str]) -> None:
+        """Search a space by Optuna, here or in jobs.
+
+        Args:
+            space: the space.
+            make_point: makes its points.
+            arguments: the command line.
+
+        Raises:
+            ConfigError: Optuna is not installed, a setting is wrong, or as of `run`.
+            StoppedError: a signal came.
+        """
+        if command := lacking("optuna"):
+            raise ConfigError(
+                "hydra/sweeper=optuna needs Optuna, which is not installed",
+                f"Install it with: {command}.",
+            )
+        from launcher.submit import study, trials
+
+        ends = Batch([make_point(words) for words in space.ends()], space.trials, True)
+        points, wrong = load_points(ends.points, self._dirs)
+        if _submission(points) is not None and points[0].config.task != "check":
+            by_jobs = trials.Jobs(space, make_point, points, arguments, self._dirs)
+            raise _EndedError(by_jobs.run(self._stop))
+        self._check_begin(ends, points, wrong)
+        self._open(points)
+        journal = study.Study(self.home, space, settings_digest(points[0].config))
+        study.search(journal, make_point, self.run)
+        if journal.is_given_up:
+            complain("no further trial: more have failed than hydra.sweeper.max_failure_rate")
+        if best := journal.best():
+            write_whole(self.home / "optimization_results.yaml", to_yaml(best))
+
     def _check_begin(
         self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]
     ) -> None:
@@ -203,10 +249,10 @@ class RunningSweep:
         """
         config = points[0].config
         for point in points:
-            _check_objective(point.config)
+            check_objective(point.config)
         find_slots([point.config for point in points], os.environ)
         self._id, folder = place_sweep(points)
-        _make(folder, config.run.shared)
+        make(folder, config.run.shared)
         self._stack.enter_context(private_files(config.run))
         self._points = self._stack.enter_context(open_points(folder))
         # It says nothing: the runs say that they heard a signal.
@@ -320,7 +366,7 @@ def start(
         )
 
 
-def _make(folder: Path, shared: bool) -> None:
+def make(folder: Path, shared: bool) -> None:
     """Make the sweep's folder; only its user may read it, unless the runs are `shared`.
 
     Raises:
@@ -338,7 +384,7 @@ def _make(folder: Path, shared: bool) -> None:
         ) from None
 
 
-def _check_objective(config: Config) -> None:
+def check_objective(config: Config) -> None:
     """Check that the runs will have the result that `sweep.objective` names.
 
     Raises:

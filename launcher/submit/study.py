@@ -1,0 +1,311 @@
+"""The trials of a sweep by Optuna: asked for and told in a journal in the sweep's folder.
+
+Each process of a sweep opens the journal for itself. A trial has a *place* among those that are
+wanted. It runs in the folder of its place, and is told once: by its owner or, where that is lost,
+by another process. A lost trial's place gets a second one with the same settings.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import RandomSampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from launcher.config.errors import ConfigError
+from launcher.config.search import Space, Values
+from launcher.config.sweep import Batch, MakePoint, Run
+
+JOURNAL = "optuna.journal"
+# What is noted of a trial: its place (last, once it is whole); who runs it; that it was lost; that
+# it is the second one of its place.
+_PLACE, _OWNER, _LOST, _AGAIN = "place", "owner", "lost", "again"
+_SETTINGS = "settings"  # of the study: a digest
+_LONGEST = 2**20  # bytes; no line is as long
+
+
+class Trial(NamedTuple):
+    """A trial that runs: its number in the journal, its place, and the settings to try."""
+
+    number: int
+    place: int
+    swept: tuple[str, ...]
+
+
+class Study:
+    """The journal of a sweep.
+
+    Locks are files that only one process can make, which every file system knows.
+
+    Args:
+        folder: the sweep's folder.
+        space: what is searched.
+        settings: a digest of the other settings.
+
+    Raises:
+        ConfigError: the journal is of other settings, or damaged.
+    """
+
+    def __init__(self, folder: Path, space: Space, settings: str) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.space, self._path = space, folder / JOURNAL
+        self._distributions = {name: _distribution(name, v) for name, v in space.values.items()}
+        lock: Any = _MendingLock(self._path)
+        with self._alone():
+            self._storage = JournalStorage(JournalFileBackend(str(self._path), lock))
+            self._study = optuna.create_study(
+                storage=self._storage,
+                sampler=RandomSampler(),
+                study_name=space.name,
+                direction=space.direction,
+                load_if_exists=True,
+            )
+            if self._study.user_attrs.get(_SETTINGS) is None:
+                self._study.set_user_attr(_SETTINGS, settings)
+            if self._study.user_attrs[_SETTINGS] != settings:
+                raise self._of_others()
+            self._placed()
+
+    def next_trials(self) -> list[Trial]:
+        """Return trials to run now: those that were cut off, otherwise new ones; none at the end.
+
+        For the one process that runs the whole sweep.
+        """
+        with self._alone():
+            if cut_off := self._running():
+                return [self._trial(trial) for trial in cut_off[: self.space.jobs]]
+            begun = len(self._last())
+            count = 0 if self.is_given_up else min(self.space.jobs, self.space.trials - begun)
+            return [self._ask(place, "") for place in range(begun, begun + count)]
+
+    def take(self, place: int, owner: str) -> Trial | None:
+        """Return the trial that the job of a place is to run; None if nothing is left to do.
+
+        It is the place's own, as long as it is not told; otherwise one for a place whose trial was
+        lost.
+
+        Args:
+            place: the place.
+            owner: the job; it comes back to its own trial.
+        """
+        with self._alone():
+            last = self._last()
+            for trial in self._running():
+                is_free = trial.user_attrs[_PLACE] == place and not trial.user_attrs[_OWNER]
+                if is_free or trial.user_attrs[_OWNER] == owner:
+                    self._set(trial, _OWNER, owner)
+                    return self._trial(trial)
+            if self.is_given_up:
+                return None
+            if place not in last:
+                return self._ask(place, owner)
+            vacant = sorted(self.vacant(), key=lambda n: n != place)
+            return self._ask_again(last[vacant[0]], owner) if vacant else None
+
+    def tell(self, number: int, value: float | None) -> bool:
+        """Tell a trial's result, None for a failure; return False if it has been told already."""
+        with self._alone():
+            return self._tell(number, value)
+
+    def running(self) -> dict[Trial, str]:
+        """Return the trials that are not told yet, with their owners."""
+        return {self._trial(trial): trial.user_attrs[_OWNER] for trial in self._running()}
+
+    def tell_lost(self, trial: Trial, is_repeated: bool) -> None:
+        """Tell that a trial's owner is lost, and whether its place may get another trial."""
+        with self._alone():
+            noted = self._trials()[trial.number]
+            if not noted.state.is_finished():
+                self._set(noted, _LOST, is_repeated)
+                self._tell(trial.number, None)
+
+    def release(self) -> None:
+        """Let the next job of its place go on with each trial that runs; no job may be alive."""
+        with self._alone():
+            for trial in self._running():
+                self._set(trial, _OWNER, "")
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether more trials have failed than `hydra.sweeper.max_failure_rate` allows."""
+        told = [t.state for t in self._last().values() if t.state.is_finished()]
+        return bool(told) and told.count(TrialState.FAIL) / len(told) > self.space.max_failure_rate
+
+    def open_places(self) -> list[int]:
+        """Return the places whose trials are not told, or are to be tried again."""
+        told = {place for place, trial in self._last().items() if trial.state.is_finished()}
+        return sorted({*range(self.space.trials)} - told | set(self.vacant()))
+
+    def vacant(self) -> list[int]:
+        """Return the places whose trials were lost and may be tried again."""
+        return [
+            place
+            for place, trial in self._last().items()
+            if trial.state == TrialState.FAIL
+            and trial.user_attrs.get(_LOST)
+            and _AGAIN not in trial.user_attrs
+        ]
+
+    def best(self) -> dict[str, Any] | None:
+        """Return the best settings and their result; None before there is any."""
+        told = [t for t in self._placed() if t.state == TrialState.COMPLETE]
+        if not told:
+            return None
+        best = self._study.best_trial
+        return {"name": "optuna", "best_params": best.params, "best_value": best.value}
+
+    def _trials(self) -> list[FrozenTrial]:
+        try:
+            return self._study.get_trials(deepcopy=False)
+        except (ValueError, KeyError) as error:
+            raise self._damaged(error) from None
+
+    def _placed(self) -> list[FrozenTrial]:
+        """Return all trials that were asked for to the end; no other is ever run."""
+        placed = [t for t in self._trials() if type(t.user_attrs.get(_PLACE)) is int]
+        if any(trial.distributions != self._distributions for trial in placed):
+            raise self._of_others()
+        return placed
+
+    def _running(self) -> list[FrozenTrial]:
+        return [trial for trial in self._placed() if trial.state == TrialState.RUNNING]
+
+    def _last(self) -> dict[int, FrozenTrial]:
+        """Return the newest trial of each place."""
+        return {trial.user_attrs[_PLACE]: trial for trial in self._placed()}
+
+    def _trial(self, trial: FrozenTrial) -> Trial:
+        return Trial(trial.number, trial.user_attrs[_PLACE], self.space.words(trial.params))
+
+    def _set(self, trial: FrozenTrial, name: str, value: Any) -> None:
+        if trial.user_attrs.get(name) != value:
+            study = self._storage.get_study_id_from_name(self.space.name)
+            known = self._storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+            self._storage.set_trial_user_attr(known, name, value)
+
+    def _tell(self, number: int, value: float | None) -> bool:
+        if self._trials()[number].state.is_finished():
+            return False
+        is_known = value is not None and not math.isnan(value)
+        state = TrialState.COMPLETE if is_known else TrialState.FAIL
+        self._study.tell(number, value if is_known else None, state=state)
+        return True
+
+    def _ask(self, place: int, owner: str) -> Trial:
+        known = self._trials()
+        for trial in known:  # whoever asked for it was killed meanwhile
+            if trial.state == TrialState.RUNNING and _PLACE not in trial.user_attrs:
+                self._tell(trial.number, None)
+        self._study.sampler = _sampler(self.space, len(known))
+        try:
+            asked = self._study.ask(self._distributions)
+        finally:
+            self._study.sampler = RandomSampler()  # which leaves telling alone
+        asked.set_user_attr(_OWNER, owner)
+        asked.set_user_attr(_PLACE, place)
+        return Trial(asked.number, place, self.space.words(asked.params))
+
+    def _ask_again(self, lost: FrozenTrial, owner: str) -> Trial:
+        place = lost.user_attrs[_PLACE]
+        self._study.add_trial(
+            create_trial(
+                state=TrialState.RUNNING,
+                params=lost.params,
+                distributions=lost.distributions,
+                user_attrs={_OWNER: owner, _PLACE: place, _AGAIN: True},
+                system_attrs=lost.system_attrs,
+            )
+        )
+        return self._trial(self._last()[place])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from asking; a lock that is held for 30 s is of a dead process."""
+        lock = _MendingLock(self._path.with_suffix(".asking"))
+        lock.acquire()
+        try:
+            yield
+        except (ValueError, KeyError) as error:
+            raise self._damaged(error) from None
+        finally:
+            lock.release()
+
+    def _damaged(self, error: Exception) -> ConfigError:
+        return ConfigError(f"{self._path} is damaged: {error}", "Choose another run.id.")
+
+    def _of_others(self) -> ConfigError:
+        return ConfigError(
+            f"{self._path} is the journal of a sweep with other settings",
+            "Choose another run.id for a sweep of these.",
+        )
+
+
+def search(study: Study, make_point: MakePoint, run: Run) -> None:
+    """Ask for trials, run and tell them, until there are enough."""
+    while trials := study.next_trials():
+        points = [make_point(trial.swept) for trial in trials]
+        outcomes = run(Batch(points, study.space.trials, learns=True))
+        for trial, outcome in zip(trials, outcomes, strict=True):
+            study.tell(trial.number, outcome.value)
+
+
+class _MendingLock:
+    """Optuna's lock of a file, which also cuts off a half line that a killed process left.
+
+    Optuna would write the next line behind it, and lose both.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, JournalFileOpenLock(str(path))
+
+    def acquire(self) -> bool:
+        """Wait for the lock."""
+        self._lock.acquire()
+        with suppress(FileNotFoundError), open(self._path, "rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = file.seek(max(size - _LONGEST, 0))
+            end = begin + file.read().rfind(b"\n") + 1
+            if end < size:
+                file.truncate(end)
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
+        with suppress(RuntimeError):  # another process took it, as this one was too slow
+            self._lock.release()
+
+
+def _distribution(name: str, values: Values) -> Any:
+    low, high, step = values.low, values.high, values.step
+    try:
+        if values.choices:
+            return CategoricalDistribution(values.choices)
+        if all(isinstance(each, int) for each in (low, high, step or 1)):
+            return IntDistribution(int(low), int(high), log=values.log, step=int(step or 1))
+        return FloatDistribution(low, high, log=values.log, step=step)
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be searched: {error}", "Correct its values.") from None
+
+
+def _sampler(space: Space, number: int) -> Any:
+    """Return the sampler of a trial, whichever process asks for it."""
+    options: dict[str, Any] = dict(space.options)
+    if (seed := options.get("seed")) is not None and space.sampler != "QMCSampler":
+        options["seed"] = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    try:
+        return getattr(optuna.samplers, space.sampler)(**options)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"hydra.sweeper.sampler ({space.sampler}) cannot be made: {error}",
+            "Use hydra/sweeper/sampler=tpe, or correct its options.",
+        ) from None
