@@ -1,7 +1,7 @@
 """Sweeps by Hydra's sweepers, its own or an installed one, and by Optuna.
 
 A Hydra launcher plug-in hands each batch of points to the launcher. A sweeper sees the swept
-settings only; the rest of the command line stays as typed. Of a sweep by Optuna only the settings
+settings only; the rest of the command line stays as typed. For Optuna, the settings of the search
 are read here (`Space`). A file may describe a sweep, too:
 
     # @package _global_

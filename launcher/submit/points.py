@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.base import DamagedError, read_json, write_whole
+from launcher.base import DamagedError, make_private, read_json, write_whole
 from launcher.base.reading import read
 from launcher.config.compose import Point, to_written
 from launcher.config.errors import ConfigError
@@ -43,6 +43,24 @@ def place_sweep(points: Sequence[Point]) -> tuple[str, Path]:
     [(run_id, run_dir)] = runs
     sweep_id = run_id or f"sweep-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     return sweep_id, Path(_FOLDER if run_dir == Run().dir else run_dir) / sweep_id
+
+
+def make_sweep(folder: Path, shared: bool) -> None:
+    """Make the sweep's folder; only its user may read it, unless the runs are `shared`.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if shared:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.is_dir():
+            make_private(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"The sweep's folder {folder} cannot be made: {error.strerror}",
+            "Set run.dir to a folder that you may write.",
+        ) from None
 
 
 def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:

@@ -1,8 +1,8 @@
-"""The trials of a sweep by Optuna: asked for and told in a journal in the sweep's folder.
+"""Trials of a sweep by Optuna, in a journal in the sweep's folder (Optuna's ask and tell).
 
 Each process of a sweep opens the journal for itself. A trial has a *place* among those that are
-wanted. It runs in the folder of its place, and is told once: by its owner or, where that is lost,
-by another process. A lost trial's place gets a second one with the same settings.
+wanted. It runs in the folder of its place, and its result is recorded once: by its owner or, where
+that is lost, by another process. The place of a lost trial gets a second one, with its settings.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import optuna
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import RandomSampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from launcher.config.errors import ConfigError
-from launcher.config.search import Space, Values
+from launcher.config.search import Space
 from launcher.config.sweep import Batch, MakePoint, Run
 
 JOURNAL = "optuna.journal"
-# What is noted of a trial: its place (last, once it is whole); who runs it; that it was lost; that
-# it is the second one of its place.
-_PLACE, _OWNER, _LOST, _AGAIN = "place", "owner", "lost", "again"
-_SETTINGS = "settings"  # of the study: a digest
+# Notes of a trial: its place (last, so that what has one is whole), who runs it, that this one was
+# lost and is to be tried again, that it is the second one of its place.
+_PLACE, _OWNER, _LOST, _SECOND = "place", "owner", "lost", "second"
+_SETTINGS = "settings"  # a note of the study
 _LONGEST = 2**20  # bytes; no line is as long
+_GRACE = 30  # seconds after which a lock is known to be of a dead process
 
 
 class Trial(NamedTuple):
@@ -45,7 +44,7 @@ class Trial(NamedTuple):
 class Study:
     """The journal of a sweep.
 
-    Locks are files that only one process can make, which every file system knows.
+    Its locks are files that only one process can make, which every file system knows.
 
     Args:
         folder: the sweep's folder.
@@ -59,7 +58,6 @@ class Study:
     def __init__(self, folder: Path, space: Space, settings: str) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.space, self._path = space, folder / JOURNAL
-        self._distributions = {name: _distribution(name, v) for name, v in space.values.items()}
         lock: Any = _MendingLock(self._path)
         with self._alone():
             self._storage = JournalStorage(JournalFileBackend(str(self._path), lock))
@@ -70,7 +68,7 @@ class Study:
                 direction=space.direction,
                 load_if_exists=True,
             )
-            if self._study.user_attrs.get(_SETTINGS) is None:
+            if _SETTINGS not in self._study.user_attrs:
                 self._study.set_user_attr(_SETTINGS, settings)
             if self._study.user_attrs[_SETTINGS] != settings:
                 raise self._of_others()
@@ -89,77 +87,67 @@ class Study:
             return [self._ask(place, "") for place in range(begun, begun + count)]
 
     def take(self, place: int, owner: str) -> Trial | None:
-        """Return the trial that the job of a place is to run; None if nothing is left to do.
-
-        It is the place's own, as long as it is not told; otherwise one for a place whose trial was
-        lost.
+        """Return the trial that a job is to run; None if nothing is left to do.
 
         Args:
-            place: the place.
-            owner: the job; it comes back to its own trial.
+            place: the job's own place; once that is finished, it takes one whose trial was lost.
+            owner: the job, which comes back to its own trial.
         """
         with self._alone():
-            last = self._last()
             for trial in self._running():
                 is_free = trial.user_attrs[_PLACE] == place and not trial.user_attrs[_OWNER]
                 if is_free or trial.user_attrs[_OWNER] == owner:
-                    self._set(trial, _OWNER, owner)
+                    self._note(trial, _OWNER, owner)
                     return self._trial(trial)
             if self.is_given_up:
                 return None
-            if place not in last:
+            if place not in self._last():
                 return self._ask(place, owner)
-            vacant = sorted(self.vacant(), key=lambda n: n != place)
-            return self._ask_again(last[vacant[0]], owner) if vacant else None
+            vacant = sorted(self.vacant(), key=lambda each: each != place)
+            return self._ask_again(vacant[0], owner) if vacant else None
 
     def tell(self, number: int, value: float | None) -> bool:
-        """Tell a trial's result, None for a failure; return False if it has been told already."""
+        """Tell a trial's result, None for a failure; return False if there is one already."""
         with self._alone():
             return self._tell(number, value)
 
-    def running(self) -> dict[Trial, str]:
-        """Return the trials that are not told yet, with their owners."""
-        return {self._trial(trial): trial.user_attrs[_OWNER] for trial in self._running()}
-
-    def tell_lost(self, trial: Trial, is_repeated: bool) -> None:
-        """Tell that a trial's owner is lost, and whether its place may get another trial."""
+    def tell_lost(self, number: int, is_repeated: bool) -> None:
+        """Tell that a trial's owner is lost, and whether its place may get a second one."""
         with self._alone():
-            noted = self._trials()[trial.number]
-            if not noted.state.is_finished():
-                self._set(noted, _LOST, is_repeated)
-                self._tell(trial.number, None)
+            trial = self._trials()[number]
+            if trial.state == TrialState.RUNNING:
+                self._note(trial, _LOST, is_repeated)
+                self._tell(number, None)
 
     def release(self) -> None:
-        """Let the next job of its place go on with each trial that runs; no job may be alive."""
+        """Give all trials that run to the next jobs of their places. No job may be alive."""
         with self._alone():
             for trial in self._running():
-                self._set(trial, _OWNER, "")
+                self._note(trial, _OWNER, "")
+
+    def running(self) -> dict[Trial, str]:
+        """Return the trials without a result, with their owners."""
+        return {self._trial(trial): trial.user_attrs[_OWNER] for trial in self._running()}
+
+    def vacant(self) -> list[int]:
+        """Return the places whose trials were lost and may be tried again."""
+        notes = {place: trial.user_attrs for place, trial in self._last().items()}
+        return [place for place, n in notes.items() if n.get(_LOST) and _SECOND not in n]
+
+    def open_places(self) -> list[int]:
+        """Return the places without a result, or with a lost trial that may be tried again."""
+        ended = {place for place, trial in self._last().items() if trial.state.is_finished()}
+        return sorted({*range(self.space.trials)} - ended | {*self.vacant()})
 
     @property
     def is_given_up(self) -> bool:
         """Whether more trials have failed than `hydra.sweeper.max_failure_rate` allows."""
-        told = [t.state for t in self._last().values() if t.state.is_finished()]
-        return bool(told) and told.count(TrialState.FAIL) / len(told) > self.space.max_failure_rate
-
-    def open_places(self) -> list[int]:
-        """Return the places whose trials are not told, or are to be tried again."""
-        told = {place for place, trial in self._last().items() if trial.state.is_finished()}
-        return sorted({*range(self.space.trials)} - told | set(self.vacant()))
-
-    def vacant(self) -> list[int]:
-        """Return the places whose trials were lost and may be tried again."""
-        return [
-            place
-            for place, trial in self._last().items()
-            if trial.state == TrialState.FAIL
-            and trial.user_attrs.get(_LOST)
-            and _AGAIN not in trial.user_attrs
-        ]
+        ended = [t.state for t in self._last().values() if t.state.is_finished()]
+        return ended.count(TrialState.FAIL) > self.space.max_failure_rate * len(ended)
 
     def best(self) -> dict[str, Any] | None:
         """Return the best settings and their result; None before there is any."""
-        told = [t for t in self._placed() if t.state == TrialState.COMPLETE]
-        if not told:
+        if all(trial.state != TrialState.COMPLETE for trial in self._placed()):
             return None
         best = self._study.best_trial
         return {"name": "optuna", "best_params": best.params, "best_value": best.value}
@@ -173,7 +161,7 @@ class Study:
     def _placed(self) -> list[FrozenTrial]:
         """Return all trials that were asked for to the end; no other is ever run."""
         placed = [t for t in self._trials() if type(t.user_attrs.get(_PLACE)) is int]
-        if any(trial.distributions != self._distributions for trial in placed):
+        if any(trial.distributions != self.space.values for trial in placed):
             raise self._of_others()
         return placed
 
@@ -187,11 +175,10 @@ class Study:
     def _trial(self, trial: FrozenTrial) -> Trial:
         return Trial(trial.number, trial.user_attrs[_PLACE], self.space.words(trial.params))
 
-    def _set(self, trial: FrozenTrial, name: str, value: Any) -> None:
-        if trial.user_attrs.get(name) != value:
-            study = self._storage.get_study_id_from_name(self.space.name)
-            known = self._storage.get_trial_id_from_study_id_trial_number(study, trial.number)
-            self._storage.set_trial_user_attr(known, name, value)
+    def _note(self, trial: FrozenTrial, name: str, value: Any) -> None:
+        study = self._storage.get_study_id_from_name(self.space.name)
+        known = self._storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+        self._storage.set_trial_user_attr(known, name, value)
 
     def _tell(self, number: int, value: float | None) -> bool:
         if self._trials()[number].state.is_finished():
@@ -203,26 +190,24 @@ class Study:
 
     def _ask(self, place: int, owner: str) -> Trial:
         known = self._trials()
-        for trial in known:  # whoever asked for it was killed meanwhile
+        for trial in known:
             if trial.state == TrialState.RUNNING and _PLACE not in trial.user_attrs:
-                self._tell(trial.number, None)
-        self._study.sampler = _sampler(self.space, len(known))
-        try:
-            asked = self._study.ask(self._distributions)
-        finally:
-            self._study.sampler = RandomSampler()  # which leaves telling alone
+                self._tell(trial.number, None)  # whoever asked for it was killed meanwhile
+        self._study.sampler = self.space.sampler(len(known))
+        asked = self._study.ask(dict(self.space.values))
+        self._study.sampler = RandomSampler()  # it leaves telling alone, unlike a grid's
         asked.set_user_attr(_OWNER, owner)
         asked.set_user_attr(_PLACE, place)
         return Trial(asked.number, place, self.space.words(asked.params))
 
-    def _ask_again(self, lost: FrozenTrial, owner: str) -> Trial:
-        place = lost.user_attrs[_PLACE]
+    def _ask_again(self, place: int, owner: str) -> Trial:
+        lost = self._last()[place]
         self._study.add_trial(
             create_trial(
                 state=TrialState.RUNNING,
                 params=lost.params,
                 distributions=lost.distributions,
-                user_attrs={_OWNER: owner, _PLACE: place, _AGAIN: True},
+                user_attrs={_OWNER: owner, _PLACE: place, _SECOND: True},
                 system_attrs=lost.system_attrs,
             )
         )
@@ -230,7 +215,7 @@ class Study:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes from asking; a lock that is held for 30 s is of a dead process."""
+        """Keep other processes from asking and telling."""
         lock = _MendingLock(self._path.with_suffix(".asking"))
         lock.acquire()
         try:
@@ -244,10 +229,8 @@ class Study:
         return ConfigError(f"{self._path} is damaged: {error}", "Choose another run.id.")
 
     def _of_others(self) -> ConfigError:
-        return ConfigError(
-            f"{self._path} is the journal of a sweep with other settings",
-            "Choose another run.id for a sweep of these.",
-        )
+        problem = f"{self._path} is the journal of a sweep with other settings"
+        return ConfigError(problem, "Choose another run.id for a sweep of these.")
 
 
 def search(study: Study, make_point: MakePoint, run: Run) -> None:
@@ -266,7 +249,7 @@ class _MendingLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, JournalFileOpenLock(str(path))
+        self._path, self._lock = path, JournalFileOpenLock(str(path), _GRACE)
 
     def acquire(self) -> bool:
         """Wait for the lock."""
@@ -281,31 +264,5 @@ class _MendingLock:
 
     def release(self) -> None:
         """Give the lock back."""
-        with suppress(RuntimeError):  # another process took it, as this one was too slow
+        with suppress(RuntimeError):  # this process was too slow: another one took it
             self._lock.release()
-
-
-def _distribution(name: str, values: Values) -> Any:
-    low, high, step = values.low, values.high, values.step
-    try:
-        if values.choices:
-            return CategoricalDistribution(values.choices)
-        if all(isinstance(each, int) for each in (low, high, step or 1)):
-            return IntDistribution(int(low), int(high), log=values.log, step=int(step or 1))
-        return FloatDistribution(low, high, log=values.log, step=step)
-    except ValueError as error:
-        raise ConfigError(f"{name} cannot be searched: {error}", "Correct its values.") from None
-
-
-def _sampler(space: Space, number: int) -> Any:
-    """Return the sampler of a trial, whichever process asks for it."""
-    options: dict[str, Any] = dict(space.options)
-    if (seed := options.get("seed")) is not None and space.sampler != "QMCSampler":
-        options["seed"] = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    try:
-        return getattr(optuna.samplers, space.sampler)(**options)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"hydra.sweeper.sampler ({space.sampler}) cannot be made: {error}",
-            "Use hydra/sweeper/sampler=tpe, or correct its options.",
-        ) from None

@@ -24,8 +24,6 @@ from launcher.base import (
     answer,
     complain,
     end_with_parent,
-    lacking,
-    make_private,
     setting_word,
     write_whole,
 )
@@ -57,6 +55,7 @@ from launcher.submit.points import (
     RUNNING,
     PointNote,
     Points,
+    make_sweep,
     members,
     open_points,
     place_sweep,
@@ -203,16 +202,13 @@ class RunningSweep:
             ConfigError: Optuna is not installed, a setting is wrong, or as of `run`.
             StoppedError: a signal came.
         """
-        if command := lacking("optuna"):
-            raise ConfigError(
-                "hydra/sweeper=optuna needs Optuna, which is not installed",
-                f"Install it with: {command}.",
-            )
         from launcher.submit import study, trials
 
         ends = Batch([make_point(words) for words in space.ends()], space.trials, True)
         points, wrong = load_points(ends.points, self._dirs)
         if _submission(points) is not None and points[0].config.task != "check":
+            for point in points:
+                _check_objective(point.config)
             by_jobs = trials.Jobs(space, make_point, points, arguments, self._dirs)
             raise _EndedError(by_jobs.run(self._stop))
         self._check_begin(ends, points, wrong)
@@ -249,10 +245,10 @@ class RunningSweep:
         """
         config = points[0].config
         for point in points:
-            check_objective(point.config)
+            _check_objective(point.config)
         find_slots([point.config for point in points], os.environ)
         self._id, folder = place_sweep(points)
-        make(folder, config.run.shared)
+        make_sweep(folder, config.run.shared)
         self._stack.enter_context(private_files(config.run))
         self._points = self._stack.enter_context(open_points(folder))
         # It says nothing: the runs say that they heard a signal.
@@ -366,25 +362,7 @@ def start(
         )
 
 
-def make(folder: Path, shared: bool) -> None:
-    """Make the sweep's folder; only its user may read it, unless the runs are `shared`.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    try:
-        if shared:
-            folder.mkdir(parents=True, exist_ok=True)
-        elif not folder.is_dir():
-            make_private(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"The sweep's folder {folder} cannot be made: {error.strerror}",
-            "Set run.dir to a folder that you may write.",
-        ) from None
-
-
-def check_objective(config: Config) -> None:
+def _check_objective(config: Config) -> None:
     """Check that the runs will have the result that `sweep.objective` names.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The batch script repeats the command line of the sweep. In a job it means: ask for a trial when the
 element starts, run it, and tell its result when it ends. Nothing waits for the elements. Each looks
-after the others, too: a trial whose job is lost is told as failed, and is tried again.
+after the others, too: a trial whose job is lost has failed, and is tried again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -31,7 +32,14 @@ from launcher.report.console import line_printer, make_console
 from launcher.report.sweep import is_done, objective_of, result_of
 from launcher.stop import Stop
 from launcher.submit import job
-from launcher.submit.points import member, members, open_points, place_sweep, settings_digest
+from launcher.submit.points import (
+    make_sweep,
+    member,
+    members,
+    open_points,
+    place_sweep,
+    settings_digest,
+)
 from launcher.submit.study import Study, Trial
 
 _POLL_SECONDS = 0.5
@@ -81,37 +89,30 @@ class Jobs:
     # -- On the login node ------------------------------------------------------------------------
 
     def _submit(self, stop: Stop) -> int:
-        slurm = slurm_of(self._config.cluster)
-        limit = slurm.array or self._space.jobs
-        job.check_jobs([_in_array(c, limit) for c in members(self._points, self._id, self._folder)])
-        if slurm_of(self._points[0].config.cluster).dry_run:
+        limit = slurm_of(self._config.cluster).array or self._space.jobs
+        configs = members(self._points, self._id, self._folder)
+        job.check_jobs([_with_slurm(config, array=limit) for config in configs])
+        if slurm_of(configs[0].cluster).dry_run:
             return answer(self._script(range(self._space.trials), limit), end="")
-        job.check_site([self._config])
+        job.check_site(configs)
         from launcher.driver.planning.prepare import prepare
 
         with lines_to(line_printer(make_console())):
-            prepare(self._config, Console(quiet=True))  # what is wrong is said before it waits
+            prepare(self._config, Console(quiet=True))  # so that no job waits for a wrong setting
         made = [] if self._folder.exists() else [self._folder]
-        (self._folder if self._config.run.shared else make_folder(self._of_folder())).mkdir(
-            parents=True, exist_ok=True
-        )
+        make_sweep(self._folder, self._config.run.shared)
         with private_files(self._config.run), open_points(self._folder):
             self._check_idle()
             study = self._study()
             study.release()
             if not (places := study.open_places()):
-                answer(f"all {self._space.trials} trials of {self._folder} are told")
-                return 0
+                return answer(f"all {self._space.trials} trials of {self._folder} have ended")
             homes = {f"_{n}": make_folder(self._member(n)) for n in places}
             for home in homes.values():
                 (home / "logs").mkdir(exist_ok=True)
             text, said = self._script(places, limit), "submitted job array {}".format
             job.hand_in(self._config, self._folder / SCRIPT, text, homes, said, made, stop)
         return job.say_where(self._folder)
-
-    def _of_folder(self) -> Config:
-        run = replace(self._config.run, id=self._id, dir=str(self._folder.parent))
-        return replace(self._config, run=run)
 
     def _script(self, places: Sequence[int], limit: int) -> str:
         words = ["-m", *(f"--config-dir={each}" for each in self._dirs), *self._arguments]
@@ -154,10 +155,11 @@ class Jobs:
             answer("no trial is left to run")
             return note_exit_code(0)
         answer(f"trial {trial.number}: {' '.join(trial.swept)}")
+        home = self._home(trial)
+        if trial.place != place:
+            job.note_job(home, owner, self._folder / SCRIPT)
         try:
-            config = self._of_trial(trial)
-            home = Path(config.run.dir, str(config.run.id))
-            code = 0 if is_done(home) else run_allocated(config, allocation, stop)
+            code = 0 if is_done(home) else run_allocated(self._of_trial(trial), allocation, stop)
         except ConfigError:
             study.tell(trial.number, None)
             raise
@@ -172,7 +174,7 @@ class Jobs:
         return note_exit_code(code)
 
     def _look_after_others(self, study: Study, owner: str) -> None:
-        """Tell trials whose jobs have ended without telling them."""
+        """Tell the results of trials whose jobs are lost."""
         running = {t: by for t, by in study.running().items() if by not in ("", owner)}
         if not running:
             return
@@ -184,16 +186,15 @@ class Jobs:
             state = states.get(by, "forgotten")
             if state not in ENDED and state != "forgotten":
                 continue
-            if is_done(self._folder / f"{self._id}-{trial.place}"):
+            if is_done(self._home(trial)):
                 study.tell(trial.number, self._result(trial))
             else:
-                complain(f"job {by} is {state} and has not told trial {trial.number}: it failed")
-                study.tell_lost(trial, is_repeated=state != "CANCELLED")
+                complain(f"trial {trial.number} failed: its job {by} is {state}")
+                study.tell_lost(trial.number, is_repeated=state != "CANCELLED")
 
     def _study(self) -> Study:
-        slurm = Slurm(emulated=slurm_of(self._config.cluster).emulated)
-        cluster = replace(slurm_cluster(self._config.cluster), slurm=slurm)
-        digest = settings_digest(replace(self._config, cluster=cluster))
+        of_job = replace(Slurm(), emulated=slurm_of(self._config.cluster).emulated)
+        digest = settings_digest(_with_slurm(self._config, **asdict(of_job)))
         return Study(self._folder, self._space, digest)
 
     def _member(self, place: int) -> Config:
@@ -204,14 +205,16 @@ class Jobs:
         [point], _ = load_points([self._make_point(trial.swept)], self._dirs)
         return member(job.settled(point.config), self._id, self._folder, trial.place)
 
+    def _home(self, trial: Trial) -> Path:
+        return self._folder / f"{self._id}-{trial.place}"
+
     def _result(self, trial: Trial) -> float | None:
-        home = self._folder / f"{self._id}-{trial.place}"
-        return result_of(home, objective_of(self._config))
+        return result_of(self._home(trial), objective_of(self._config))
 
 
-def _in_array(config: Config, limit: int) -> Config:
+def _with_slurm(config: Config, **options: Any) -> Config:
     cluster = slurm_cluster(config.cluster)
-    return replace(config, cluster=replace(cluster, slurm=replace(cluster.slurm, array=limit)))
+    return replace(config, cluster=replace(cluster, slurm=replace(cluster.slurm, **options)))
 
 
 def _give_up(seconds: float) -> None:
