@@ -12,9 +12,8 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -29,7 +28,7 @@ from launcher.config.search import Space
 from launcher.config.sweep import MakePoint
 from launcher.driver.folder.make_folder import make_folder, private_files
 from launcher.report.console import line_printer, make_console
-from launcher.report.sweep import is_done, objective_of, result_of
+from launcher.report.sweep import objective_of, result_of
 from launcher.stop import Stop
 from launcher.submit import job
 from launcher.submit.points import (
@@ -40,7 +39,7 @@ from launcher.submit.points import (
     place_sweep,
     settings_digest,
 )
-from launcher.submit.study import Study, Trial
+from launcher.submit.study import Study
 
 _POLL_SECONDS = 0.5
 
@@ -91,8 +90,11 @@ class Jobs:
     def _submit(self, stop: Stop) -> int:
         limit = slurm_of(self._config.cluster).array or self._space.jobs
         configs = members(self._points, self._id, self._folder)
-        job.check_jobs([_with_slurm(config, array=limit) for config in configs])
-        if slurm_of(configs[0].cluster).dry_run:
+        slurms = [slurm_of(config.cluster) for config in configs]
+        job.check_jobs(
+            [_with(replace(s, array=limit), c) for s, c in zip(slurms, configs, strict=True)]
+        )
+        if slurms[0].dry_run:
             return answer(self._script(range(self._space.trials), limit), end="")
         job.check_site(configs)
         from launcher.driver.planning.prepare import prepare
@@ -155,18 +157,19 @@ class Jobs:
             answer("no trial is left to run")
             return note_exit_code(0)
         answer(f"trial {trial.number}: {' '.join(trial.swept)}")
-        home = self._home(trial)
+        home = self._folder / f"{self._id}-{trial.place}"
         if trial.place != place:
             job.note_job(home, owner, self._folder / SCRIPT)
         try:
-            code = 0 if is_done(home) else run_allocated(self._of_trial(trial), allocation, stop)
+            [point], _ = load_points([self._make_point(trial.swept)], self._dirs)
+            config = member(job.settled(point.config), self._id, self._folder, trial.place)
+            code = run_allocated(config, allocation, stop)
         except ConfigError:
             study.tell(trial.number, None)
             raise
         if code == PREEMPTED:
             return code  # it comes back, or is looked after
-        value = self._result(trial) if code == 0 else None
-        study.tell(trial.number, value)
+        study.tell(trial.number, None if code else result_of(home, objective_of(config)))
         self._look_after_others(study, owner)
         if study.vacant() and allocation.restarts < allocation.max_requeues:
             answer("the trial of a lost job is tried again: this element comes back for it")
@@ -184,37 +187,20 @@ class Jobs:
             return  # another element will ask again
         for trial, by in running.items():
             state = states.get(by, "forgotten")
-            if state not in ENDED and state != "forgotten":
-                continue
-            if is_done(self._home(trial)):
-                study.tell(trial.number, self._result(trial))
-            else:
+            if state in ENDED or state == "forgotten":
                 complain(f"trial {trial.number} failed: its job {by} is {state}")
                 study.tell_lost(trial.number, is_repeated=state != "CANCELLED")
 
     def _study(self) -> Study:
-        of_job = replace(Slurm(), emulated=slurm_of(self._config.cluster).emulated)
-        digest = settings_digest(_with_slurm(self._config, **asdict(of_job)))
-        return Study(self._folder, self._space, digest)
+        slurm = Slurm(emulated=slurm_of(self._config.cluster).emulated)  # the rest may change
+        return Study(self._folder, self._space, settings_digest(_with(slurm, self._config)))
 
     def _member(self, place: int) -> Config:
         return member(self._config, self._id, self._folder, place)
 
-    def _of_trial(self, trial: Trial) -> Config:
-        """Return the settings of a trial's run; raise ConfigError if they are wrong."""
-        [point], _ = load_points([self._make_point(trial.swept)], self._dirs)
-        return member(job.settled(point.config), self._id, self._folder, trial.place)
 
-    def _home(self, trial: Trial) -> Path:
-        return self._folder / f"{self._id}-{trial.place}"
-
-    def _result(self, trial: Trial) -> float | None:
-        return result_of(self._home(trial), objective_of(self._config))
-
-
-def _with_slurm(config: Config, **options: Any) -> Config:
-    cluster = slurm_cluster(config.cluster)
-    return replace(config, cluster=replace(cluster, slurm=replace(cluster.slurm, **options)))
+def _with(slurm: Slurm, config: Config) -> Config:
+    return replace(config, cluster=replace(slurm_cluster(config.cluster), slurm=slurm))
 
 
 def _give_up(seconds: float) -> None:

@@ -1,5 +1,7 @@
 """Hydra's sweepers and Optuna ask for points and are told what came of them."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,27 @@ def test_what_is_wrong_is_said_before_anything_is_asked_for(words, error):
     with pytest.raises(ConfigError) as caught:
         swept(*words)
     assert str(caught.value).startswith(error)
+
+
+WITHOUT_OPTUNA = """
+import sys
+from launcher.__main__ import main
+from launcher.base import libraries
+libraries.find_spec = {}.get
+code = main(["-m", "hydra/sweeper=optuna", "train.steps=1,2"])
+sys.exit(code if "optuna" not in sys.modules else 9)
+"""
+
+
+def test_without_optuna_one_sentence_says_what_to_install(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_OPTUNA]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "launcher: hydra/sweeper=optuna needs Optuna, which is not installed (on the command "
+        "line). Install it with: pip install 'optuna>=5.0,<6'.\n",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
