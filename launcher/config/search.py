@@ -76,7 +76,7 @@ def read_space(sweeper: DictConfig, swept: Sequence[Override], loader: ConfigLoa
     """
     if command := lacking("optuna"):
         remedy = f"Install it with: {command}."
-        raise ConfigError("hydra/sweeper=optuna needs Optuna, which is not installed", remedy)
+        raise ConfigError("hydra/sweeper=optuna needs Optuna, which is not installed", remedy, ())
     _check(sweeper)
     texts = sweeper.params or {k: _typed(k, v) for k, v in (sweeper.search_space or {}).items()}
     overrides = [*parse([f"{name}={text}" for name, text in texts.items()], loader), *swept]

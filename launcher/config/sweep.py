@@ -164,8 +164,9 @@ def run_sweeper(
             try:
                 space = read_space(node.hydra.sweeper, swept, loader)
             except ConfigError as error:
-                places = (_place_of(sources, key) for key in error.keys)
-                raise error.located(next(filter(None, places), COMMAND_LINE)) from None
+                keys = [each for key in error.keys for each in (key, f"{SWEPT}.{key}")]
+                places = [*(_place_of(sources, key) for key in keys), COMMAND_LINE]
+                raise error.located(next(filter(None, places)) if keys else "") from None
             return search(space, lambda job: Asked(tuple(job), _point(overrides, job)))
         if not learns:
             _refuse_unlisted(swept)

@@ -121,7 +121,7 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
             "train.steps=interval(1,3) cannot be listed value by value (on the command line). "
             "Write the values with commas, range(start,stop,step) or choice(a,b).",
         ),
-        (OPTUNA, "hydra/sweeper=optuna has nothing to search (on the command line). Give "),
+        (OPTUNA, "hydra/sweeper=optuna has nothing to search"),
         *(
             ((*OPTUNA, f"{words}", "train.steps=1,2"), f"hydra.sweeper.{error}")
             for words, error in (
@@ -172,13 +172,14 @@ sys.exit(code if "optuna" not in sys.modules else 9)
 """
 
 
+@pytest.mark.devices
 def test_without_optuna_one_sentence_says_what_to_install(tmp_path):
     command = [sys.executable, "-c", WITHOUT_OPTUNA]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (
         2,
-        "launcher: hydra/sweeper=optuna needs Optuna, which is not installed (on the command "
-        "line). Install it with: pip install 'optuna>=5.0,<6'.\n",
+        "launcher: hydra/sweeper=optuna needs Optuna, which is not installed. "
+        "Install it with: pip install 'optuna>=5.0,<6'.\n",
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -308,6 +309,14 @@ OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n
             f"hydra.sweeper.params: train.steps=1,(2 cannot be read {PLACE}2)",
         ),
         (
+            f"{OPTUNA_FILE}params: {{train.steps: 'interval(3,1)'}}",
+            "train.steps=interval(3,1) cannot be searched: ",
+        ),
+        (
+            f"{OPTUNA_FILE}params: {{train.steps: 'tag(log,interval(0,1))'}}",
+            "train.steps=tag(log,interval(0,1)) cannot be searched: ",
+        ),
+        (
             f"{OPTUNA_FILE}n_trialz: 3",
             f"hydra.sweeper.n_trialz is not a setting {PLACE}5). Did you mean n_trials?",
         ),
@@ -337,6 +346,19 @@ def test_a_sweepers_file_runs_no_code(described, text):
 def test_a_sweepers_file_without_a_class_is_refused(described):
     with pytest.raises(ConfigError, match="names no class of a sweeper"):
         swept("hydra/sweeper=odd", dirs=described("max_batch_size: 3", "hydra/sweeper/odd"))
+
+
+def test_the_older_way_to_write_params(described, tmp_path):
+    space = (
+        "{train.steps: {type: int, low: 1, high: 9, step: 2}, run.seed: {type: categorical, "
+        "choices: [1, 2]}, optimizer.learning_rate: {type: float, low: 0.001, high: 1, log: true}}"
+    )
+    dirs = described(f"{OPTUNA_FILE}search_space: {space}\n    n_trials: 1")
+    [batch] = swept("recipe=mine", "allow_commands=true", folder=tmp_path, dirs=dirs)
+    values = dict(text.split("=") for text in batch.points[0].swept)
+    assert int(values["train.steps"]) in (1, 3, 5, 7, 9)
+    assert values["run.seed"] in ("1", "2")
+    assert 0.001 <= float(values["optimizer.learning_rate"]) <= 1
 
 
 def test_a_file_that_is_trusted_may_name_a_class(described, tmp_path):

@@ -165,6 +165,7 @@ def start(folder: Path, trials: int, places: range) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_processes_share_a_grid_and_may_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
