@@ -257,12 +257,12 @@ def freeze(config: Config, console: Console) -> RunFolder:
 
         ready = prepare(config, console, finished=finished)
         with folder.claim(config) as home:
-            write_plan(home, settled(config), ready.plan)
+            write_plan(home, as_run(config), ready.plan)
             home.logs.mkdir(exist_ok=True)
             return home
 
 
-def settled(config: Config) -> Config:
+def as_run(config: Config) -> Config:
     """Return `config` without the parts that are done here: submitting, and making a new folder."""
     cluster = slurm_cluster(config.cluster)
     cluster = replace(cluster, slurm=replace(cluster.slurm, dry_run=False, wait=False))

@@ -33,7 +33,7 @@ _LONGEST = 2**20  # bytes; no line is as long
 _GRACE = 30  # seconds after which a lock is known to be of a dead process
 
 
-class Trial(NamedTuple):
+class StudyTrial(NamedTuple):
     """A trial that runs: its number in the journal, its place, and the settings to try."""
 
     number: int
@@ -74,7 +74,7 @@ class Study:
                 raise self._of_others()
             self._placed()
 
-    def next_trials(self) -> list[Trial]:
+    def next_trials(self) -> list[StudyTrial]:
         """Return trials to run now: those that were cut off, otherwise new ones; none at the end.
 
         For the one process that runs the whole sweep.
@@ -86,7 +86,7 @@ class Study:
             count = 0 if self.is_given_up else min(self.space.jobs, self.space.trials - begun)
             return [self._ask(place, "") for place in range(begun, begun + count)]
 
-    def take(self, place: int, owner: str) -> Trial | None:
+    def take(self, place: int, owner: str) -> StudyTrial | None:
         """Return the trial that a job is to run; None if nothing is left to do.
 
         Args:
@@ -125,7 +125,7 @@ class Study:
             for trial in self._running():
                 self._note(trial, _OWNER, "")
 
-    def running(self) -> dict[Trial, str]:
+    def running(self) -> dict[StudyTrial, str]:
         """Return the trials without a result, with their owners."""
         return {self._trial(trial): trial.user_attrs[_OWNER] for trial in self._running()}
 
@@ -172,8 +172,8 @@ class Study:
         """Return the newest trial of each place."""
         return {trial.user_attrs[_PLACE]: trial for trial in self._placed()}
 
-    def _trial(self, trial: FrozenTrial) -> Trial:
-        return Trial(trial.number, trial.user_attrs[_PLACE], self.space.words(trial.params))
+    def _trial(self, trial: FrozenTrial) -> StudyTrial:
+        return StudyTrial(trial.number, trial.user_attrs[_PLACE], self.space.words(trial.params))
 
     def _note(self, trial: FrozenTrial, name: str, value: Any) -> None:
         study = self._storage.get_study_id_from_name(self.space.name)
@@ -188,7 +188,7 @@ class Study:
         self._study.tell(number, value if is_known else None, state=state)
         return True
 
-    def _ask(self, place: int, owner: str) -> Trial:
+    def _ask(self, place: int, owner: str) -> StudyTrial:
         known = self._trials()
         for trial in known:
             if trial.state == TrialState.RUNNING and _PLACE not in trial.user_attrs:
@@ -198,9 +198,9 @@ class Study:
         self._study.sampler = RandomSampler()  # it leaves telling alone, unlike a grid's
         asked.set_user_attr(_OWNER, owner)
         asked.set_user_attr(_PLACE, place)
-        return Trial(asked.number, place, self.space.words(asked.params))
+        return StudyTrial(asked.number, place, self.space.words(asked.params))
 
-    def _ask_again(self, place: int, owner: str) -> Trial:
+    def _ask_again(self, place: int, owner: str) -> StudyTrial:
         lost = self._last()[place]
         self._study.add_trial(
             create_trial(
@@ -233,7 +233,7 @@ class Study:
         return ConfigError(problem, "Choose another run.id for a sweep of these.")
 
 
-def search(study: Study, make_point: MakePoint, run: Run) -> None:
+def run_study(study: Study, make_point: MakePoint, run: Run) -> None:
     """Ask for trials, run and tell them, until there are enough."""
     while trials := study.next_trials():
         points = [make_point(trial.swept) for trial in trials]

@@ -214,7 +214,7 @@ class RunningSweep:
         self._check_begin(ends, points, wrong)
         self._open(points)
         journal = study.Study(self.home, space, settings_digest(points[0].config))
-        study.search(journal, make_point, self.run)
+        study.run_study(journal, make_point, self.run)
         if journal.is_given_up:
             complain("no further trial: more have failed than hydra.sweeper.max_failure_rate")
         if best := journal.best():

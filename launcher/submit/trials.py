@@ -68,7 +68,7 @@ class Jobs:
     ) -> None:
         self._space, self._make_point, self._points = space, make_point, points
         self._arguments, self._dirs = arguments, config_dirs
-        self._config = job.settled(points[0].config)
+        self._config = job.as_run(points[0].config)
         self._id, self._folder = place_sweep(points)
 
     def run(self, stop: Stop) -> int:
@@ -162,7 +162,7 @@ class Jobs:
             job.note_job(home, owner, self._folder / SCRIPT)
         try:
             [point], _ = load_points([self._make_point(trial.swept)], self._dirs)
-            config = member(job.settled(point.config), self._id, self._folder, trial.place)
+            config = member(job.as_run(point.config), self._id, self._folder, trial.place)
             code = run_allocated(config, allocation, stop)
         except ConfigError:
             study.tell(trial.number, None)

@@ -9,7 +9,7 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.sweep import Batch, Outcome, run_sweeper
-from launcher.submit.study import Study, search
+from launcher.submit.study import Study, run_study
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6")
 FOUND = {}  # by the last sweep by Optuna
@@ -39,7 +39,7 @@ def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere"), dir
 
     def by_optuna(space, make_point):
         study = Study(folder, space, "")
-        search(study, make_point, run)
+        run_study(study, make_point, run)
         FOUND.update(study.best() or {})
 
     run_sweeper(arguments, dirs, run, by_optuna, lambda: folder)

@@ -21,7 +21,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.search import Space
 from launcher.config.sweep import Asked, Outcome
 from launcher.submit import study as module
-from launcher.submit.study import JOURNAL, Study, search
+from launcher.submit.study import JOURNAL, Study
 
 TELL = 6  # a kind of the journal's lines
 NAME = "train.steps"
@@ -71,7 +71,7 @@ def test_a_job_comes_back_to_its_trial_and_a_lost_one_is_tried_again_once(tmp_pa
     assert study.best() == {"name": "optuna", "best_params": _params(own), "best_value": 2.0}
 
 
-def _params(trial: module.Trial) -> dict[str, int]:
+def _params(trial: module.StudyTrial) -> dict[str, int]:
     return {NAME: int(trial.swept[0].partition("=")[2])}
 
 
@@ -94,9 +94,9 @@ def test_too_many_failures_end_it(tmp_path: Path) -> None:
         asked.append(len(batch.points))
         return [Outcome(float("nan")), *(Outcome(1.0) for _ in batch.points[1:])]
 
-    search(Study(tmp_path, space(12, rate=0.3), "x"), lambda words: Asked(tuple(words), ()), run)
+    run_study(Study(tmp_path, space(12, rate=0.3), "x"), lambda words: Asked(tuple(words), ()), run)
     assert asked == [3]
-    search(Study(tmp_path, space(7, rate=0.4), "x"), lambda words: Asked(tuple(words), ()), run)
+    run_study(Study(tmp_path, space(7, rate=0.4), "x"), lambda words: Asked(tuple(words), ()), run)
     assert asked == [3, 3, 1]
     assert Study(tmp_path, space(8, rate=0.4), "x").take(7, "1_7") is None
 
