@@ -21,7 +21,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.search import Space
 from launcher.config.sweep import Asked, Outcome
 from launcher.submit import study as module
-from launcher.submit.study import JOURNAL, Study
+from launcher.submit.study import JOURNAL, Study, run_study
 
 TELL = 6  # a kind of the journal's lines
 NAME = "train.steps"
