@@ -17,16 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.base import (
-    answer,
-    complain,
-    end_with_parent,
-    setting_word,
-    write_whole,
-)
+from launcher.base import answer, complain, end_with_parent, setting_word, write_whole
 from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points, to_yaml
@@ -97,10 +92,7 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
     """
     with ExitStack() as stack:
         one = RunningSweep(config_dirs, stop, stack)
-
-        def search(space: Space, make_point: MakePoint) -> None:
-            one.search(space, make_point, arguments)
-
+        search = partial(one.search, arguments)
         try:
             run_sweeper(arguments, config_dirs, one.run, search, lambda: one.home)
         except _EndedError as ended:
@@ -190,16 +182,16 @@ class RunningSweep:
         self.write()
         return outcomes
 
-    def search(self, space: Space, make_point: MakePoint, arguments: Sequence[str]) -> None:
+    def search(self, arguments: Sequence[str], space: Space, make_point: MakePoint) -> None:
         """Search a space by Optuna, here or in jobs.
 
         Args:
+            arguments: the command line.
             space: the space.
             make_point: makes its points.
-            arguments: the command line.
 
         Raises:
-            ConfigError: Optuna is not installed, a setting is wrong, or as of `run`.
+            ConfigError: a setting is wrong, or as of `run`.
             StoppedError: a signal came.
         """
         from launcher.submit import study, trials
