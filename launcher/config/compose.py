@@ -21,7 +21,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.base import DamagedError, installing
+from launcher.base import DamagedError
 from launcher.base.reading import read_table, read_yaml
 from launcher.config.environment import (
     COMMAND_LINE_ONLY,
@@ -439,8 +439,6 @@ def _missing_option(
 def no_option(group: str, option: str, options: Sequence[str], where: str) -> ConfigError:
     """Return the error for an option that a group does not have, with the nearest one."""
     remedy = advice(option, options, f"Options of {group}")
-    if (group, option) == ("hydra/sweeper", "optuna"):
-        remedy = f"Install it with: {installing('hydra_plugins.hydra_optuna_sweeper')}."
     near = closest(option, options) or next((o for o in options if o.startswith(option)), None)
     fixes: list[Fix] = [{group: near}] if near else []
     problem = f"There is no {group}={option}"

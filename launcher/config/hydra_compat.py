@@ -64,6 +64,7 @@ class _UserFolders(SearchPathPlugin):
         for folder in reversed(_user_folders.get()):
             path = f"{_UserFolder.scheme()}://{folder}"
             search_path.prepend("user", path, SearchPathQuery(provider="main"))
+        search_path.append("launcher", f"file://{Path(__file__).with_name('optuna')}")
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Sweeps by Hydra's sweepers, its own or an installed one such as Optuna's.
+"""Sweeps by Hydra's sweepers, its own or an installed one, and by Optuna.
 
 A Hydra launcher plug-in hands each batch of points to the launcher. A sweeper sees the swept
-settings only; the rest of the command line stays as typed. A file may describe a sweep, too:
+settings only; the rest of the command line stays as typed. For Optuna, the settings of the search
+are read here (`Space`). A file may describe a sweep, too:
 
     # @package _global_
     defaults:
@@ -18,7 +19,6 @@ ends with code 1 for a wrong setting, where the launcher ends with 2 before anyt
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 import tempfile
@@ -45,6 +45,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.folders import search_folders
 from launcher.config.hydra_compat import Callbacks, searching
 from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse
+from launcher.config.search import OPTUNA, Space, read_space
 from launcher.config.sections import MAXIMIZED
 from launcher.config.sources import (
     SWEEPER,
@@ -84,6 +85,8 @@ class Batch:
 
 
 Run = Callable[[Batch], Sequence[Outcome]]
+MakePoint = Callable[[Sequence[str]], Asked]  # of the settings that the sweeper chose
+Search = Callable[[Space, MakePoint], None]
 
 
 class SweeperError(Exception):
@@ -130,28 +133,41 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_sweeper(
-    arguments: Sequence[str], config_dirs: Sequence[str], run: Run, results: Callable[[], Path]
+    arguments: Sequence[str],
+    config_dirs: Sequence[str],
+    run: Run,
+    search: Search,
+    results: Callable[[], Path],
 ) -> None:
-    """Have Hydra's sweeper ask for points until it has enough.
+    """Have Hydra's sweeper ask for points until it has enough, or search a space by Optuna.
 
     Args:
         arguments: the command line: settings, options, and those of `hydra/sweeper`.
         config_dirs: the values of `--config-dir`.
         run: runs a batch of points.
+        search: searches a space, given the function that makes its points.
         results: returns the folder for what the sweeper itself writes.
 
     Raises:
         ConfigError: the command line is wrong.
         SweeperError: the sweeper failed.
-        Exception: whatever `run` raises.
+        Exception: whatever `run` and `search` raise.
     """
     ours, of_sweeper = split_arguments(arguments)
     folders = search_folders(config_dirs)
     with searching(folders) as loader, tempfile.TemporaryDirectory() as scratch:
         overrides = parse(ours, loader)
-        node = _sweeper_settings(of_sweeper, overrides, folders, loader, Path(scratch))
+        node, sources = _sweeper_settings(of_sweeper, overrides, folders, loader, Path(scratch))
         learns, number = _is_learning(node), _points_in_all(node)
         swept = [one for one in overrides if one.is_sweep_override()]
+        if node.hydra.sweeper["_target_"] == OPTUNA:
+            try:
+                space = read_space(node.hydra.sweeper, swept, loader)
+            except ConfigError as error:
+                keys = [each for key in error.keys for each in (key, f"{SWEPT}.{key}")]
+                places = [*(_place_of(sources, key) for key in keys), COMMAND_LINE]
+                raise error.located(next(filter(None, places)) if keys else "") from None
+            return search(space, lambda job: Asked(tuple(job), _point(overrides, job)))
         if not learns:
             _refuse_unlisted(swept)
         raised: list[BaseException] = []
@@ -206,7 +222,6 @@ def _sweeper(node: DictConfig, loader: ConfigLoader) -> Sweeper:
     )
     # A point's settings are checked by the schema, not by the files that hold some of them.
     sweeper.validate_batch_is_legal = lambda batch: None  # type: ignore[method-assign]
-    logging.getLogger("optuna").setLevel(logging.WARNING)
     return sweeper
 
 
@@ -233,8 +248,8 @@ def _sweeper_settings(
     folders: Sequence[Path],
     loader: ConfigLoader,
     scratch: Path,
-) -> DictConfig:
-    """Return Hydra's own settings, as the command line and users' files have them.
+) -> tuple[DictConfig, list[Source]]:
+    """Return Hydra's own settings, as the command line and users' files have them, and the files.
 
     Args:
         of_sweeper: the sweeper's part of the command line.
@@ -280,7 +295,7 @@ def _sweeper_settings(
         )
     _fill_in(sweeper, said, in_files, _values(fixed, node))
     _settle_params(sweeper, overrides, sources, loader, _is_learning(node))
-    return node
+    return node, sources
 
 
 def _is_learning(node: DictConfig) -> bool:
@@ -290,7 +305,7 @@ def _is_learning(node: DictConfig) -> bool:
 
 def _points_in_all(node: DictConfig) -> int | None:
     """Return the number of points that an adaptive sweeper will ask for, if it is configured."""
-    names = ("n_trials", "budget", "max_trials")  # Optuna, Nevergrad, Ax
+    names = ("budget", "max_trials")  # Nevergrad, Ax
     found = (OmegaConf.select(node, f"{SWEEPER}.{name}") for name in names)
     return next((count for count in found if isinstance(count, int)), None)
 

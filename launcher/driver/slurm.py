@@ -66,6 +66,11 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
         return 1
     with private_files(config.run), lines_to(complain):
         code = _drive(home, config, allocation, stop)
+    return note_exit_code(code)
+
+
+def note_exit_code(code: int) -> int:
+    """Give the job's script the exit code of task 0; return it."""
     if file := os.environ.get("LAUNCHER_EXIT_CODE"):
         with suppress(OSError):  # srun's has to do, as inside a container
             Path(file).write_text(str(code))

@@ -118,16 +118,17 @@ def _compared(folders: Sequence[Path]) -> list[ComparedRun]:
     """Read runs; `<sweep id>-`, where all are of one sweep, is not part of their names."""
     settings = [flat(read_table(folder / "config.yaml")) for folder in folders]
     known = dict.fromkeys(key for one in settings for key in one if key not in IDENTITY)
+    begun = [one for one in settings if one]  # a trial has settings once it begins
     differing = [
         key
         for key in known
-        if any(one.get(key, UNSET) != settings[0].get(key, UNSET) for one in settings)
+        if any(one.get(key, UNSET) != begun[0].get(key, UNSET) for one in begun)
     ]
     prefix = _common_prefix(folders)
     return [
         ComparedRun(
             folder.name.removeprefix(prefix),
-            {key: one.get(key) for key in differing},
+            {key: one.get(key) if one else UNSET for key in differing},
             read_summary(folder),
         )
         for folder, one in zip(folders, settings, strict=True)
@@ -261,7 +262,7 @@ def report_sweep(
 
 def _charts(key: str, runs: Sequence[ComparedRun], best: ComparedRun | None) -> Iterator[Chart]:
     """Yield step time and memory against one setting, whose values stand in their order."""
-    values = {setting_text(run.settings[key]): run.settings[key] for run in runs}
+    values = {setting_text(run.settings[key]): run.settings[key] for run in runs if run.summary}
     labels = sorted(values, key=lambda text: _order(values[text]))
 
     def series(field: str, name: str, css: str, best: float | None = None) -> Series:

@@ -145,6 +145,11 @@ def _submit_sweep(
             path, text = home / SCRIPT, script_for(config)
             hand_in(config, path, text, {"": home}, said, made, stop)
             made = []  # if a later one is refused, the first is submitted already
+    return say_where(folder)
+
+
+def say_where(folder: Path) -> int:
+    """Say where a submitted sweep is and how to look at it; return the exit code."""
     answer(f"  folder  {folder}")
     status = to_type(*LAUNCH, ("task", "sweep_status"), ("sweep.dir", str(folder)))
     answer(f"  status  {status}")
@@ -252,12 +257,12 @@ def freeze(config: Config, console: Console) -> RunFolder:
 
         ready = prepare(config, console, finished=finished)
         with folder.claim(config) as home:
-            write_plan(home, _settled(config), ready.plan)
+            write_plan(home, as_run(config), ready.plan)
             home.logs.mkdir(exist_ok=True)
             return home
 
 
-def _settled(config: Config) -> Config:
+def as_run(config: Config) -> Config:
     """Return `config` without the parts that are done here: submitting, and making a new folder."""
     cluster = slurm_cluster(config.cluster)
     cluster = replace(cluster, slurm=replace(cluster.slurm, dry_run=False, wait=False))
@@ -284,30 +289,43 @@ def script_for(config: Config) -> str:
     """Return the batch script of one run, whose settings are frozen."""
     assert config.run.id is not None
     home = Path(config.run.dir, config.run.id).absolute()
-    settings = shlex.quote(str(home / "config.yaml"))
-    return script(config, config.run.id, output_file(home, "%j"), settings)
+    words = _frozen(config, shlex.quote(str(home / "config.yaml")))
+    return script(config, config.run.id, output_file(home, "%j"), words)
 
 
-def script(config: Config, name: str, output: Path, settings: str, array: str | None = None) -> str:
-    """Return a batch script that starts the launcher on each node.
+def _frozen(config: Config, settings: str) -> list[str]:
+    """Return the command line of a run whose settings are in a file, quoted for the shell.
 
-    No file can permit code to be run, so the script repeats what the user has permitted. It refers
-    to values that come from the submitter's environment, which Slurm passes on.
+    No file can permit code to be run, so the command line repeats what the user has permitted.
 
     Args:
-        config: the settings, of the first run for an array.
-        name: the job's name.
-        output: the file for its output.
-        settings: the file of the frozen settings, quoted for the shell.
-        array: the elements of a job array.
+        config: the settings.
+        settings: their file, quoted.
     """
-    slurm = slurm_of(config.cluster)
-    python = slurm.python or ("python3" if slurm.container.image else sys.executable)
     allowed = []
     if config.allow_modules:
         allowed.append(f"allow_modules=[{','.join(config.allow_modules)}]")
     if any(commands_in(config)):
         allowed.append("allow_commands=true")
+    return ["--frozen", settings, *map(shlex.quote, allowed)]
+
+
+def script(
+    config: Config, name: str, output: Path, words: Sequence[str], array: str | None = None
+) -> str:
+    """Return a batch script that starts the launcher on each node.
+
+    It refers to values that come from the submitter's environment, which Slurm passes on.
+
+    Args:
+        config: the settings, of the first run for an array.
+        name: the job's name.
+        output: the file for its output.
+        words: the launcher's command line, quoted for the shell.
+        array: the elements of a job array.
+    """
+    slurm = slurm_of(config.cluster)
+    python = slurm.python or ("python3" if slurm.container.image else sys.executable)
     places = {name: ("cluster", "slurm", "env", name) for name in slurm.env}
     variables = {
         name: word
@@ -315,8 +333,7 @@ def script(config: Config, name: str, output: Path, settings: str, array: str | 
         if place in config.from_environment
         and (word := in_shell(config.from_environment[place][0])) is not None
     }
-    command = [shlex.quote(python), "-m", "launcher", "--frozen", settings]
-    command += map(shlex.quote, allowed)
+    command = [shlex.quote(python), "-m", "launcher", *words]
     cluster, folder = slurm_cluster(config.cluster), Path.cwd()
     return render(cluster, name, folder, output, command, array, variables)
 
@@ -333,7 +350,7 @@ def array_script(configs: Sequence[Config], sweep_id: str) -> str:
     settings = f'{shlex.quote(f"{folder / sweep_id}-")}"${{SLURM_ARRAY_TASK_ID}}"/config.yaml'
     output = output_file(folder / f"{sweep_id}-%a", "%A_%a")
     elements = f"0-{len(configs) - 1}%{slurm_of(first.cluster).array}"
-    return script(first, sweep_id, output, settings, elements)
+    return script(first, sweep_id, output, _frozen(first, settings), elements)
 
 
 def output_file(home: Path, job: str) -> Path:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.base import DamagedError, read_json, write_whole
+from launcher.base import DamagedError, make_private, read_json, write_whole
 from launcher.base.reading import read
 from launcher.config.compose import Point, to_written
 from launcher.config.errors import ConfigError
@@ -45,16 +45,36 @@ def place_sweep(points: Sequence[Point]) -> tuple[str, Path]:
     return sweep_id, Path(_FOLDER if run_dir == Run().dir else run_dir) / sweep_id
 
 
+def make_sweep(folder: Path, shared: bool) -> None:
+    """Make the sweep's folder; only its user may read it, unless the runs are `shared`.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if shared:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.is_dir():
+            make_private(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"The sweep's folder {folder} cannot be made: {error.strerror}",
+            "Set run.dir to a folder that you may write.",
+        ) from None
+
+
 def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:
     """Return the settings of the runs of a sweep, each with a folder of its own."""
-    return [
-        replace(
-            point.config,
-            run=replace(point.config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
-            wandb=replace(point.config.wandb, group=point.config.wandb.group or sweep_id),
-        )
-        for number, point in enumerate(points)
-    ]
+    return [member(point.config, sweep_id, folder, n) for n, point in enumerate(points)]
+
+
+def member(config: Config, sweep_id: str, folder: Path, number: int) -> Config:
+    """Return the settings of one run of a sweep."""
+    return replace(
+        config,
+        run=replace(config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
+        wandb=replace(config.wandb, group=config.wandb.group or sweep_id),
+    )
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.base import answer, complain, end_with_parent, make_private, setting_word
+from launcher.base import answer, complain, end_with_parent, setting_word, write_whole
 from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
-from launcher.config.compose import Point, load_points
+from launcher.config.compose import Point, load_points, to_yaml
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.config.search import Space
 from launcher.config.sections import TASKS
-from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
+from launcher.config.sweep import Batch, MakePoint, Outcome, SweeperError, run_sweeper
 from launcher.driver.folder.make_folder import private_files
 from launcher.driver.planning import check
 from launcher.recipes import InputError
@@ -48,6 +50,7 @@ from launcher.submit.points import (
     RUNNING,
     PointNote,
     Points,
+    make_sweep,
     members,
     open_points,
     place_sweep,
@@ -89,8 +92,9 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
     """
     with ExitStack() as stack:
         one = RunningSweep(config_dirs, stop, stack)
+        search = partial(one.search, arguments)
         try:
-            run_sweeper(arguments, config_dirs, one.run, lambda: one.home)
+            run_sweeper(arguments, config_dirs, one.run, search, lambda: one.home)
         except _EndedError as ended:
             return ended.code
         except StoppedError:
@@ -178,6 +182,36 @@ class RunningSweep:
         self.write()
         return outcomes
 
+    def search(self, arguments: Sequence[str], space: Space, make_point: MakePoint) -> None:
+        """Search a space by Optuna, here or in jobs.
+
+        Args:
+            arguments: the command line.
+            space: the space.
+            make_point: makes its points.
+
+        Raises:
+            ConfigError: a setting is wrong, or as of `run`.
+            StoppedError: a signal came.
+        """
+        from launcher.submit import study, trials
+
+        ends = Batch([make_point(words) for words in space.ends()], space.trials, True)
+        points, wrong = load_points(ends.points, self._dirs)
+        if _submission(points) is not None and points[0].config.task != "check":
+            for point in points:
+                _check_objective(point.config)
+            by_jobs = trials.Jobs(space, make_point, points, arguments, self._dirs)
+            raise _EndedError(by_jobs.run(self._stop))
+        self._check_begin(ends, points, wrong)
+        self._open(points)
+        journal = study.Study(self.home, space, settings_digest(points[0].config))
+        study.run_study(journal, make_point, self.run)
+        if journal.is_given_up:
+            complain("no further trial: more have failed than hydra.sweeper.max_failure_rate")
+        if best := journal.best():
+            write_whole(self.home / "optimization_results.yaml", to_yaml(best))
+
     def _check_begin(
         self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]
     ) -> None:
@@ -206,7 +240,7 @@ class RunningSweep:
             _check_objective(point.config)
         find_slots([point.config for point in points], os.environ)
         self._id, folder = place_sweep(points)
-        _make(folder, config.run.shared)
+        make_sweep(folder, config.run.shared)
         self._stack.enter_context(private_files(config.run))
         self._points = self._stack.enter_context(open_points(folder))
         # It says nothing: the runs say that they heard a signal.
@@ -318,24 +352,6 @@ def start(
             process_group=0,
             preexec_fn=end_with_parent,
         )
-
-
-def _make(folder: Path, shared: bool) -> None:
-    """Make the sweep's folder; only its user may read it, unless the runs are `shared`.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    try:
-        if shared:
-            folder.mkdir(parents=True, exist_ok=True)
-        elif not folder.is_dir():
-            make_private(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"The sweep's folder {folder} cannot be made: {error.strerror}",
-            "Set run.dir to a folder that you may write.",
-        ) from None
 
 
 def _check_objective(config: Config) -> None:

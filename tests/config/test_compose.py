@@ -349,7 +349,7 @@ def points_of(arguments):
         batches.append(batch)
         return [Outcome(0.0) for _ in batch.points]
 
-    run_sweeper(arguments, (), run, lambda: Path("/nowhere"))
+    run_sweeper(arguments, (), run, pytest.fail, lambda: Path("/nowhere"))
     (batch,) = batches
     return load_points(batch.points)
 

@@ -1,15 +1,25 @@
-"""Hydra's sweepers, its own and Optuna's, ask for points and are told what came of them."""
+"""Hydra's sweepers and Optuna ask for points and are told what came of them."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.config.sweep import Batch, Outcome, SweeperError, run_sweeper
+from launcher.config.sweep import Batch, Outcome, run_sweeper
+from launcher.submit.study import Study, run_study
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6")
+FOUND = {}  # by the last sweep by Optuna
+
+
+@pytest.fixture
+def other(tmp_path):
+    """The folder of another sweep."""
+    (tmp_path / "other").mkdir()
+    return tmp_path / "other"
 
 
 def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere"), dirs=()):
@@ -27,7 +37,12 @@ def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere"), dir
                 outcomes.append(Outcome(problem=str(error)))
         return outcomes
 
-    run_sweeper(arguments, dirs, run, lambda: folder)
+    def by_optuna(space, make_point):
+        study = Study(folder, space, "")
+        run_study(study, make_point, run)
+        FOUND.update(study.best() or {})
+
+    run_sweeper(arguments, dirs, run, by_optuna, lambda: folder)
     return asked
 
 
@@ -44,7 +59,7 @@ def test_the_basic_sweeper_asks_for_all_at_once_and_the_rest_stays_as_typed():
     assert [point.label for point in alone.points] == ["the only run"]
 
 
-def test_optuna_finds_the_least_and_asks_the_same_again(tmp_path):
+def test_optuna_finds_the_least_and_asks_the_same_again(tmp_path, other):
     space = ("train.steps=interval(1,100)", "run.seed=5", "sweep.jobs=2")
 
     def objective(values):
@@ -52,16 +67,18 @@ def test_optuna_finds_the_least_and_asks_the_same_again(tmp_path):
 
     first = swept(*OPTUNA, *space, objective=objective, folder=tmp_path)
     assert [(len(batch.points), batch.total, batch.learns) for batch in first] == [(2, 6, True)] * 3
-    found = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+    found = dict(FOUND)
     values = [float(p.swept[0].partition("=")[2]) for batch in first for p in batch.points]
     best = min(values, key=lambda steps: (steps - 40) ** 2)
     assert found["best_params"] == {"train.steps": best}
     assert first[0].points[0].overrides[1:] == ("run.seed=5", "sweep.jobs=2")
-    assert swept(*OPTUNA, *space, objective=objective, folder=tmp_path) == first
-    assert swept(*OPTUNA, *space[:1], folder=tmp_path)[0] != first[0]  # another seed
+    assert swept(*OPTUNA, *space, objective=objective, folder=tmp_path) == []  # all are told
+    assert swept(*OPTUNA, *space, objective=objective, folder=other) == first
+    (other / "optuna.journal").unlink()
+    assert swept(*OPTUNA, *space[:1], folder=other)[0] != first[0]  # another seed
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "nsgaii", "grid"])
+@pytest.mark.parametrize("sampler", ["tpe", "random", "nsgaii", "grid"])
 def test_every_sampler_of_optuna(sampler, tmp_path):
     space = "choice(1,2,3)" if sampler == "grid" else "interval(1.0,9.0)"
     words = (*OPTUNA, f"hydra/sweeper/sampler={sampler}", f"optimizer.learning_rate={space}")
@@ -75,7 +92,7 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
 
     words = (*OPTUNA, "train.steps=choice(1,2,3,4,5)", "sweep.objective=mfu")
     batches = swept(*words, objective=objective, folder=tmp_path)
-    found = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+    found = dict(FOUND)
     tried = {int(p.swept[0][-1]) for batch in batches for p in batch.points}
     assert len(batches) == 6
     assert tried & {2, 4}  # that failed
@@ -104,6 +121,39 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
             "train.steps=interval(1,3) cannot be listed value by value (on the command line). "
             "Write the values with commas, range(start,stop,step) or choice(a,b).",
         ),
+        (OPTUNA, "hydra/sweeper=optuna has nothing to search"),
+        *(
+            ((*OPTUNA, f"{words}", "train.steps=1,2"), f"hydra.sweeper.{error}")
+            for words, error in (
+                (
+                    "hydra.sweeper.direction=up",
+                    "direction cannot be up (on the comma",
+                ),
+                (
+                    "hydra.sweeper.direction=[minimize,maximize]",
+                    "direction cannot be ['minim",
+                ),
+                (
+                    "hydra/sweeper/sampler=cmaes",
+                    "sampler (CmaEsSampler) keeps its state as a pickl",
+                ),
+                (
+                    "hydra/sweeper/sampler=motpe",
+                    "sampler (MOTPESampler) has left Optuna, whose tpe",
+                ),
+                (
+                    "hydra.sweeper.sampler._target_=os.system",
+                    "sampler (os.system) is none of optun",
+                ),
+                ("hydra.sweeper.sampler.seed=[1]", "sampler.seed is no plain value"),
+                (
+                    "hydra.sweeper.custom_search_space=a.b",
+                    "custom_search_space runs code, and would",
+                ),
+                ("hydra.sweeper.n_trials=-1", "n_trials cannot be -1"),
+                ("+hydra.sweeper.search_space.x.low=1", "search_space.x cannot be read"),
+            )
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_asked_for(words, error):
@@ -112,9 +162,26 @@ def test_what_is_wrong_is_said_before_anything_is_asked_for(words, error):
     assert str(caught.value).startswith(error)
 
 
-def test_a_sweeper_that_cannot_begin_says_why():
-    with pytest.raises(SweeperError, match="irection"):
-        swept(*OPTUNA, "hydra.sweeper.direction=up", "train.steps=1,2")
+WITHOUT_OPTUNA = """
+import sys
+from launcher.__main__ import main
+from launcher.base import libraries
+libraries.find_spec = {}.get
+code = main(["-m", "hydra/sweeper=optuna", "train.steps=1,2"])
+sys.exit(code if "optuna" not in sys.modules else 9)
+"""
+
+
+@pytest.mark.devices
+def test_without_optuna_one_sentence_says_what_to_install(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_OPTUNA]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "launcher: hydra/sweeper=optuna needs Optuna, which is not installed. "
+        "Install it with: pip install 'optuna>=5.0,<6'.\n",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
@@ -149,7 +216,7 @@ sweep: {jobs: 2, objective: mfu}
 """
 
 
-def test_a_sweep_by_optuna_is_described_in_a_recipe(described, tmp_path):
+def test_a_sweep_by_optuna_is_described_in_a_recipe(described, tmp_path, other):
     dirs, keys = described(BY_OPTUNA), {"optimizer.learning_rate", "train.steps"}
 
     def objective(values):
@@ -161,12 +228,13 @@ def test_a_sweep_by_optuna_is_described_in_a_recipe(described, tmp_path):
         for point in batch.points:
             assert {text.partition("=")[0] for text in point.swept} == keys
             assert point.overrides == ("recipe=mine", *point.swept)
-    found = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+    found = dict(FOUND)
     rates = [float(p.swept[0].partition("=")[2]) for batch in first for p in batch.points]
     assert found["best_value"] == max(rates)  # as sweep.objective wants it
-    assert swept("recipe=mine", objective=objective, folder=tmp_path, dirs=dirs) == first  # seed 3
-    other = swept("recipe=mine", "run.seed=4", objective=objective, folder=tmp_path, dirs=dirs)
-    assert [b.points[0].swept for b in other] != [b.points[0].swept for b in first]
+    assert swept("recipe=mine", objective=objective, folder=other, dirs=dirs) == first  # seed 3
+    (other / "optuna.journal").unlink()
+    seed = swept("recipe=mine", "run.seed=4", objective=objective, folder=other, dirs=dirs)
+    assert [b.points[0].swept for b in seed] != [b.points[0].swept for b in first]
     # One run of the recipe is a run: what it says of a sweep is for -m.
     assert load(["recipe=mine"], dirs).model.name == "mlp"
 
@@ -241,8 +309,16 @@ OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n
             f"hydra.sweeper.params: train.steps=1,(2 cannot be read {PLACE}2)",
         ),
         (
+            f"{OPTUNA_FILE}params: {{train.steps: 'interval(3,1)'}}",
+            "train.steps=interval(3,1) cannot be searched: ",
+        ),
+        (
+            f"{OPTUNA_FILE}params: {{train.steps: 'tag(log,interval(0,1))'}}",
+            "train.steps=tag(log,interval(0,1)) cannot be searched: ",
+        ),
+        (
             f"{OPTUNA_FILE}n_trialz: 3",
-            f"Hydra's sweeper: Key 'n_trialz' not in 'OptunaSweeperConf' {PLACE}5)",
+            f"hydra.sweeper.n_trialz is not a setting {PLACE}5). Did you mean n_trials?",
         ),
         (
             "defaults: [override /hydra/sweeper: optunna]",
@@ -270,6 +346,19 @@ def test_a_sweepers_file_runs_no_code(described, text):
 def test_a_sweepers_file_without_a_class_is_refused(described):
     with pytest.raises(ConfigError, match="names no class of a sweeper"):
         swept("hydra/sweeper=odd", dirs=described("max_batch_size: 3", "hydra/sweeper/odd"))
+
+
+def test_the_older_way_to_write_params(described, tmp_path):
+    space = (
+        "{train.steps: {type: int, low: 1, high: 9, step: 2}, run.seed: {type: categorical, "
+        "choices: [1, 2]}, optimizer.learning_rate: {type: float, low: 0.001, high: 1, log: true}}"
+    )
+    dirs = described(f"{OPTUNA_FILE}search_space: {space}\n    n_trials: 1")
+    [batch] = swept("recipe=mine", "allow_commands=true", folder=tmp_path, dirs=dirs)
+    values = dict(text.split("=") for text in batch.points[0].swept)
+    assert int(values["train.steps"]) in (1, 3, 5, 7, 9)
+    assert values["run.seed"] in ("1", "2")
+    assert 0.001 <= float(values["optimizer.learning_rate"]) <= 1
 
 
 def test_a_file_that_is_trusted_may_name_a_class(described, tmp_path):

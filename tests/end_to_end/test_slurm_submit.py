@@ -1,6 +1,7 @@
 """Submitting without a Slurm: what is shown, what is refused, and what is left alone."""
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,23 @@ def test_a_dry_run_of_a_sweep_shows_one_array_or_a_script_a_run(
     assert "#SBATCH --array=0-2%2" in script.splitlines()
     assert f'--frozen {folder}/multirun/s/s-"${{SLURM_ARRAY_TASK_ID}}"/config.yaml)' in script
     assert list(folder.iterdir()) == []
+
+
+def test_the_jobs_of_a_sweep_that_learns_repeat_its_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which alone can allow code to be run."""
+    by_optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "sweep.jobs=3")
+    words = (*SETTINGS, *by_optuna, "train.steps=interval(1,9)", "allow_modules=[my_pkg]")
+    assert main(("-m", *words, "cluster.slurm.dry_run=true", "run.id=s")) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-11%3" in script.splitlines()
+    assert f"#SBATCH --output={folder}/multirun/s/s-%a/logs/slurm-%A_%a.out" in script.splitlines()
+    assert f"launcher -m {shlex.join(words)} cluster.slurm.dry_run=true run.id=s run.id=s" in script
+    assert list(folder.iterdir()) == []
+    assert main(("-m", *words, "cluster.hosts=2,1", "cluster.slurm.dry_run=true")) == 2
+    told = "The runs of a job array cannot have different settings of the cluster"
+    assert told in capsys.readouterr().err
 
 
 def test_a_job_may_load_what_the_command_line_allows(

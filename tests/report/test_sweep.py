@@ -140,6 +140,12 @@ def test_the_jobs_of_a_batch_system_are_shown(tmp_path):
     file = io.StringIO()
     print_comparison(make_console(file), runs, ["7_0 COMPLETED", "7_1 PENDING"])
     lines = file.getvalue().splitlines()
+    head = next(line.split() for line in lines if "loss" in line)
+    later = io.StringIO()  # a trial without settings, as it has not begun, adds no column
+    jobs = ["7_0 COMPLETED", "7_1 PENDING", "7_2 PENDING"]
+    print_comparison(make_console(later), [*runs, tmp_path / "s-2"], jobs)
+    assert next(line.split() for line in later.getvalue().splitlines() if "loss" in line) == head
+    assert later.getvalue().splitlines()[-1].split()[:2] == ["2", "-"]
     assert any("7_0 COMPLETED  done" in line for line in lines)
     assert any("7_1 PENDING    -" in line for line in lines)
     assert "no summary.json" not in file.getvalue()

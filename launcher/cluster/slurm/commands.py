@@ -264,9 +264,14 @@ def job_state(job_id: str) -> JobState | None:
     return JobState(fields["JobState"], int(code) or (128 + int(signal) if int(signal) else 0))
 
 
-def job_states() -> dict[str, str]:
-    """Return the states of this user's jobs that Slurm still knows, by id; arrays by element."""
-    output = _call(["squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", "%i %T"])
+def job_states(sleep: Callable[[float], None] = time.sleep) -> dict[str, str]:
+    """Return the states of this user's jobs that Slurm still knows, by id; arrays by element.
+
+    Args:
+        sleep: as of `sbatch`.
+    """
+    command = ["squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", "%i %T"]
+    output = _call(command, sleep)
     return dict(line.split(maxsplit=1) for line in output.splitlines() if line.strip())
 
 

@@ -7,6 +7,7 @@ folder and locks it, so that no two runs share one. A run that begins with the s
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -281,6 +282,10 @@ def hold(file: BinaryIO, path: Path, state: str = "is running right now") -> Non
             f"run.id={path.name} {state}, in {path}",
             "Wait for it to end, or choose another run.id.",
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        _log.warning(f"{path}: this file system has no locks; let nothing else use this run.id")
 
 
 def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.NewestIntact:

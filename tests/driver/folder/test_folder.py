@@ -1,7 +1,9 @@
 """Whose folder is it: every rule of `run.id` and `run.resume`, and its words."""
 
+import errno
 import functools
 import json
+import logging
 import os
 import re
 import stat
@@ -172,6 +174,18 @@ def test_a_folder_is_where_it_was_whatever_the_working_directory(config, tmp_pat
             with pytest.raises(folder.LostFolderError, match=r"renamed to .*elsewhere"):
                 home.check()
             Path("elsewhere").rename(home.path)
+
+
+def test_a_file_system_without_locks_is_named(config, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with caplog.at_level(logging.WARNING), folder.claim(named(config)) as home:
+        assert home.path.is_dir()
+    assert [r.message.partition(": ")[2] for r in caplog.records] == [
+        "this file system has no locks; let nothing else use this run.id"
+    ]
 
 
 def test_two_runs_at_once_cannot_hold_one_folder(config):
