@@ -22,6 +22,7 @@ CONF = _INSIDE.resolve() if _INSIDE.is_dir() else _PACKAGE.parent / "conf"  # di
 _REQUIREMENTS = {
     "alembic": "alembic>=1.13",
     "hydra_plugins.hydra_optuna_sweeper": "hydra-optuna-sweeper>=1.3,<1.4",
+    "huggingface_hub": "huggingface-hub>=1,<3",
     "jax_cuda12_plugin": "jax[cuda12]",  # of the JAX that is here
     "mlflow": "mlflow-skinny>=3.7,<4",
     "PIL": "pillow>=11",

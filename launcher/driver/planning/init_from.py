@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import checkpoint
-from launcher.base import DamagedError, to_type
+from launcher.base import DamagedError, is_hub, is_model, is_small, to_type
 from launcher.checkpoint.layout import METADATA
 from launcher.config.errors import ConfigError
 from launcher.config.reader import from_dict
@@ -77,7 +77,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         _log.warning(f"{key} is not used: run {config.run.id} resumes from its own step {finished}")
     if finished or named is None:
         return None
-    theirs = folder_of(named)
+    theirs = folder_of(named, is_model if thorough else is_small)
     try:
         path, damaged = checkpoint.resolve(theirs or Path(named), thorough)
         if (path / CONFIG).exists():
@@ -88,7 +88,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         raise ConfigError(
             f"{_KEY}={named} {error}",
             "Name a checkpoint (<run folder>/checkpoints/<step>), the folder of a run, an .npz "
-            "file of arrays, or hf:<folder> for one that transformers has written.",
+            "file of arrays, hf:<folder> for one that transformers has written, or hf://org/name.",
         ) from None
     for line in damaged:
         _log.warning(line)
@@ -106,7 +106,8 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
         InitError: its `config.json` cannot be used.
     """
     name = config.model.name
-    words = to_type(("model", name), ("model.size", f"{PREFIX}{path}"))
+    size = named if is_hub(named) else f"{PREFIX}{path}"
+    words = to_type(("model", name), ("model.size", size))
     remedy = f"Take them from there: {words}"
     try:
         stored = read_config(path)
