@@ -38,7 +38,7 @@ def pins(config: Config) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def naming(key: str, text: str) -> Iterator[None]:
+def naming(key: str, text: object) -> Iterator[None]:
     """Raise a ConfigError about a setting where its repository cannot be had inside."""
     try:
         yield
