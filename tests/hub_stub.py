@@ -36,9 +36,12 @@ class HubStub:
         return self
 
     def __exit__(self, *exception):
+        self.stop()
+        self._process.stdout.close()
+
+    def stop(self):
         self._process.kill()
         self._process.wait()
-        self._process.stdout.close()
 
     def add(self, repo, files, kind="models", ref="main", **flags) -> str:
         """Add a commit, by the contents of its files, and let a ref point to it; return it."""

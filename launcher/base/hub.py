@@ -178,9 +178,14 @@ def fetch(text: str, fits: Fits, progress: Callable[[int, int], object] | None =
     name, lacks = hub_name(pin(text)), missing(text, fits)
     done, total = 0, sum(file.size for file in lacks)
     for file in lacks:
-        for held in _taken(name, file):
-            if progress is not None:
-                progress(done + held, total)
+        try:
+            for held in _taken(name, file):
+                if progress is not None:
+                    progress(done + held, total)
+        except HubError as error:
+            if not isinstance(error, _UnreachableError):
+                _list_file(name).unlink(missing_ok=True)  # it may be the list that is wrong
+            raise
         done += file.size
     return name.snapshot / name.below
 
@@ -316,6 +321,7 @@ def _chosen(name: HubName, fits: Fits) -> list[HubFile]:
     found = [path for path in inside if not whole or fits(path[at:])]
     found = [path for path in found if path.lower().endswith(_HARMLESS)]
     if not found or (fits is is_model and all(is_small(path[at:]) for path in found)):
+        _list_file(name).unlink(missing_ok=True)  # it may have been damaged on its way
         kinds = sorted({PurePosixPath(path).suffix or path for path in inside})
         wanted = "model.safetensors" if fits is is_model else "file that is read here"
         raise HubError(
@@ -354,7 +360,6 @@ def _taken(name: HubName, file: HubFile) -> Iterator[int]:
                 break
             partial.unlink()
             if (damaged := damaged + 1) == _DAMAGED:
-                _list_file(name).unlink(missing_ok=True)  # it may be the list that is wrong
                 why = f"sends {file.path} with other bytes than it lists"
                 raise HubError(why, "Try again; if it goes on, a proxy on the way is at fault.")
             _log.warning(f"{name}: {file.path} arrived damaged, and is downloaded again")
@@ -371,9 +376,9 @@ def _transferred(name: HubName, file: HubFile, partial: Path) -> Iterator[int]:
     url = f"{_hub().constants.ENDPOINT}/{place}"
     tries, error, reached = 0, None, False
     with open(partial, "ab") as output:
-        while (begin := output.seek(0, os.SEEK_END)) != file.size:
+        while (begin := output.seek(0, os.SEEK_END)) < file.size:
             try:
-                for chunk in _chunks(url, begin if begin < file.size else 0):
+                for chunk in _chunks(url, begin):
                     reached = True
                     if chunk is None:
                         output.seek(output.truncate(0))
@@ -384,7 +389,7 @@ def _transferred(name: HubName, file: HubFile, partial: Path) -> Iterator[int]:
                 error = raised
             output.flush()
             tries = 0 if output.tell() > begin else tries + 1
-            if output.tell() != file.size:
+            if output.tell() < file.size:
                 _pause(name, error, tries, reached)
         os.fsync(output.fileno())
 

@@ -255,7 +255,7 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
         refuse_unread(tree, origin)
         tree = with_runs_settings(tree, sources, overrides)
         tree, texts = resolved(OmegaConf.create(tree))
-        tree = with_commits(tree)
+        tree = with_commits(tree, texts)
         _refuse_misplaced(tree, groups, sources)
         check_sizes(texts)
         config = _from_files(tree | allowed, texts)

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.base import HubError, fetch, hub_name, is_hub, is_small, pin
 from launcher.config.errors import ConfigError
-from launcher.config.fields import key_of, settings_of
+from launcher.config.fields import Place, key_of, settings_of
 from launcher.config.schema import Config
 from launcher.config.sources import Tree, settings_beside
 
@@ -47,11 +47,15 @@ def naming(key: str, text: object) -> Iterator[None]:
         raise ConfigError(problem, error.remedy, [key], code="input") from None
 
 
-def with_commits(tree: Tree) -> Tree:
+def with_commits(tree: Tree, texts: dict[Place, str]) -> Tree:
     """Return resolved settings with a commit for each revision of the hub that they name.
 
     A model's own settings and tokenizer are then in the cache. A run that is there already keeps
     the commit that it began with, unless a revision is said.
+
+    Args:
+        tree: the settings.
+        texts: those of values from the environment; what has a commit now is no longer one.
 
     Raises:
         ConfigError: a repository cannot be had.
@@ -64,6 +68,7 @@ def with_commits(tree: Tree) -> Tree:
                 if holds == "model":
                     fetch(pinned, is_small)
             tree = {**tree, section: {**tree[section], name: pinned}}
+            texts.pop((section, name), None)
     return tree
 
 

@@ -14,7 +14,7 @@ from launched import Launcher, lines
 
 from launcher.base import hub
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
-from launcher.config.compose import load, to_written, to_yaml
+from launcher.config.compose import load, load_frozen, to_written, to_yaml
 from launcher.config.errors import ConfigError
 from launcher.config.fields import key_of, settings_of
 from launcher.config.hub import hub_settings, pins
@@ -27,6 +27,7 @@ from launcher.recipes.datasets.documents.prepare import prepare_corpus, train_to
 from launcher.recipes.models.hugging_face import family_named
 from launcher.recipes.models.sizes import SizedOptions
 from launcher.report.console import make_console
+from launcher.submit.job import freeze
 from launcher.submit.points import Point
 from launcher.submit.sweep import _command
 
@@ -146,8 +147,7 @@ def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_
     assert "downloading hf://datasets/org/talks@" in capsys.readouterr().out
     prepare_corpus(config.dataset, 1)
     assert find_start(config, 0).parent.name == "snapshots"
-    stub.__exit__()
-    stub._process.stdout = open(os.devnull)  # closed once more at the end  # noqa: SIM115
+    stub.stop()
     forget()
     again = load(WORDS)
     assert again == config
@@ -194,6 +194,26 @@ def test_the_runs_of_a_sweep_take_the_commits_that_were_checked(stub):
     assert [word for word in command if "@" in word] == [
         f'{key}="{text}"' for key, text in pins(point.config)
     ]
+
+
+def test_a_name_from_the_environment_is_written_with_its_commit(stub, monkeypatch):
+    monkeypatch.setenv("THEIRS", "hf://org/name")
+    config = load(["model=llama", "model.size=${oc.env:THEIRS}", "dataset=synthetic"])
+    assert to_written(config)["model"]["size"] == dict(pins(config))["model.size"]
+
+
+@pytest.mark.slow
+def test_a_job_has_all_it_needs_when_it_is_submitted(stub, tmp_path):
+    """A node that runs it may have no network."""
+    config = load([*WORDS, "cluster=slurm", "cluster.gpus=1", "model.sequence_length=32"])
+    prepare_corpus(config.dataset, 1)
+    home = freeze(config, make_console()).path
+    stub.stop()
+    forget()
+    frozen = load_frozen(home / "config.yaml")
+    assert dict(pins(frozen)) == dict(pins(config))
+    download(frozen, make_console())
+    assert (find_start(frozen, 0) / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
