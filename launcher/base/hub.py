@@ -92,7 +92,7 @@ class HubName(NamedTuple):
     @property
     def storage(self) -> Path:
         """The repository's folder in the cache."""
-        cache = Path(_hub().constants.HF_HUB_CACHE).expanduser()
+        cache = Path(_constants().HF_HUB_CACHE).expanduser()
         return cache / f"{self.kind}s--{self.repo.replace('/', '--')}"
 
     @property
@@ -103,7 +103,7 @@ class HubName(NamedTuple):
     @property
     def page(self) -> str:
         """The address of its page."""
-        endpoint = re.sub(r"//[^/@]*@", "//", _hub().constants.ENDPOINT)
+        endpoint = re.sub(r"//[^/@]*@", "//", _constants().ENDPOINT)
         return f"{endpoint}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
 
 
@@ -247,7 +247,7 @@ def _info(name: HubName) -> Any:
 
 def _answer(path: str, kind: str) -> tuple[Any, str | None]:
     """Return what the hub's API says, and the address of the next page."""
-    url = path if "://" in path else f"{_hub().constants.ENDPOINT}/api/{kind}s/{path}"
+    url = path if "://" in path else f"{_constants().ENDPOINT}/api/{kind}s/{path}"
     found = _hub().utils.get_session().get(url, **_asking())
     _hub().utils.hf_raise_for_status(found)
     return found.json(), found.links.get("next", {}).get("url")
@@ -373,7 +373,8 @@ def _transferred(name: HubName, file: HubFile, partial: Path) -> Iterator[int]:
     """Write a file's bytes behind those that are there, until all are; yield how many are."""
     kind = "datasets/" if name.kind == "dataset" else ""
     place = f"{kind}{name.repo}/resolve/{name.revision}/{quote(file.path)}"
-    url = f"{_hub().constants.ENDPOINT}/{place}"
+    url = f"{_constants().ENDPOINT}/{place}"
+    _refuse_offline(name)
     tries, error, reached = 0, None, False
     with open(partial, "ab") as output:
         while (begin := output.seek(0, os.SEEK_END)) < file.size:
@@ -417,6 +418,7 @@ def _has_hash(file: Path, digest: str) -> bool:
 
 def _asked(name: HubName, ask: Callable[[], T]) -> T:
     """Return the hub's answer, asked for again where that may help; raises HubError."""
+    _refuse_offline(name)
     for tries in range(1, _TRIES + 1):
         try:
             return ask()
@@ -445,16 +447,23 @@ def _pause(name: HubName, error: Exception | None, tries: int, reached: bool) ->
         raise _refusal(name, error, status) from None
     is_away = type(error).__name__.startswith("Connect") or isinstance(error, ConnectionError)
     if tries >= _TRIES or (is_away and not reached):
-        said = f"answers {status}" if status else "does not answer"
-        if type(error).__name__ == "OfflineModeIsEnabled":
-            said = "is not to be asked (HF_HUB_OFFLINE)"
-        raise _UnreachableError(
-            f"is not in the cache {name.storage.parent}, or not whole, and the hub {said}",
-            "Download it where there is a network, such as by task=plan there, or set HF_HUB_CACHE "
-            "to a cache that holds it.",
-        ) from None
+        said = f"answers {status}" if status else f"does not answer ({type(error).__name__})"
+        raise _away(name, said) from None
     later = response.headers.get("Retry-After", "") if response is not None else ""
     time.sleep(min(float(later), _LONGEST_WAIT) if later.isdigit() else 0.25 * 2**tries)
+
+
+def _refuse_offline(name: HubName) -> None:
+    if _constants().HF_HUB_OFFLINE:
+        raise _away(name, "is not to be asked (HF_HUB_OFFLINE)")
+
+
+def _away(name: HubName, said: str) -> _UnreachableError:
+    return _UnreachableError(
+        f"is not in the cache {name.storage.parent}, or not whole, and the hub {said}",
+        "Download it where there is a network, such as by task=plan there, or set HF_HUB_CACHE "
+        "to a cache that holds it.",
+    )
 
 
 def _refusal(name: HubName, error: Any, status: int) -> HubError:
@@ -491,8 +500,13 @@ def _other_kind(name: HubName) -> str:
     return ""
 
 
+def _constants() -> Any:
+    from huggingface_hub import constants  # at once; what asks the hub takes half a second
+
+    return constants
+
+
 def _hub() -> Any:
-    import huggingface_hub.constants
     import huggingface_hub.errors
     import huggingface_hub.utils
 
@@ -507,4 +521,6 @@ def _asking(**headers: str) -> dict[str, Any]:
     if token := _hub().utils.get_token():
         headers["Authorization"] = f"Bearer {token}"
     timeout = type(_hub().utils.get_session().timeout)(_ANSWER_SECONDS, connect=_CONNECT_SECONDS)
-    return {"headers": {"Accept-Encoding": "identity", **headers}, "timeout": timeout}
+    # A connection that is kept may be closed by the time it is used again.
+    headers |= {"Accept-Encoding": "identity", "Connection": "close"}
+    return {"headers": headers, "timeout": timeout}

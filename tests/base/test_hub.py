@@ -123,7 +123,7 @@ def test_a_blob_that_was_cut_on_the_disk_is_not_taken(stub, at):
     assert file.read_bytes() == WEIGHTS
 
 
-def test_without_a_network(stub, at, tmp_path):
+def test_without_a_network(stub, at, monkeypatch):
     at(stub.url)
     commit = stub.add("org/name", FILES)
     fetch("hf://org/name", is_small)
@@ -132,12 +132,15 @@ def test_without_a_network(stub, at, tmp_path):
         f"hf://org/name@{commit}, in the cache; the hub does not answer"
     )
     began = time.monotonic()
-    assert "not whole, and the hub does not answer. Download it where there" in refused(
+    assert "not whole, and the hub does not answer (ConnectError). Download it" in refused(
         "hf://org/name"
     )
     assert "is not in the cache" in refused("hf://org/other")
     assert time.monotonic() - began < 60  # no waiting for what cannot come
-    at("http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    at(stub.url)
+    assert "the hub is not to be asked (HF_HUB_OFFLINE). Download it" in refused("hf://org/name")
+    assert refused("hf://org/other").startswith("is not in the cache ")
 
 
 def test_what_the_hub_refuses(stub, at):
@@ -168,7 +171,7 @@ def test_what_the_hub_refuses(stub, at):
     assert refused("hf://datasets/org/talks@v1.0/b.jsonl") == (
         "has no such file. Did you mean a.jsonl?"
     )
-    assert refused("hf://org/pickled").startswith("holds no model.safetensors, but .bin, .py.")
+    assert refused("hf://org/pickled").startswith("holds no file that is read here, but .bin, .py.")
 
 
 def hash_of(content):
@@ -301,7 +304,7 @@ def test_random_faults_and_kills(seed, stub, at, tmp_path):
             if output:
                 assert output.strip() == hash_of(WEIGHTS)
             else:  # too much at once: it says so, and may be tried again
-                assert errors.startswith("refused: "), errors
+                assert "refused: " in errors
             if heal:
                 assert output, errors
             proxy.heal()
