@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from launcher.base.files import DamagedError, read_json, write_whole
+from launcher.base.files import read_json, write_whole
 from launcher.base.libraries import lacking
 
 _NAME = re.compile(
@@ -42,7 +42,8 @@ _SMALL = re.compile(
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _FORMAT = 1  # of the list of a commit's files
 _CHUNK = 2**20
-_TRIES, _DAMAGED = 5, 3  # that bring nothing, in a row; or other bytes
+_TRIES, _WRONG = 5, 3  # that bring nothing, in a row; or other bytes
+_DAMAGED = (AttributeError, LookupError, TypeError, ValueError)  # of an answer or a list
 _CONNECT_SECONDS, _ANSWER_SECONDS, _LONGEST_WAIT = 1.5, 10.0, 300.0
 
 Fits = Callable[[str], object]  # of a path in the repository: whether it is to be taken
@@ -231,7 +232,7 @@ def _pinned(text: str) -> str | HubError:
 def _commit(name: HubName) -> str:
     """Return the commit of a revision."""
     try:
-        return str(_asked(name, lambda: _info(name)["sha"]))
+        return _asked(name, lambda: _COMMIT.fullmatch(_info(name)["sha"])[0])  # type: ignore[index]
     except _UnreachableError:
         with suppress(OSError, UnicodeError):
             if _COMMIT.fullmatch(commit := _ref(name).read_text().strip()):
@@ -255,13 +256,13 @@ def _answer(path: str, kind: str) -> tuple[Any, str | None]:
 
 def _files(name: HubName) -> dict[str, HubFile]:
     """Return the files of a commit, by their paths."""
-    noted, tree = _list_file(name), None
-    with suppress(OSError, DamagedError, LookupError, TypeError):
+    noted = _list_file(name)
+    with suppress(OSError, *_DAMAGED):
         kept = read_json(noted)
-        tree = kept["files"] if kept["format_version"] == _FORMAT else None
-    if tree is None:
-        tree = _asked(name, lambda: _listed(name))
-        _write(noted, json.dumps({"format_version": _FORMAT, "files": tree}))
+        if kept["format_version"] == _FORMAT:
+            return dict(_entries(kept["files"]))
+    tree = _asked(name, lambda: _listed(name))
+    _write(noted, json.dumps({"format_version": _FORMAT, "files": tree}))
     return dict(_entries(tree))
 
 
@@ -359,7 +360,7 @@ def _taken(name: HubName, file: HubFile) -> Iterator[int]:
                 os.replace(partial, blob)
                 break
             partial.unlink()
-            if (damaged := damaged + 1) == _DAMAGED:
+            if (damaged := damaged + 1) == _WRONG:
                 why = f"sends {file.path} with other bytes than it lists"
                 raise HubError(why, "Try again; if it goes on, a proxy on the way is at fault.")
             _log.warning(f"{name}: {file.path} arrived damaged, and is downloaded again")
@@ -438,10 +439,8 @@ def _pause(name: HubName, error: Exception | None, tries: int, reached: bool) ->
     """
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
-    if not isinstance(
-        error,
-        _hub().errors.HTTPError | LookupError | TypeError | ValueError | ConnectionError | None,
-    ):
+    known = (_hub().errors.HTTPError, ConnectionError, *_DAMAGED)
+    if error is not None and not isinstance(error, known):
         raise error
     if status is not None and status not in (408, 429) and status < 500:
         raise _refusal(name, error, status) from None

@@ -235,8 +235,8 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
     if share < 0.5:
         raise ConfigError(
             f"{differs}, which are others for the same text: the model would know none of them",
-            f"{_tokenizer_remedy(dataset, path)} To train it on these tokens all the same, move its"
-            " tokenizer to another folder.",
+            f"{_tokenizer_remedy(dataset, named if is_hub(named) else path)} To train it on these "
+            "tokens all the same, move its tokenizer to another folder.",
         )
     if share < 1:
         _log.warning(f"{differs}: of a sample text only {share:.0%} of the tokens are the same")
@@ -267,7 +267,7 @@ def _share(theirs: list[int], ours: list[int]) -> float:
     return (counts[0] & counts[1]).total() / longest if longest else 1.0
 
 
-def _tokenizer_remedy(dataset: Any, path: Path) -> str:
+def _tokenizer_remedy(dataset: Any, path: str | Path) -> str:
     setting = to_type(("dataset.tokenizer", str(path)))
     if isinstance(dataset, Documents):
         return f"Set {setting} here."

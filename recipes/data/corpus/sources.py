@@ -71,7 +71,7 @@ def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
 
 def wanted_files(pattern: str | None, format: str) -> Fits:
     """Return which files of a folder fit, by their paths in it; see `find_sources`."""
-    endings = SUFFIXES[format]
+    endings = (*SUFFIXES[format], *([".json"] if format == "arrow" else []))  # lists of its files
     if pattern is None:
         return lambda path: path.lower().endswith(endings)
     return lambda path: fits_glob(path, pattern)
