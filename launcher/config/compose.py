@@ -37,6 +37,7 @@ from launcher.config.environment import (
 from launcher.config.errors import ConfigError, Fix, advice, closest
 from launcher.config.fields import Place, key_of
 from launcher.config.folders import find_groups, search_folders
+from launcher.config.hub import with_commits
 from launcher.config.hydra_compat import composed, searching
 from launcher.config.overrides import COMMAND_LINE, all_for_hydra, parse, refuse_sweeps
 from launcher.config.reader import from_dict, setting_keys
@@ -254,6 +255,7 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
         refuse_unread(tree, origin)
         tree = with_runs_settings(tree, sources, overrides)
         tree, texts = resolved(OmegaConf.create(tree))
+        tree = with_commits(tree, texts)
         _refuse_misplaced(tree, groups, sources)
         check_sizes(texts)
         config = _from_files(tree | allowed, texts)

@@ -5,7 +5,8 @@ A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maxim
 stands for this value), `parse` (a function that raises
 ValueError for anything but a form of one of `choices`), `one_or_several` (a list, of which a
 text alone is one entry), `lines` (text may have several) and `variants` (a section of several
-kinds: its `Variants`). A field that is `internal` is no setting.
+kinds: its `Variants`) and `hub` ("model" or "data": it may name a repository of the Hugging Face
+hub, for a folder of such files). A field that is `internal` is no setting.
 
 A `Switch` lists settings that have no effect without another one.
 """

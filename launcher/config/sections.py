@@ -88,8 +88,8 @@ class Train:
     # Response to a loss or gradient norm far above that of the steps before: say so | skip the
     # update | return to a state before it and pass over the batches that did it.
     spikes: str = choice("off", "off", "warn", "skip", "rollback")
-    # A checkpoint, a run's folder, an .npz file or hf:<folder>: start from its model.
-    init_from: str | None = None
+    # A checkpoint, a run's folder, an .npz file, hf:<folder> or hf://…: start from its model.
+    init_from: str | None = field(default=None, metadata={"hub": "model"})
     keep_best: str | None = None  # a metric of evaluations, such as eval_loss: its best state stays
     stop_early: int = number(0, minimum=0)  # after so many evaluations that are no better; 0: never
     # Steps between snapshots in memory; auto: as often as costs at most 1 %; 0, off: never.

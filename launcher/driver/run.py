@@ -32,6 +32,7 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
 from launcher.driver.folder.status import Status
 from launcher.driver.planning.check import Inputs, is_kept, look, measures_first, os_error_text
+from launcher.driver.planning.downloads import download
 from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.driver.tasks.task import TaskKind, task_named
 from launcher.recipes import InputError
@@ -136,7 +137,9 @@ class PlanOnly(TaskKind):
         from launcher.plan import UnfitError
 
         gc.freeze()  # what is imported stays: no collection need look through it
-        found = look(config, folder.check(config), plan_only=True)
+        finished = folder.check(config)
+        download(config, console, finished)
+        found = look(config, finished, plan_only=True)
         with PlotProcess() as plots:
             traced = trace(config, console, found)
             ready = plan(config, console, traced, plan_only=True)
@@ -174,6 +177,7 @@ class TrainTask(TaskKind):
                 find_hook(hook)  # a wrong one fails before anything starts
             finished = folder.check(config)
             if finished < steps:
+                download(config, console, finished)
                 prepare_first(config, console)
             found = look(config, finished) if finished < steps else None
         if found is None:

@@ -23,6 +23,7 @@ from lm_eval.api.model import LM
 
 from launcher import checkpoint
 from launcher.arrays.stacked_array import spec_at
+from launcher.base import is_model
 from launcher.checkpoint.train_state import flat_name, map_named
 from launcher.config.compose import load, load_frozen
 from launcher.config.errors import ConfigError
@@ -32,7 +33,14 @@ from launcher.inference.stored_model import stored_plan
 from launcher.recipes import build_model
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
 from launcher.recipes.models.decoding import Generator, Sampling, build_decoder
-from launcher.recipes.models.hugging_face import CONFIG, PREFIX, family_name, family_of, read_config
+from launcher.recipes.models.hugging_face import (
+    CONFIG,
+    PREFIX,
+    family_name,
+    family_of,
+    folder_of,
+    read_config,
+)
 
 _MOST_NEW = 256  # tokens, where a task does not say
 
@@ -41,7 +49,8 @@ class LanguageModel(LM):
     """A language model for lm-eval.
 
     Args:
-        where: a run's folder, a checkpoint in it, or a folder as `transformers` writes it.
+        where: a run's folder, a checkpoint in it, or a folder as `transformers` writes it, also as
+            `hf://org/name`.
         batch_size: texts that are read together.
 
     Raises:
@@ -51,7 +60,7 @@ class LanguageModel(LM):
 
     def __init__(self, where: str, batch_size: int = 8) -> None:
         super().__init__()
-        path = Path(where).expanduser().absolute()
+        path = folder_of(where, is_model) or Path(where).expanduser().absolute()
         found = _theirs(path) if (path / CONFIG).exists() else _run(path)
         self._decoder = build_decoder(found.options, "fp32")
         self._params, self._places = found.params, found.places

@@ -253,8 +253,10 @@ def freeze(config: Config, console: Console) -> RunFolder:
     with lines_to(line_printer(console)):
         finished = folder.check(config)
         _check_idle(config)
+        from launcher.driver.planning.downloads import download
         from launcher.driver.planning.prepare import prepare
 
+        download(config, console, finished)
         ready = prepare(config, console, finished=finished)
         with folder.claim(config) as home:
             write_plan(home, as_run(config), ready.plan)

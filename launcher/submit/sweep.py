@@ -26,6 +26,7 @@ from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
 from launcher.config.compose import Point, load_points, to_yaml
 from launcher.config.errors import ConfigError
+from launcher.config.hub import pins
 from launcher.config.schema import Config
 from launcher.config.search import Space
 from launcher.config.sections import TASKS
@@ -383,6 +384,7 @@ def _command(
     command += [text for text in point.overrides if not of_sweep.match(text)]
     if TASKS[point.config.task] is not None:
         return command  # it makes no run
+    command += [setting_word(key, text) for key, text in pins(point.config)]
     command += [setting_word("run.dir", str(folder)), setting_word("run.id", run_id)]
     wandb, is_used = point.config.wandb, "wandb" in (point.config.report.trackers or ())
     is_free = wandb.group is None and not os.environ.get("WANDB_RUN_GROUP")

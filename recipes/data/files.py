@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base import missing_path, to_type
+from launcher.base import Fits, HubError, fetch, fits_glob, is_hub, missing_path, to_type
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
@@ -81,6 +81,24 @@ class NamedFiles(NamedTuple):
         ]
         more = f" and {len(said) - _MOST_NAMED} other kinds" if said[_MOST_NAMED:] else ""
         return f"; left out: {', '.join(said[:_MOST_NAMED])}{more}" if said else ""
+
+
+def local_path(key: str, text: str, fits: Fits) -> str:
+    """Return the path that a setting names; files of the hub are downloaded first.
+
+    Args:
+        key: the setting.
+        text: a path, or the name of a repository.
+        fits: which files of that are wanted, by their paths below its folder.
+
+    Raises:
+        InputError: they cannot be had.
+    """
+    try:
+        return str(fetch(text, fits)) if is_hub(text) else text
+    except HubError as error:
+        remedy = f"{error.remedy[0].lower()}{error.remedy[1:].rstrip('.')}"
+        raise InputError(f"{key}={text} {error.problem}; {remedy}") from None
 
 
 def is_hidden(name: str) -> bool:
@@ -250,7 +268,9 @@ def find_text(path: str, pattern: str) -> tuple[list[FileSlice], str]:
     Raises:
         InputError: there is none, or one may not be read.
     """
-    named, root = f"dataset.path={path}", Path(path).expanduser()
+    named = f"dataset.path={path}"
+    path = local_path("dataset.path", path, lambda file: fits_glob(file, pattern))
+    root = Path(path).expanduser()
     remedy = "name a text file, or a folder whose files fit dataset.pattern"
     found = named_files(named, path, fitting(root, pattern), remedy, _TRAIN)
     if not found.paths:

@@ -34,9 +34,10 @@ from typing import Any
 import numpy as np
 
 import launcher.recipes.models
-from launcher.base import DamagedError, missing_path, read_json
+from launcher.base import DamagedError, Fits, is_hub, is_small, missing_path, read_json
 from launcher.config.errors import ConfigError
 from launcher.config.families import modules_of_families
+from launcher.recipes.data.files import local_path
 
 CONFIG = "config.json"
 PREFIX = "hf:"  # of a path that is a folder of this kind
@@ -132,8 +133,18 @@ class Tensor:
         return padded(self.split[0]) - self.split[0] if self.of_vocabulary else 0
 
 
-def folder_of(named: str) -> Path | None:
-    """Return the folder that `hf:<folder>` names; None of other words."""
+def folder_of(named: str, fits: Fits = is_small) -> Path | None:
+    """Return the folder that `hf:<folder>` or `hf://org/name` names; None of other words.
+
+    Args:
+        named: the words.
+        fits: which files of a repository to download.
+
+    Raises:
+        InputError: they cannot be had.
+    """
+    if is_hub(named):
+        return Path(local_path("the model", named, fits))
     return Path(named.removeprefix(PREFIX)).expanduser() if named.startswith(PREFIX) else None
 
 
@@ -203,7 +214,8 @@ def dimensions_in(named: str, name: str) -> dict[str, Any]:
         problem = str(error)
     raise ConfigError(
         f"model.size={named} cannot be used: {problem}",
-        f"Name a folder with a {CONFIG} and *.safetensors, as transformers writes it.",
+        f"Name a folder with a {CONFIG} and *.safetensors, as transformers writes it, or hf://org/"
+        "name.",
         ["model.size"],
     )
 

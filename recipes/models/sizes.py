@@ -41,14 +41,14 @@ class SizedOptions(ModelOptions):
     `filled`, which loading a configuration calls; then all are set and `sizes` is empty.
 
     Attributes:
-        size: a row of `sizes`, or `hf:<folder>`.
+        size: a row of `sizes`, `hf:<folder>`, or `hf://org/name`.
         sizes: rows by their names.
         row: the settings of a row.
         optional: those of them that may stay None.
     """
 
     name: str = ""
-    size: str | None = "nano"
+    size: str | None = field(default="nano", metadata={"hub": "model"})
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
     row: ClassVar[Mapping[str, Any]] = {}
     optional: ClassVar[tuple[str, ...]] = ()

@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.base import lines_to
+from launcher.base import described, lines_to, missing
 from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
+from launcher.config.hub import naming
 from launcher.config.optimizer import Optimizer, Scheduled
 from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.callback import no_callback
 from launcher.driver.folder import folder
+from launcher.driver.planning.downloads import hub_needs
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
 from launcher.recipes import check_dataset, find_module, needs_preparing
@@ -98,7 +100,12 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
             raise no_callback(hook)
         find_module("hooks", hook.rpartition(".")[0])
     openers(config.report.trackers or (), users=False)
-    if not isinstance(config.dataset, CustomDataset):
+    is_here = True
+    for key, text, fits in hub_needs(config, finished):
+        with naming(key, text):
+            said.append(f"{key}: {described(text, fits)}")
+            is_here = is_here and not (key == "dataset.path" and missing(text, fits))
+    if is_here and not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     with lines_to(said.append):
         find_pool(config, plan_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import checkpoint
-from launcher.base import DamagedError, to_type
+from launcher.base import DamagedError, is_hub, is_model, is_small, to_type
 from launcher.checkpoint.layout import METADATA
 from launcher.config.errors import ConfigError
 from launcher.config.reader import from_dict
@@ -77,7 +77,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         _log.warning(f"{key} is not used: run {config.run.id} resumes from its own step {finished}")
     if finished or named is None:
         return None
-    theirs = folder_of(named)
+    theirs = folder_of(named, is_model if thorough else is_small)
     try:
         path, damaged = checkpoint.resolve(theirs or Path(named), thorough)
         if (path / CONFIG).exists():
@@ -88,7 +88,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         raise ConfigError(
             f"{_KEY}={named} {error}",
             "Name a checkpoint (<run folder>/checkpoints/<step>), the folder of a run, an .npz "
-            "file of arrays, or hf:<folder> for one that transformers has written.",
+            "file of arrays, hf:<folder> for one that transformers has written, or hf://org/name.",
         ) from None
     for line in damaged:
         _log.warning(line)
@@ -106,7 +106,8 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
         InitError: its `config.json` cannot be used.
     """
     name = config.model.name
-    words = to_type(("model", name), ("model.size", f"{PREFIX}{path}"))
+    size = named if is_hub(named) else f"{PREFIX}{path}"
+    words = to_type(("model", name), ("model.size", size))
     remedy = f"Take them from there: {words}"
     try:
         stored = read_config(path)
@@ -234,8 +235,8 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
     if share < 0.5:
         raise ConfigError(
             f"{differs}, which are others for the same text: the model would know none of them",
-            f"{_tokenizer_remedy(dataset, path)} To train it on these tokens all the same, move its"
-            " tokenizer to another folder.",
+            f"{_tokenizer_remedy(dataset, named if is_hub(named) else path)} To train it on these "
+            "tokens all the same, move its tokenizer to another folder.",
         )
     if share < 1:
         _log.warning(f"{differs}: of a sample text only {share:.0%} of the tokens are the same")
@@ -266,7 +267,7 @@ def _share(theirs: list[int], ours: list[int]) -> float:
     return (counts[0] & counts[1]).total() / longest if longest else 1.0
 
 
-def _tokenizer_remedy(dataset: Any, path: Path) -> str:
+def _tokenizer_remedy(dataset: Any, path: str | Path) -> str:
     setting = to_type(("dataset.tokenizer", str(path)))
     if isinstance(dataset, Documents):
         return f"Set {setting} here."

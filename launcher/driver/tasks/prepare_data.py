@@ -8,6 +8,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.planning.downloads import download
 from launcher.driver.tasks.task import TaskKind, new_path
 from launcher.recipes import needs_preparing, prepare_dataset
 from launcher.report.console import RunConsole, status
@@ -26,6 +27,7 @@ class PrepareData(TaskKind):
             launcher.recipes.InputError: it, or the tokenizer, cannot be used.
             OSError: a file cannot be read or written.
         """
+        download(config, console)
         if not _prepare_here(config, console):
             raise ConfigError(
                 f"task={config.task} is for documents and pictures, and of dataset="

@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.base import DamagedError, lacking, read_json
-from launcher.recipes.data.files import NamedFiles, fitting, named_files, with_ending
+from launcher.base import DamagedError, Fits, fits_glob, lacking, read_json
+from launcher.recipes.data.files import NamedFiles, fitting, local_path, named_files, with_ending
 from launcher.recipes.protocols import InputError
 
 PIECE = 2**24  # bytes of source that are read as one
@@ -53,7 +53,9 @@ def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
     Raises:
         InputError: there are none.
     """
-    named, root, endings = f"dataset.path={path}", Path(path).expanduser(), SUFFIXES[format]
+    named, endings = f"dataset.path={path}", SUFFIXES[format]
+    path = local_path("dataset.path", path, wanted_files(pattern, format))
+    root = Path(path).expanduser()
     fits = fitting(root, pattern) if pattern else with_ending(endings)
     found = named_files(named, path, fits, "name a file, a folder or a glob", _TRAIN)
     if root.is_dir() and format == "arrow" and not pattern:
@@ -65,6 +67,14 @@ def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
         remedy = "name another, or unpack what is packed"
         raise InputError(f"{named} holds no file that fits {wanted}{found.left_out}; {remedy}")
     return found
+
+
+def wanted_files(pattern: str | None, format: str) -> Fits:
+    """Return which files of a folder fit, by their paths in it; see `find_sources`."""
+    endings = (*SUFFIXES[format], *([".json"] if format == "arrow" else []))  # lists of its files
+    if pattern is None:
+        return lambda path: path.lower().endswith(endings)
+    return lambda path: fits_glob(path, pattern)
 
 
 def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[SourcePiece]]:

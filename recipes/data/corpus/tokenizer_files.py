@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.recipes.data.corpus.chat import template_text
-from launcher.recipes.data.corpus.tokenizers import BYTES, file_in, load_tokenizer
+from launcher.recipes.data.corpus.tokenizers import BYTES, file_in, load_tokenizer, tokenizer_path
 from launcher.recipes.protocols import InputError
 
 _TEMPLATE = "chat_template.jinja"
@@ -56,7 +55,7 @@ def tokenizer_files(
 
 def _copied(name: str) -> TokenizerFiles:
     loaded = load_tokenizer(name)
-    path = Path(name).expanduser()
+    path = tokenizer_path(name)
     if path.suffix == ".tiktoken":
         raise InputError(f"{name} holds tiktoken's ranks, which transformers does not load")
     file = file_in(path) if path.is_dir() else path

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from launcher.base import lacking, missing_path
+from launcher.base import is_small, lacking, missing_path
+from launcher.recipes.data.files import local_path
 from launcher.recipes.protocols import InputError, Tokenizer
 
 BYTES = "bytes"
@@ -94,14 +95,19 @@ def file_in(folder: Path) -> Path:
     return folder / (_MODEL if has_model else _JSON)
 
 
+def tokenizer_path(name: str) -> Path:
+    """Return the file or folder of a tokenizer; raises InputError if it cannot be downloaded."""
+    return Path(local_path("dataset.tokenizer", name, is_small)).expanduser()
+
+
 def _file(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = tokenizer_path(name)
     if path.is_dir():
         path = file_in(path)
     if not path.is_file():
         raise InputError(
             f"dataset.tokenizer={name}: {path} {missing_path(path)}; name a tokenizer.json or a "
-            "tokenizer.model, a folder with one, a .tiktoken file, or bytes"
+            "tokenizer.model, a folder with one, hf://org/name, a .tiktoken file, or bytes"
         )
     return path
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import field as _field  # a setting is called so, too
 from pathlib import Path
 
+from launcher.base import hub_name, is_hub
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
 from launcher.config.fields import choice
@@ -19,24 +22,28 @@ class Documents(TokenRows):
     """Documents in text, JSON lines, Parquet or Arrow files, tokenised by `task=prepare_data`."""
 
     name: str = "documents"
-    path: str
+    path: str = _field(metadata={"hub": "data"})
     format: str = choice("jsonl", "jsonl", "parquet", "arrow", "text")
     pattern: str | None = None  # null: by the endings of the format
     field: str = "text"
-    tokenizer: str = "bytes"
+    tokenizer: str = _field(default="bytes", metadata={"hub": "model"})
     chat_template: str | None = None
-    tokens: str | None = None  # null: <path>.tokens
+    tokens: str | None = None  # null: <path>.tokens, of a repository here
 
     @property
     def folder(self) -> str:
         """The folder of tokens."""
-        return self.tokens or f"{self.path.rstrip('/')}.tokens"
+        path = self.path.rstrip("/")
+        if is_hub(path):  # here, not in the cache
+            name = hub_name(path)
+            path = re.sub(r"[^\w.-]+", "-", f"{name.repo}/{name.below}").strip("-")
+        return self.tokens or f"{path}.tokens"
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error also for a glob without a folder of tokens."""
         yield from super().check(model)
         is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
-        if self.tokens is None and is_glob:
+        if self.tokens is None and is_glob and not is_hub(self.path):
             yield ConfigError(
                 f"dataset.path={self.path} is a glob, which implies no folder for its tokens",
                 "Name one, such as dataset.tokens=talks.tokens.",

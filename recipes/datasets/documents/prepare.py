@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from launcher.base import FULL, write_whole
+from launcher.base import FULL, is_hub, write_whole
 from launcher.recipes.data.corpus.chat import Encoded, chat_encoder
 from launcher.recipes.data.corpus.documents import FoundDocument, documents_in
 from launcher.recipes.data.corpus.files import META, CorpusMeta, TokenPart, read_meta, write_meta
@@ -202,7 +202,12 @@ def _sources(options: Documents) -> list[Path]:
 
 
 def _source(options: Documents) -> str:
-    """Return a digest of the source files' names, sizes and times; raises InputError."""
+    """Return a digest of the source files' names, sizes and times; raises InputError.
+
+    A commit's files never change, and need not be here.
+    """
+    if is_hub(options.path):
+        return _digest([options.path, options.pattern])
     return _digest([stamp_of(path) for path in _sources(options)])
 
 

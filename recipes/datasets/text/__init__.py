@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.base import is_hub
 from launcher.config.errors import ConfigError
 from launcher.config.families import DatasetOptions, ModelOptions, register
 from launcher.config.fields import Switch, number
@@ -54,7 +55,7 @@ class Text(Bytes):
     """The user's own text: one file, or every file below a folder that fits `pattern`, as bytes."""
 
     name: str = "text"
-    path: str
+    path: str = field(metadata={"hub": "data"})
     pattern: str = "**/*.txt"
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
@@ -62,7 +63,7 @@ class Text(Bytes):
         Switch(
             ("dataset.pattern",),
             ("dataset.path",),
-            lambda config: Path(config.dataset.path).expanduser().is_dir(),
+            lambda c: is_hub(c.dataset.path) or Path(c.dataset.path).expanduser().is_dir(),
             "dataset.path is no folder",
             "name a folder",
         ),

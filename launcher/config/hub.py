@@ -1,0 +1,87 @@
+"""Settings that name repositories of the Hugging Face hub, pinned to commits as they are composed.
+
+A run's `config.yaml` thus holds the commits, and a run that goes on takes the files it began with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launcher.base import HubError, fetch, hub_name, is_hub, is_small, pin
+from launcher.config.errors import ConfigError
+from launcher.config.fields import Place, key_of, settings_of
+from launcher.config.schema import Config
+from launcher.config.sources import Tree, settings_beside
+
+
+def hub_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings that may name a repository: the section, the name, and what it holds."""
+    for section in dataclasses.fields(Config):
+        kind: Any = section.default_factory
+        if variants := section.metadata.get("variants"):
+            kind = variants.classes.get((tree.get(section.name) or {}).get(variants.key))
+        if dataclasses.is_dataclass(kind):
+            for one in settings_of(kind):
+                if "hub" in one.metadata:
+                    yield section.name, key_of(one), one.metadata["hub"]
+
+
+def pins(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the settings that name a repository, and what they name."""
+    for section, name, _ in hub_settings(dataclasses.asdict(config)):
+        if is_hub(text := getattr(getattr(config, section), name)):
+            yield f"{section}.{name}", text
+
+
+@contextmanager
+def naming(key: str, text: object) -> Iterator[None]:
+    """Raise a ConfigError about a setting where its repository cannot be had inside."""
+    try:
+        yield
+    except HubError as error:
+        problem = f"{key}={text} {error.problem}"
+        raise ConfigError(problem, error.remedy, [key], code="input") from None
+
+
+def with_commits(tree: Tree, texts: dict[Place, str]) -> Tree:
+    """Return resolved settings with a commit for each revision of the hub that they name.
+
+    A model's own settings and tokenizer are then in the cache. A run that is there already keeps
+    the commit that it began with, unless a revision is said.
+
+    Args:
+        tree: the settings.
+        texts: those of values from the environment; what has a commit now is no longer one.
+
+    Raises:
+        ConfigError: a repository cannot be had.
+    """
+    for section, name, holds in hub_settings(tree):
+        if is_hub(text := (tree.get(section) or {}).get(name)):
+            key, before = f"{section}.{name}", _of_run(tree).get(section, {}).get(name)
+            with naming(key, text):
+                pinned = pin(_as_before(text, before))
+                if holds == "model":
+                    fetch(pinned, is_small)
+            tree = {**tree, section: {**tree[section], name: pinned}}
+            texts.pop((section, name), None)
+    return tree
+
+
+def _of_run(tree: Tree) -> Tree:
+    """Return the settings of the run of this name, if it is there."""
+    run = tree.get("run") or {}
+    if None in (run.get("dir"), run.get("id")):
+        return {}
+    return settings_beside(str(Path(str(run["dir"]), str(run["id"]), "plan.json")))
+
+
+def _as_before(text: Any, before: Any) -> str:
+    """Return the name with the commit that a run has, if the text says no revision."""
+    if is_hub(before) and hub_name(before)._replace(revision=None) == hub_name(text):
+        return str(before)
+    return str(text)
