@@ -131,7 +131,9 @@ def test_what_is_advised_is_what_the_extras_bring() -> None:
     extras = {one for name in PROJECT["optional-dependencies"] for one in extra(name)}
     assert {re.sub(r"^(jax\[.*\]).*", r"\1", one) for one in extras} >= set(_REQUIREMENTS.values())
     optional = {
-        one for name in ("data", "mlflow", "sweep", "tensorboard", "trackio") for one in extra(name)
+        one
+        for name in ("data", "mlflow", "stores", "sweep", "tensorboard", "trackio")
+        for one in extra(name)
     }
     assert optional <= set(_REQUIREMENTS.values())
 
