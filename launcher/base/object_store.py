@@ -12,7 +12,7 @@ import functools
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
@@ -36,6 +36,11 @@ _TRIED_GOOGLE = (
     "GOOGLE_APPLICATION_CREDENTIALS, the file of `gcloud auth application-default login`, "
     "the metadata server"
 )
+
+
+def is_stored(path: str) -> bool:
+    """Return whether a path is the URL of something in a store."""
+    return path.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 class StoreError(Exception):
@@ -76,10 +81,14 @@ class UnavailableError(StoreError):
 
 
 class Stat(NamedTuple):
-    """An object's size in bytes, and its version: another one, after it is written again."""
+    """An object's size in bytes, and its version: another one, after it is written again.
+
+    Last comes the time of that, in seconds since 1970.
+    """
 
     size: int
     version: str
+    modified: float = 0.0
 
 
 class Store:
@@ -117,6 +126,17 @@ class Store:
         """Return an object's size and version."""
         return self._persist(lambda: self._bucket.stat(self._key(name)), name)
 
+    def objects(self, begin: str = "") -> Iterator[tuple[str, Stat]]:
+        """Yield the objects whose names begin so, by name."""
+        after = ""
+        while True:
+            call = functools.partial(self._bucket.page, self._key(begin), after)
+            found, after = self._persist(call, begin)
+            for key, stat in found:
+                yield key.removeprefix(self._key("")), stat
+            if not after:
+                return
+
     def put(self, name: str, data: bytes) -> None:
         """Write an object, whole or not at all."""
         self._persist(lambda: self._bucket.put(self._key(name), data, absent=False), name)
@@ -153,7 +173,7 @@ class Store:
             path: the file.
             got: called with the number of bytes of each part.
         """
-        size, version = self.stat(name)
+        size, version, _ = self.stat(name)
         with open(path, "xb") as file:
             while (start := file.tell()) < size:
                 part = self.get(name, start, min(start + PART, size), version)
@@ -206,6 +226,8 @@ class _Bucket(Protocol):
 
     def stat(self, key: str) -> Stat: ...
 
+    def page(self, begin: str, after: str) -> tuple[list[tuple[str, Stat]], str]: ...
+
     def put(self, key: str, data: bytes, absent: bool) -> None: ...
 
     def put_large(
@@ -251,7 +273,17 @@ class _S3(_Bucket):
 
     def stat(self, key: str) -> Stat:
         answer = self._client.head_object(Bucket=self._bucket, Key=key)
-        return Stat(answer["ContentLength"], answer["ETag"])
+        modified = answer["LastModified"].timestamp()
+        return Stat(answer["ContentLength"], answer["ETag"], modified)
+
+    def page(self, begin: str, after: str) -> tuple[list[tuple[str, Stat]], str]:
+        more = {"ContinuationToken": after} if after else {}
+        answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=begin, **more)
+        found = [
+            (one["Key"], Stat(one["Size"], one["ETag"], one["LastModified"].timestamp()))
+            for one in answer.get("Contents", ())
+        ]
+        return found, answer.get("NextContinuationToken", "")
 
     def put(self, key: str, data: bytes, absent: bool) -> None:
         condition = {"IfNoneMatch": "*"} if absent else {}
@@ -351,7 +383,15 @@ class _Google(_Bucket):
     def stat(self, key: str) -> Stat:
         blob = self._bucket.blob(key)
         blob.reload(**_ONCE)
-        return Stat(blob.size, str(blob.generation))
+        return _stat(blob)
+
+    def page(self, begin: str, after: str) -> tuple[list[tuple[str, Stat]], str]:
+        fields = "items(name,size,generation,updated),nextPageToken"
+        pages = self._bucket.list_blobs(
+            prefix=begin, page_token=after or None, fields=fields, **_ONCE
+        )
+        found = [(blob.name, _stat(blob)) for blob in next(pages.pages, ())]
+        return found, pages.next_page_token or ""
 
     def put(self, key: str, data: bytes, absent: bool) -> None:
         condition = {"if_generation_match": 0} if absent else {}
@@ -393,6 +433,10 @@ class _Google(_Bucket):
         if isinstance(error, auth.GoogleAuthError | requests.RequestException | DataCorruption):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         return None
+
+
+def _stat(blob: Any) -> Stat:
+    return Stat(blob.size, str(blob.generation), blob.updated.timestamp())
 
 
 _ONCE: dict[str, Any] = {"retry": None, "timeout": _TIMEOUTS}

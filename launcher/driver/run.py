@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from launcher.base import complain, lines_to
+from launcher.base.object_store import StoreError
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.kinds import kind_of, pool_shape
 from launcher.cluster.ray.session import RaySession, StartLimit
@@ -103,6 +104,8 @@ def reported(error: Exception) -> tuple[str, str, int] | None:
         return "cluster", text, 1
     if isinstance(error, OSError):
         return "system", os_error_text(error), 1
+    if isinstance(error, StoreError):
+        return "system", text, 1
     from launcher.driver.failures import FailedError
     from launcher.driver.record.step_log import DivergedError
     from launcher.plan import PlanError, TooLargeError, UnfitError
@@ -136,6 +139,7 @@ class PlanOnly(TaskKind):
         from launcher.plan import UnfitError
 
         gc.freeze()  # what is imported stays: no collection need look through it
+        config = folder.pinned(config)
         found = look(config, folder.check(config), plan_only=True)
         with PlotProcess() as plots:
             traced = trace(config, console, found)
@@ -172,6 +176,7 @@ class TrainTask(TaskKind):
         with stop.interruptible():
             for hook in config.hooks:
                 find_hook(hook)  # a wrong one fails before anything starts
+            config = folder.pinned(config)
             finished = folder.check(config)
             if finished < steps:
                 prepare_first(config, console)

@@ -56,6 +56,7 @@ _CHECKPOINTS = "checkpoints"
 # A run with other values of these is another run. A checkpoint holds values from the environment as
 # their interpolation and as a fingerprint, which shows that a value has changed but not what it is.
 _FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "train.precision", "run.seed")
+_FREE = ("dataset.cache_gib",)  # but for these
 # Settings by which batch k depends on other rows.
 _OF_DATA = ("dataset", "train.global_batch_size", "run.seed", "model.sequence_length")
 # Settings that a fork does not list: they are no part of the training, or always others.
@@ -184,6 +185,28 @@ def check(config: Config, thorough: bool = True) -> int:
     if thorough and step >= config.train.steps:
         step = _choose(config, path).step or 0
     return step
+
+
+def pinned(config: Config) -> Config:
+    """Return the settings with what their data in an object store are, for all that follows.
+
+    A run that resumes takes those of its checkpoint, which must be there as they were.
+
+    Raises:
+        ConfigError: like `check_folder`.
+        launcher.recipes.InputError: they cannot be found, or have changed.
+    """
+
+    def before() -> Mapping[str, Any]:
+        path = check_folder(config)
+        if path is None:
+            return {}
+        with suppress(OSError):  # `check` says it
+            run = checkpoint.newest(RunFolder(path).checkpoints, False, path.name).run
+            return {} if run is None else run.config["dataset"]
+        return {}
+
+    return replace(config, dataset=config.dataset.pinned(before))
 
 
 @contextmanager
@@ -437,7 +460,7 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         launcher.recipes.InputError: the data cannot be used.
     """
     for key, (before, now) in differences(stored, config).items():
-        if below(key, _FIXED):
+        if below(key, _FIXED) and key not in _FREE:
             raise ConfigError(
                 f"{key}={now} does not fit run.id={path.name}, which reached step {step} "
                 f"with {key}={before}",

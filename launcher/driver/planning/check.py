@@ -86,6 +86,7 @@ def os_error_text(error: OSError) -> str:
 
 def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     said: list[str] = []
+    config = folder.pinned(config)
     with lines_to(said.append):
         finished = folder.check(config, thorough=False)
     if finished >= config.train.steps:

@@ -1,0 +1,301 @@
+"""Files in an object store: which there are, and ranges of them by a cache on the disk.
+
+They are listed once, as a run starts: the names, sizes and versions are then a setting of the run,
+`dataset.objects`, by which its processes and whatever resumes it see the same files. Each range is
+asked for of that version, so a file that changes is an error, and never a mixture.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import io
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, TypeVar, cast
+
+from launcher.base.measurements import cache_folder
+from launcher.base.object_store import (
+    ChangedError,
+    ForbiddenError,
+    MissingCredentialsError,
+    NotFoundError,
+    Stat,
+    Store,
+    StoreError,
+)
+from launcher.recipes.data.block_cache import BlockCache
+from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.files import NamedFiles, files_below, without_splits
+from launcher.recipes.protocols import InputError
+
+T = TypeVar("T")
+R = TypeVar("R")
+BLOCK = 2**18  # bytes that are asked for, and kept, as one
+_AT_ONCE = 16  # requests
+_NAME = "name an object, a folder of some, or a glob"
+_TRIES = 4  # of a range that comes short
+_CHECK_SECONDS = 10.0  # in which a request is repeated before the run starts
+
+
+class StoredPath(PurePosixPath):
+    """The URL of an object, or of what several begin with, as a path."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    @property
+    def bucket(self) -> str:
+        """The URL of its bucket."""
+        return "://".join((self.parts[0].rstrip(":"), self.parts[1]))
+
+    @property
+    def key(self) -> str:
+        """The object's name in the bucket."""
+        return "/".join(self.parts[2:])
+
+
+def stored_access(
+    path: str, reads: tuple[str, ...], objects: Sequence[str] | None, cache_gib: float
+) -> FileAccess:
+    """Return what reads the files that a URL names.
+
+    Args:
+        path: the URL.
+        reads: how the names of files end that are read, in small letters; empty: as they like.
+        objects: what `pinned` returned for it, and perhaps others; None: they are listed now.
+        cache_gib: the bound of the cache, which all datasets share.
+    """
+    listed = map(_parsed, _listed(path, reads) if objects is None else objects)
+    cache = BlockCache(cache_folder() / "objects", int(cache_gib * 2**30))
+    return _StoredFiles({StoredPath(url): stat for url, stat in listed}, cache)
+
+
+class _StoredFiles(FileAccess):
+    """Finds and reads objects, blocks of them by a cache."""
+
+    def __init__(self, objects: Mapping[StoredPath, Stat], cache: BlockCache) -> None:
+        self._objects, self._cache = objects, cache
+        self._turns: Mapping[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def root(self, path: str) -> Path:
+        return cast(Path, StoredPath(path))
+
+    def named(
+        self,
+        named: str,
+        path: str,
+        fits: Callable[[Path], bool],
+        remedy: str,
+        splits: str = "refused",
+    ) -> NamedFiles:
+        root, all_paths = StoredPath(path), cast(list[Path], sorted(self._objects))
+        if root in self._objects:
+            return NamedFiles([cast(Path, root)], {}, {})
+        if glob.has_magic(path):
+            parts = root.parts
+            return NamedFiles([one for one in all_paths if _fits(one.parts, parts)], {}, {})
+        found = files_below(cast(Path, root), all_paths, fits)
+        return without_splits(named, cast(Path, root), found, splits)
+
+    def fitting(self, root: Path, pattern: str) -> Callable[[Path], bool]:
+        parts = PurePosixPath(pattern).parts
+        return lambda path: _fits(path.relative_to(root).parts, parts)
+
+    def check_readable(self, named: str, path: Path) -> None:
+        pass  # said where it is read
+
+    def size(self, path: PurePath) -> int | None:
+        found = self._objects.get(cast(StoredPath, path))
+        return None if found is None else found.size
+
+    def read(self, path: PurePath, start: int, size: int) -> bytes:
+        path = cast(StoredPath, path)
+        stop = min(start + size, self._objects[path].size)
+        if stop <= start:
+            return b""
+        first = start // BLOCK
+        blocks = b"".join(self._block(path, n) for n in range(first, -(-stop // BLOCK)))
+        return blocks[start - first * BLOCK : stop - first * BLOCK]
+
+    def whole(self, path: PurePath) -> bytes:
+        return self.read(path, 0, self._objects[cast(StoredPath, path)].size)
+
+    def opened(self, path: PurePath) -> Any:
+        path = cast(StoredPath, path)
+        return io.BufferedReader(_StoredFile(path, self._objects[path]), BLOCK)
+
+    def stamp(self, path: PurePath) -> str:
+        size, version, _ = self._objects[cast(StoredPath, path)]
+        return f"{path} {size} {version}"
+
+    def modified(self, path: PurePath) -> float:
+        return self._objects[cast(StoredPath, path)].modified
+
+    def fingerprint(self, paths: Sequence[PurePath]) -> str:
+        return hashlib.sha256("\n".join(map(self.stamp, paths)).encode()).hexdigest()[:32]
+
+    def each(self, function: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
+        with ThreadPoolExecutor(_AT_ONCE, "stored-files") as pool:
+            yield from pool.map(function, given)
+
+    def _block(self, path: StoredPath, number: int) -> bytes:
+        stat = self._objects[path]
+        start = number * BLOCK
+        stop = min(start + BLOCK, stat.size)
+        name = hashlib.sha256(f"{path} {stat.version} {start} {stop}".encode()).hexdigest()[:40]
+        with self._turns[name]:  # rows that share a block ask for it once
+            block = self._cache.get(name)
+            if block is None or len(block) != stop - start:
+                block = _range(path, stat, start, stop)
+                self._cache.put(name, block)
+        return block
+
+
+class _StoredFile(io.RawIOBase):
+    """An object as a file to read, for libraries."""
+
+    def __init__(self, path: StoredPath, stat: Stat) -> None:
+        self._path, self._stat, self._at = path, stat, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stat.size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._at + len(buffer), self._stat.size)
+        if stop <= self._at:
+            return 0
+        content = _range(self._path, self._stat, self._at, stop)
+        buffer[: len(content)] = content
+        self._at = stop
+        return len(content)
+
+
+def _range(path: StoredPath, stat: Stat, start: int, stop: int) -> bytes:
+    """Return bytes of an object, of this very version; raises InputError, StoreError."""
+    try:
+        for _ in range(_TRIES):
+            content = _store(path.bucket).get(path.key, start, stop, stat.version)
+            if len(content) == stop - start:
+                return content
+    except (ForbiddenError, MissingCredentialsError) as error:
+        raise InputError(f"{error}; {_remedy(error)}") from None
+    except (ChangedError, NotFoundError):
+        raise InputError(
+            f"{path} has changed or gone since the run began, with {stat.size:,} bytes and the "
+            f"version {stat.version}; put it back, or begin another run"
+        ) from None
+    raise StoreError(
+        f"{path}: the store gives {len(content):,} bytes for bytes {start:,} to {stop:,}, again "
+        "and again; look at what is between it and this machine"
+    )
+
+
+@functools.cache
+def _store(bucket: str) -> Store:
+    return Store(bucket)
+
+
+def pinned(
+    paths: Mapping[str, str], reads: tuple[str, ...], before: Sequence[str] | None
+) -> list[str]:
+    """Return the objects that URLs name, each as a line of its URL, size, version and time.
+
+    Args:
+        paths: the URLs, by the settings that name them.
+        reads: how the names of files end that are read, in small letters; empty: as they like.
+        before: what a run found that is resumed: it sees no others, and these as they were.
+
+    Raises:
+        InputError: they cannot be listed, or one of `before` has changed.
+    """
+    now: dict[str, str] = {}
+    for key, path in paths.items():
+        try:
+            found = {line.rsplit(" ", 3)[0]: line for line in _listed(path, reads)}
+        except StoreError as error:
+            raise InputError(f"{key}={path}: {error}; {_remedy(error)}") from None
+        if not found:
+            raise InputError(f"{key}={path} names no object; {_NAME}")
+        now |= found
+    if before is None:
+        urls = (url for url in sorted(now) if not reads or url.lower().endswith(reads))
+        return [now[url] for url in urls]
+    for line in before:
+        url, stat = _parsed(line)
+        new = _parsed(now[url])[1] if url in now else None
+        if new is None or new[:2] != stat[:2]:
+            what = "is gone" if new is None else f"now holds {new.size:,}, version {new.version}"
+            raise InputError(
+                f"{url} has changed since the run began: it held {stat.size:,} bytes, version "
+                f"{stat.version}; it {what}; put it back to resume the run, or choose another "
+                "run.id"
+            )
+    return list(before)
+
+
+def _remedy(error: StoreError) -> str:
+    if isinstance(error, MissingCredentialsError):
+        return "give some, or copy the files and name the copy"
+    if isinstance(error, NotFoundError):
+        return _NAME
+    return "see that the store can be reached and read from here"
+
+
+def _parsed(line: str) -> tuple[str, Stat]:
+    url, size, version, modified = line.rsplit(" ", 3)
+    return url, Stat(int(size), version, float(modified))
+
+
+def _listed(path: str, reads: tuple[str, ...]) -> Iterator[str]:
+    """Yield the object that a URL names and those that say what it is, or those below it."""
+    root = StoredPath(path)
+    store = Store(root.bucket, _CHECK_SECONDS)
+    if root.key and not glob.has_magic(path):
+        with suppress(NotFoundError):
+            yield _line(root, store.stat(root.key))
+            for ending in reads:
+                own = root.with_suffix(ending) if ending[0] == "." else root.parent / ending
+                with suppress(NotFoundError, ForbiddenError):  # who may not list learns no more
+                    if own != root:
+                        yield _line(own, store.stat(own.key))
+            return
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts[2:])
+    for key, stat in store.objects("".join(f"{part}/" for part in fixed)):
+        one = StoredPath(f"{root.bucket}/{key}")
+        if one.key == key:  # others are no files: they end in a /, say
+            yield _line(one, stat)
+
+
+def _line(path: StoredPath, stat: Stat) -> str:
+    return f"{path} {stat.size} {stat.version} {stat.modified:.0f}"
+
+
+def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether the parts of a path fit those of a glob."""
+    if not patterns or not parts:
+        return not parts and all(pattern == "**" for pattern in patterns)
+    first, *others = patterns
+    if first == "**":
+        is_shown = not parts[0].startswith(".")
+        return _fits(parts, others) or (is_shown and _fits(parts[1:], patterns))
+    is_shown = parts[0].startswith(".") == first.startswith(".")
+    return is_shown and fnmatchcase(parts[0], first) and _fits(parts[1:], others)
