@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from launcher.base import complain, lines_to
-from launcher.base.object_store import StoreError
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.kinds import kind_of, pool_shape
 from launcher.cluster.ray.session import RaySession, StartLimit
@@ -104,8 +103,6 @@ def reported(error: Exception) -> tuple[str, str, int] | None:
         return "cluster", text, 1
     if isinstance(error, OSError):
         return "system", os_error_text(error), 1
-    if isinstance(error, StoreError):
-        return "system", text, 1
     from launcher.driver.failures import FailedError
     from launcher.driver.record.step_log import DivergedError
     from launcher.plan import PlanError, TooLargeError, UnfitError

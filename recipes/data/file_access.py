@@ -23,9 +23,9 @@ class _Opened:
     def __init__(self, path: PurePath) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+            close(self.descriptor)  # as a process ends, `os` may be gone
 
 
 class FileAccess:

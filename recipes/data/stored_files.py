@@ -190,20 +190,20 @@ class _StoredFile(io.RawIOBase):
 
 
 def _range(path: StoredPath, stat: Stat, start: int, stop: int) -> bytes:
-    """Return bytes of an object, of this very version; raises InputError, StoreError."""
+    """Return bytes of an object, of this very version; raises InputError."""
     try:
         for _ in range(_TRIES):
             content = _store(path.bucket).get(path.key, start, stop, stat.version)
             if len(content) == stop - start:
                 return content
-    except (ForbiddenError, MissingCredentialsError) as error:
-        raise InputError(f"{error}; {_remedy(error)}") from None
     except (ChangedError, NotFoundError):
         raise InputError(
             f"{path} has changed or gone since the run began, with {stat.size:,} bytes and the "
             f"version {stat.version}; put it back, or begin another run"
         ) from None
-    raise StoreError(
+    except StoreError as error:
+        raise InputError(_told(error)) from None
+    raise InputError(
         f"{path}: the store gives {len(content):,} bytes for bytes {start:,} to {stop:,}, again "
         "and again; look at what is between it and this machine"
     )
@@ -229,10 +229,7 @@ def pinned(
     """
     now: dict[str, str] = {}
     for key, path in paths.items():
-        try:
-            found = {line.rsplit(" ", 3)[0]: line for line in _listed(path, reads)}
-        except StoreError as error:
-            raise InputError(f"{key}={path}: {error}; {_remedy(error)}") from None
+        found = {line.rsplit(" ", 3)[0]: line for line in _listed(path, reads, f"{key}={path}")}
         if not found:
             raise InputError(f"{key}={path} names no object; {_NAME}")
         now |= found
@@ -252,12 +249,14 @@ def pinned(
     return list(before)
 
 
-def _remedy(error: StoreError) -> str:
+def _told(error: StoreError) -> str:
+    """Return a store's error with what to do."""
+    remedy = "see that the store can be reached and read from here"
     if isinstance(error, MissingCredentialsError):
-        return "give some, or copy the files and name the copy"
-    if isinstance(error, NotFoundError):
-        return _NAME
-    return "see that the store can be reached and read from here"
+        remedy = "give some, or copy the files and name the copy"
+    elif isinstance(error, NotFoundError):
+        remedy = _NAME
+    return str(error) if "pip install" in str(error) else f"{error}; {remedy}"
 
 
 def _parsed(line: str) -> tuple[str, Stat]:
@@ -265,24 +264,36 @@ def _parsed(line: str) -> tuple[str, Stat]:
     return url, Stat(int(size), version, float(modified))
 
 
-def _listed(path: str, reads: tuple[str, ...]) -> Iterator[str]:
-    """Yield the object that a URL names and those that say what it is, or those below it."""
+def _listed(path: str, reads: tuple[str, ...], named: str = "dataset.path") -> list[str]:
+    """Return the object that a URL names and those that say what it is, or those below it."""
     root = StoredPath(path)
-    store = Store(root.bucket, _CHECK_SECONDS)
-    if root.key and not glob.has_magic(path):
-        with suppress(NotFoundError):
-            yield _line(root, store.stat(root.key))
-            for ending in reads:
-                own = root.with_suffix(ending) if ending[0] == "." else root.parent / ending
-                with suppress(NotFoundError, ForbiddenError):  # who may not list learns no more
-                    if own != root:
-                        yield _line(own, store.stat(own.key))
-            return
+    if len(root.parts) < 2:
+        raise InputError(f"{named} names no bucket; write s3://bucket/folder, or gs://")
+    try:
+        store = Store(root.bucket, _CHECK_SECONDS)
+        is_one = root.key and not glob.has_magic(path)
+        one = list(_beside(store, root, reads)) if is_one else []
+        return one or list(_below(store, root))
+    except StoreError as error:
+        raise InputError(f"{named}: {_told(error)}") from None
+
+
+def _beside(store: Store, root: StoredPath, reads: tuple[str, ...]) -> Iterator[str]:
+    with suppress(NotFoundError):
+        yield _line(root, store.stat(root.key))
+        for ending in reads:
+            own = root.with_suffix(ending) if ending[0] == "." else root.parent / ending
+            with suppress(NotFoundError, ForbiddenError):  # who may not list learns no more
+                if own != root:
+                    yield _line(own, store.stat(own.key))
+
+
+def _below(store: Store, root: StoredPath) -> Iterator[str]:
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts[2:])
     for key, stat in store.objects("".join(f"{part}/" for part in fixed)):
-        one = StoredPath(f"{root.bucket}/{key}")
-        if one.key == key:  # others are no files: they end in a /, say
-            yield _line(one, stat)
+        path = StoredPath(f"{root.bucket}/{key}")
+        if path.key == key:  # others are no files: they end in a /, say
+            yield _line(path, stat)
 
 
 def _line(path: StoredPath, stat: Stat) -> str:
