@@ -1,8 +1,8 @@
 """A bounded cache on disk of blocks of remote files, shared by the processes of a host.
 
 A block is a file that ends in a digest of itself, so one that is damaged or half written is never
-taken. The one that was used least recently goes first. The cache only saves time: where its disk is
-full or fails, a process says so once and goes on without.
+taken. The least recently used one is deleted first. The cache only saves time: where its disk is
+full or fails, a process says so once and reads all from afar.
 """
 
 from __future__ import annotations

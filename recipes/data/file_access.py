@@ -1,4 +1,4 @@
-"""How the files of a dataset are found and read: on the disk, or in an object store."""
+"""Find and read the files of a dataset: those on the disk, by what others extend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from launcher.base.object_store import is_stored
 from launcher.recipes.data.files import NamedFiles, fingerprint_of, fitting, named_files
 from launcher.recipes.protocols import InputError
 
@@ -91,17 +90,3 @@ class FileAccess:
     def each(self, function: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
         """Yield what a function that reads returns for each, in order."""
         return map(function, given)
-
-
-def access_to(path: str, options: Any) -> FileAccess:
-    """Return what reads the files that a path names.
-
-    Args:
-        path: a path on the disk, or a URL of an object store.
-        options: the settings of a path in an object store, a `TokenRows`.
-    """
-    if not is_stored(path):
-        return FileAccess()
-    from launcher.recipes.data.stored_files import stored_access
-
-    return stored_access(path, options.reads, options.objects, options.cache_gib)

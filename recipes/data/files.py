@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base import missing_path, to_type
-from launcher.base.object_store import is_stored
+from launcher.base import is_stored, missing_path, to_type
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.

@@ -21,16 +21,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, TypeVar, cast
 
+from launcher.base import is_stored
+from launcher.base import object_store as stores
 from launcher.base.measurements import cache_folder
-from launcher.base.object_store import (
-    ChangedError,
-    ForbiddenError,
-    MissingCredentialsError,
-    NotFoundError,
-    Stat,
-    Store,
-    StoreError,
-)
 from launcher.recipes.data.block_cache import BlockCache
 from launcher.recipes.data.file_access import FileAccess
 from launcher.recipes.data.files import NamedFiles, files_below, without_splits
@@ -62,26 +55,27 @@ class StoredPath(PurePosixPath):
         return "/".join(self.parts[2:])
 
 
-def stored_access(
-    path: str, reads: tuple[str, ...], objects: Sequence[str] | None, cache_gib: float
-) -> FileAccess:
-    """Return what reads the files that a URL names.
+def access_to(path: str, options: Any) -> FileAccess:
+    """Return what reads the files that a path names.
 
     Args:
-        path: the URL.
-        reads: how the names of files end that are read, in small letters; empty: as they like.
-        objects: what `pinned` returned for it, and perhaps others; None: they are listed now.
-        cache_gib: the bound of the cache, which all datasets share.
+        path: a path on the disk, or a URL of an object store.
+        options: the settings of a path in an object store, a `TokenRows`.
+
+    Raises:
+        InputError: the objects, which the settings do not list, cannot be listed.
     """
-    listed = map(_parsed, _listed(path, reads) if objects is None else objects)
-    cache = BlockCache(cache_folder() / "objects", int(cache_gib * 2**30))
-    return _StoredFiles({StoredPath(url): stat for url, stat in listed}, cache)
+    if not is_stored(path):
+        return FileAccess()
+    lines = options.objects if options.objects is not None else _listed(path, options.reads)
+    cache = BlockCache(cache_folder() / "objects", int(options.cache_gib * 2**30))
+    return _StoredFiles({StoredPath(url): stat for url, stat in map(_parsed, lines)}, cache)
 
 
 class _StoredFiles(FileAccess):
     """Finds and reads objects, blocks of them by a cache."""
 
-    def __init__(self, objects: Mapping[StoredPath, Stat], cache: BlockCache) -> None:
+    def __init__(self, objects: Mapping[StoredPath, stores.Stat], cache: BlockCache) -> None:
         self._objects, self._cache = objects, cache
         self._turns: Mapping[str, threading.Lock] = defaultdict(threading.Lock)
 
@@ -162,7 +156,7 @@ class _StoredFiles(FileAccess):
 class _StoredFile(io.RawIOBase):
     """An object as a file to read, for libraries."""
 
-    def __init__(self, path: StoredPath, stat: Stat) -> None:
+    def __init__(self, path: StoredPath, stat: stores.Stat) -> None:
         self._path, self._stat, self._at = path, stat, 0
 
     def readable(self) -> bool:
@@ -189,19 +183,19 @@ class _StoredFile(io.RawIOBase):
         return len(content)
 
 
-def _range(path: StoredPath, stat: Stat, start: int, stop: int) -> bytes:
+def _range(path: StoredPath, stat: stores.Stat, start: int, stop: int) -> bytes:
     """Return bytes of an object, of this very version; raises InputError."""
     try:
         for _ in range(_TRIES):
             content = _store(path.bucket).get(path.key, start, stop, stat.version)
             if len(content) == stop - start:
                 return content
-    except (ChangedError, NotFoundError):
+    except (stores.ChangedError, stores.NotFoundError):
         raise InputError(
             f"{path} has changed or gone since the run began, with {stat.size:,} bytes and the "
             f"version {stat.version}; put it back, or begin another run"
         ) from None
-    except StoreError as error:
+    except stores.StoreError as error:
         raise InputError(_told(error)) from None
     raise InputError(
         f"{path}: the store gives {len(content):,} bytes for bytes {start:,} to {stop:,}, again "
@@ -211,7 +205,7 @@ def _range(path: StoredPath, stat: Stat, start: int, stop: int) -> bytes:
 
 @functools.cache
 def _store(bucket: str) -> Store:
-    return Store(bucket)
+    return stores.Store(bucket)
 
 
 def pinned(
@@ -249,19 +243,19 @@ def pinned(
     return list(before)
 
 
-def _told(error: StoreError) -> str:
+def _told(error: stores.StoreError) -> str:
     """Return a store's error with what to do."""
     remedy = "see that the store can be reached and read from here"
-    if isinstance(error, MissingCredentialsError):
+    if isinstance(error, stores.MissingCredentialsError):
         remedy = "give some, or copy the files and name the copy"
-    elif isinstance(error, NotFoundError):
+    elif isinstance(error, stores.NotFoundError):
         remedy = _NAME
     return str(error) if "pip install" in str(error) else f"{error}; {remedy}"
 
 
-def _parsed(line: str) -> tuple[str, Stat]:
+def _parsed(line: str) -> tuple[str, stores.Stat]:
     url, size, version, modified = line.rsplit(" ", 3)
-    return url, Stat(int(size), version, float(modified))
+    return url, stores.Stat(int(size), version, float(modified))
 
 
 def _listed(path: str, reads: tuple[str, ...], named: str = "dataset.path") -> list[str]:
@@ -270,25 +264,27 @@ def _listed(path: str, reads: tuple[str, ...], named: str = "dataset.path") -> l
     if len(root.parts) < 2:
         raise InputError(f"{named} names no bucket; write s3://bucket/folder, or gs://")
     try:
-        store = Store(root.bucket, _CHECK_SECONDS)
+        store = stores.Store(root.bucket, _CHECK_SECONDS)
         is_one = root.key and not glob.has_magic(path)
         one = list(_beside(store, root, reads)) if is_one else []
         return one or list(_below(store, root))
-    except StoreError as error:
+    except stores.StoreError as error:
         raise InputError(f"{named}: {_told(error)}") from None
 
 
-def _beside(store: Store, root: StoredPath, reads: tuple[str, ...]) -> Iterator[str]:
-    with suppress(NotFoundError):
+def _beside(store: stores.Store, root: StoredPath, reads: tuple[str, ...]) -> Iterator[str]:
+    with suppress(stores.NotFoundError):
         yield _line(root, store.stat(root.key))
         for ending in reads:
             own = root.with_suffix(ending) if ending[0] == "." else root.parent / ending
-            with suppress(NotFoundError, ForbiddenError):  # who may not list learns no more
+            with suppress(
+                stores.NotFoundError, stores.ForbiddenError
+            ):  # who may not list learns no more
                 if own != root:
                     yield _line(own, store.stat(own.key))
 
 
-def _below(store: Store, root: StoredPath) -> Iterator[str]:
+def _below(store: stores.Store, root: StoredPath) -> Iterator[str]:
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts[2:])
     for key, stat in store.objects("".join(f"{part}/" for part in fixed)):
         path = StoredPath(f"{root.bucket}/{key}")
@@ -296,7 +292,7 @@ def _below(store: Store, root: StoredPath) -> Iterator[str]:
             yield _line(path, stat)
 
 
-def _line(path: StoredPath, stat: Stat) -> str:
+def _line(path: StoredPath, stat: stores.Stat) -> str:
     return f"{path} {stat.size} {stat.version} {stat.modified:.0f}"
 
 

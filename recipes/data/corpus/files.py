@@ -19,8 +19,9 @@ import numpy as np
 
 from launcher.base import write_whole
 from launcher.recipes.data.corpus.sources import SUFFIXES
-from launcher.recipes.data.file_access import FileAccess, access_to
+from launcher.recipes.data.file_access import FileAccess
 from launcher.recipes.data.files import with_ending
+from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.protocols import InputError
 
 META = "meta.json"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.base.object_store import is_stored
+from launcher.base import is_stored
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
 from launcher.config.fields import choice

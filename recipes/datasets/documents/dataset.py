@@ -9,8 +9,8 @@ from typing import Any
 from launcher.recipes import Dataset, InputError, Tokenizer
 from launcher.recipes.data.corpus.sources import find_sources
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
-from launcher.recipes.data.file_access import access_to
 from launcher.recipes.data.files import NamedFiles
+from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.prepare import prepare_corpus, up_to_date
 from launcher.recipes.datasets.tokens import Tokens

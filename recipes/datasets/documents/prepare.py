@@ -40,7 +40,8 @@ from launcher.recipes.data.corpus.tokenizers import (
     settings_fingerprint,
     tokenizer_fingerprint,
 )
-from launcher.recipes.data.file_access import FileAccess, access_to
+from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.protocols import InputError, Tokenizer
 

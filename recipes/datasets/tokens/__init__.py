@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from launcher.base.object_store import is_stored
+from launcher.base import is_stored
 from launcher.config.errors import ConfigError
 from launcher.config.families import HOLDS_OUT, DatasetOptions, ModelOptions, register, taken_by
 from launcher.config.fields import Switch, choice, number
