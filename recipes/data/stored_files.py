@@ -204,7 +204,7 @@ def _range(path: StoredPath, stat: stores.Stat, start: int, stop: int) -> bytes:
 
 
 @functools.cache
-def _store(bucket: str) -> Store:
+def _store(bucket: str) -> stores.Store:
     return stores.Store(bucket)
 
 
@@ -275,13 +275,11 @@ def _listed(path: str, reads: tuple[str, ...], named: str = "dataset.path") -> l
 def _beside(store: stores.Store, root: StoredPath, reads: tuple[str, ...]) -> Iterator[str]:
     with suppress(stores.NotFoundError):
         yield _line(root, store.stat(root.key))
-        for ending in reads:
-            own = root.with_suffix(ending) if ending[0] == "." else root.parent / ending
-            with suppress(
-                stores.NotFoundError, stores.ForbiddenError
-            ):  # who may not list learns no more
-                if own != root:
-                    yield _line(own, store.stat(own.key))
+        named = (root.with_suffix(e) if e[0] == "." else root.parent / e for e in reads)
+        for path in (path for path in named if path != root):
+            # One who may not list is told of what is not there that it is forbidden.
+            with suppress(stores.NotFoundError, stores.ForbiddenError):
+                yield _line(path, store.stat(path.key))
 
 
 def _below(store: stores.Store, root: StoredPath) -> Iterator[str]:
