@@ -33,7 +33,7 @@ class BlockCache:
 
     Args:
         folder: where they are; it is made, for this user alone.
-        most: the bytes of all blocks, over all processes; 0: nothing is kept.
+        most: the bytes of all blocks, over all processes; 0: there is no cache.
     """
 
     def __init__(self, folder: Path, most: int) -> None:
@@ -42,6 +42,8 @@ class BlockCache:
     def get(self, name: str) -> bytes | None:
         """Return a block; None if it is not there, or damaged."""
         path = self._folder / name
+        if not self._most:
+            return None
         try:
             content = read_bytes(path)
             now = time.time_ns()

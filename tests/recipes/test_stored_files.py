@@ -161,7 +161,11 @@ def test_faults_change_no_batch(served, proxy, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(64))
+@pytest.mark.parametrize(
+    ("served", "seed"),
+    [(("s3", "gs")[seed // 32], seed) for seed in range(64)],
+    indirect=["served"],
+)
 def test_seeded_faults_change_no_batch_or_are_told(served, proxy, seed, tmp_path):
     draw = random.Random(seed)
     kinds = ["status", "reset", "truncate", "shorten", "delay"]

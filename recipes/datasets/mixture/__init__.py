@@ -21,6 +21,7 @@ class Mixture(TokenRows):
     parts: dict[str, Any]  # of each its path and weight
     dtype: str = choice("auto", "auto", "uint16", "uint32")
     end_token: int | None = number(None, minimum=0)
+    cache_gib: float = number(10.0, minimum=0.0)
 
     switches = (IS_PACKED, IS_STORED)
 

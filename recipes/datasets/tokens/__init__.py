@@ -37,7 +37,7 @@ class TokenRows(DatasetOptions):
     bad: str = choice("refuse", "refuse", "skip")
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
     objects: list[str] | None = None  # null: what the object store has now
-    cache_gib: float = number(10.0, minimum=0.0)
+    cache_gib = 0.0  # documents are read once
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -84,6 +84,7 @@ class Tokens(TokenRows):
     dtype: str = choice("auto", "auto", "uint16", "uint32")
     end_token: int | None = number(None, minimum=0)
     validation_path: str | None = None
+    cache_gib: float = number(10.0, minimum=0.0)
 
     switches = (IS_PACKED, HOLDS_OUT, IS_STORED)
 
