@@ -303,7 +303,7 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             f"(in {step}, {problem})",
             "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
         )
-    elif config.run.resume == "must":
+    elif config.run.resume == "must" and config.run.mirror is None:  # else see `mirrored`
         raise ConfigError(
             f"run.resume=must finds nothing to resume from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
