@@ -94,14 +94,15 @@ class Mirroring:
                 self.mirrored = message.get("mirrored", self.mirrored)
                 self.left = message.get("left")
             code = self._process.wait()
+            _close(self._process.stdout)
             if self._killed or self.left is not None:
                 break
             self._say(f"the process that mirrors checkpoints ended ({code}); see {self._log}")
             self._closing.wait(_AGAIN_SECONDS)
+            _close(self._process.stdin)
             self._process = self._start()
             if self._closing.is_set():
                 _close(self._process.stdin)
-        _close(self._process.stdout)
 
     def _start(self) -> subprocess.Popen[str]:
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -61,7 +61,7 @@ class Run:
             )
         if self.mirror is None:
             return
-        if not re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://[^/\s]+(?:/[^\s]*)?", self.mirror):
+        if not re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://[\w.-]+(?:/[^\s]*)?", self.mirror):
             yield ConfigError(
                 f"run.mirror={self.mirror} is no place in an object store",
                 "Write s3://bucket/prefix or gs://bucket/prefix.",

@@ -4,8 +4,12 @@ import json
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from launcher.base.object_store import Store, StoreError
 from launcher.checkpoint import damage, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
 from launcher.checkpoint.mirror import Mirror, Owner, SupersededError, unmirrored
+from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
 
 OWNER = Owner("run", "1234")
 
@@ -248,3 +253,111 @@ def test_lists_decide_nothing(url: str, proxy: FaultProxy, tmp_path: Path) -> No
     mirror_of(url).upload(tmp_path, 1, keep=2)
     fetched(url, tmp_path / "empty")
     assert not [seen for seen in proxy.seen() if "list-type" in seen or "prefix=" in seen]
+
+
+def start(url: str, home: Path) -> subprocess.Popen:
+    """Start the process that mirrors, as a run does."""
+    about = {"url": url, "home": str(home), "owner": asdict(OWNER), "keep": 2}
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(about)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_nothing_half_counts(
+    url: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    home, chance, saved, found = tmp_path / "home", random.Random(7), {}, []
+    killed = 0
+    for step in range(1, 17):
+        root = save(home, step, every_steps=5, size=20_000)
+        saved[step] = content_of(root)
+        if step > 2 and (step - 2) % 5:
+            shutil.rmtree(home / f"checkpoints/{step - 2}")
+        last = len(proxy.seen()) + chance.randrange(1, 60)
+        process = start(url, home)
+        process.stdin.close()  # it ends when it is done
+        while len(proxy.seen()) < last and process.poll() is None:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        process.stdout.close()
+        process.stderr.close()
+        empty = tmp_path / f"empty{step}"
+        newest, problems = fetched(url, empty)
+        assert problems == []
+        found.append(newest)
+        if newest:
+            assert content_of(empty / f"checkpoints/{newest}") == saved[newest]
+    process = start(url, home)
+    out, _ = process.communicate("")
+    assert json.loads(out.splitlines()[-1]) == {"left": []}
+    assert found == sorted(found)
+    assert killed >= 8
+    assert len(set(found)) > 3  # and some of them came through
+    assert [commit.step for commit in mirror_of(url).commits()] == [16, 15, 14, 10, 5]
+    assert fetched(url, tmp_path / "last") == (16, [])
+    # What was left by killed uploads and deletions is gone: what is there belongs to a commit.
+    assert_no_rest(url)
+
+
+def assert_no_rest(url: str) -> None:
+    """Fail if the store holds objects that no commit needs."""
+    mirror = mirror_of(url)
+    needed = {"owner.json", "latest-0", "latest-1"}
+    for commit in mirror.commits():
+        needed |= {f"commits/{commit.number}", *mirror._names(commit)}
+    bucket, prefix = mirror.store._bucket, url.split("/", 3)[3] + "/"
+    if url.startswith("s3"):
+        pages = bucket._client.get_paginator("list_objects_v2")
+        keys = [
+            item["Key"]
+            for page in pages.paginate(Bucket="bucket", Prefix=prefix)
+            for item in page.get("Contents", [])
+        ]
+    else:
+        keys = [blob.name for blob in bucket._bucket.list_blobs(prefix=prefix)]
+    assert {key.removeprefix(prefix) for key in keys} == needed
+
+
+def until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_process_tells_retries_and_is_replaced(
+    url: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("launcher.checkpoint.mirroring._AGAIN_SECONDS", 0.1)
+    save(tmp_path, 1)
+    process = Mirroring(url, tmp_path, OWNER, 2, lines.append)
+    until(lambda: process.mirrored == 1)
+    assert os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19
+    proxy.fail(Fault("status", status=401, times=9999))
+    save(tmp_path, 2)
+    until(lambda: lines)
+    assert "credentials" in lines[0]
+    assert lines[0].startswith("step 2 is not mirrored: ")
+    assert steps_in(tmp_path / "checkpoints") == [1, 2]
+    proxy.heal()
+    save(tmp_path, 3)  # the next save tries again
+    until(lambda: process.mirrored == 3)
+    assert len(lines) == 2
+    assert "step 3 is mirrored" in lines[1]
+    process._process.kill()
+    until(lambda: len(lines) == 3)
+    save(tmp_path, 4)
+    process.finish()
+    assert process.wait(60)
+    assert (process.left, process.mirrored) == ([], 4)
+    assert fetched(url, tmp_path / "empty") == (4, [])
+    # Another run has taken the prefix over: this one ends, and says so.
+    other = Mirroring(url, tmp_path, Owner("run", "other"), 2, lines.append)
+    assert other.wait(60)
+    assert other.left == [4]
+    assert "belongs to another run" in lines[-1]
+    written = "".join(path.read_text(errors="replace") for path in files_below(tmp_path))
+    assert SECRET not in written + "".join(lines)

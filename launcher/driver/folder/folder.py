@@ -59,7 +59,7 @@ _FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "train.pre
 # Settings by which batch k depends on other rows.
 _OF_DATA = ("dataset", "train.global_batch_size", "run.seed", "model.sequence_length")
 # Settings that a fork does not list: they are no part of the training, or always others.
-_UNLISTED = ("task", "run.id", "run.dir", "run.resume", "run.fork", "sweep")
+_UNLISTED = ("task", "run.id", "run.dir", "run.resume", "run.fork", "run.mirror", "sweep")
 
 _log = logging.getLogger(__name__)
 
