@@ -22,7 +22,7 @@ T = TypeVar("T")
 _Repeat = Callable[[Callable[[], Any]], Any]  # calls, and again while the store is busy
 SCHEMES = ("s3", "gs")
 PART = 64 << 20  # bytes of a large object in memory at a time
-_PATIENCE = 120.0  # seconds in which a request is repeated
+PATIENCE = 120.0  # seconds in which a request is repeated
 _FIRST_WAIT, _MOST_WAIT = 0.5, 30.0  # seconds
 _TIMEOUTS = (3.0, 30.0)  # seconds to connect, and between bytes of an answer
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another conditional request is under way
@@ -102,8 +102,8 @@ class Store:
         patience: for how many seconds a request is repeated.
     """
 
-    def __init__(self, url: str, patience: float = _PATIENCE) -> None:
-        self.url, self._patience = url.rstrip("/"), patience
+    def __init__(self, url: str, patience: float = PATIENCE) -> None:
+        self.url, self.patience = url.rstrip("/"), patience
         scheme, _, path = self.url.partition("://")
         bucket, _, self._prefix = path.partition("/")
         module = "boto3" if scheme == "s3" else "google.cloud.storage"
@@ -200,7 +200,7 @@ class Store:
             raise problem from None
 
     def _persist(self, call: Callable[[], T], name: str) -> T:
-        deadline, wait = time.monotonic() + self._patience, _FIRST_WAIT
+        deadline, wait = time.monotonic() + self.patience, _FIRST_WAIT
         while True:
             try:
                 return self._explained(call, type(self._bucket), name)
@@ -279,6 +279,8 @@ class _S3(_Bucket):
     def page(self, begin: str, after: str) -> tuple[list[tuple[str, Stat]], str]:
         more = {"ContinuationToken": after} if after else {}
         answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=begin, **more)
+        if "IsTruncated" not in answer:  # one that was cut reads as if there were none
+            raise UnavailableError(f"s3://{self._bucket}/{begin} cannot be listed whole")
         found = [
             (one["Key"], Stat(one["Size"], one["ETag"], one["LastModified"].timestamp()))
             for one in answer.get("Contents", ())
@@ -318,6 +320,8 @@ class _S3(_Bucket):
     @staticmethod
     def explain(error: Exception, what: str) -> StoreError | None:
         from botocore import exceptions as aws
+        from botocore.parsers import ResponseParserError
+        from urllib3.exceptions import HTTPError
 
         if isinstance(error, aws.ClientError):
             about, code = error.response["ResponseMetadata"], error.response["Error"]["Code"]
@@ -343,7 +347,9 @@ class _S3(_Bucket):
             aws.ConnectionError
             | aws.HTTPClientError
             | aws.IncompleteReadError
-            | aws.FlexibleChecksumError,
+            | aws.FlexibleChecksumError
+            | ResponseParserError
+            | HTTPError,
         ):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         if isinstance(error, aws.BotoCoreError):
@@ -420,6 +426,7 @@ class _Google(_Bucket):
         from google.api_core.exceptions import GoogleAPICallError
         from google.auth import exceptions as auth
         from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+        from urllib3.exceptions import HTTPError
 
         if isinstance(error, GoogleAPICallError | InvalidResponse):
             answer = error.response
@@ -430,7 +437,8 @@ class _Google(_Bucket):
             return MissingCredentialsError(f"{what}: no credentials; tried {_TRIED_GOOGLE}")
         if isinstance(error, auth.RefreshError) and not error.retryable:
             return ExpiredError(f"{what}: the credentials have expired or were revoked")
-        if isinstance(error, auth.GoogleAuthError | requests.RequestException | DataCorruption):
+        broken = requests.RequestException | DataCorruption | HTTPError
+        if isinstance(error, auth.GoogleAuthError | broken):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         return None
 

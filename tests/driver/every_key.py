@@ -38,6 +38,7 @@ from launcher.driver import training
 from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
+from launcher.driver.folder.mirrored import look as look_at_mirror
 from launcher.driver.planning import check
 from launcher.driver.planning.compiled import compiler_of, verifies
 from launcher.driver.planning.init_from import find_start
@@ -372,6 +373,7 @@ def folder_told(config: Config):
     """The run's folder, with `outputs/taken` there already, and the start of its parameters."""
     Path("outputs/taken").mkdir(parents=True, exist_ok=True)
     try:
+        look_at_mirror(config)
         folder.check(config)
         with folder.claim(config) as home:
             mode = home.path.stat().st_mode

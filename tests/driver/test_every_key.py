@@ -223,6 +223,7 @@ def probes():
     yield "", "run.seed", data(merged(GPT, TEXT), 1)
     yield "", "run.shared", taken(True)
     yield "", "run.fork", taken("nobody@7")
+    yield "", "run.mirror", taken("s3://nobody/taken")
     yield "", "train.steps", run(SHORT, 5)
     yield "", "train.global_batch_size", data(merged(MLP, MADE_UP), 8)
     yield "", "train.precision", model(merged(MLP, MADE_UP), "bf16")

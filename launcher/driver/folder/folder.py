@@ -60,7 +60,7 @@ _FREE = ("dataset.cache_gib",)  # but for these
 # Settings by which batch k depends on other rows.
 _OF_DATA = ("dataset", "train.global_batch_size", "run.seed", "model.sequence_length")
 # Settings that a fork does not list: they are no part of the training, or always others.
-_UNLISTED = ("task", "run.id", "run.dir", "run.resume", "run.fork", "sweep")
+_UNLISTED = ("task", "run.id", "run.dir", "run.resume", "run.fork", "run.mirror", "sweep")
 
 _log = logging.getLogger(__name__)
 
@@ -326,7 +326,7 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             f"(in {step}, {problem})",
             "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
         )
-    elif config.run.resume == "must":
+    elif config.run.resume == "must" and config.run.mirror is None:  # else see `mirrored`
         raise ConfigError(
             f"run.resume=must finds nothing to resume from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
