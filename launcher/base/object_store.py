@@ -13,6 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
@@ -388,16 +389,18 @@ class _Google(_Bucket):
 
     def stat(self, key: str) -> Stat:
         blob = self._bucket.blob(key)
-        blob.reload(**_ONCE)
-        return _stat(blob)
+        with _answered(key):
+            blob.reload(**_ONCE)
+            return _stat(blob)
 
     def page(self, begin: str, after: str) -> tuple[list[tuple[str, Stat]], str]:
         fields = "items(name,size,generation,updated),nextPageToken"
         pages = self._bucket.list_blobs(
             prefix=begin, page_token=after or None, fields=fields, **_ONCE
         )
-        found = [(blob.name, _stat(blob)) for blob in next(pages.pages, ())]
-        return found, pages.next_page_token or ""
+        with _answered(begin):
+            found = [(blob.name, _stat(blob)) for blob in next(pages.pages, ())]
+            return found, pages.next_page_token or ""
 
     def put(self, key: str, data: bytes, absent: bool) -> None:
         condition = {"if_generation_match": 0} if absent else {}
@@ -441,6 +444,14 @@ class _Google(_Bucket):
         if isinstance(error, auth.GoogleAuthError | broken):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         return None
+
+
+@contextmanager
+def _answered(what: str) -> Iterator[None]:
+    try:
+        yield
+    except AttributeError:  # the library reads an answer that was cut to nothing as bytes
+        raise UnavailableError(f"{what} cannot be read: the answer is empty") from None
 
 
 def _stat(blob: Any) -> Stat:

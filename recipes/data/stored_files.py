@@ -35,7 +35,7 @@ BLOCK = 2**18  # bytes that are asked for, and kept, as one
 _AT_ONCE = 16  # requests
 _NAME = "name an object, a folder of some, or a glob"
 _TRIES = 4  # of a range that comes short
-_CHECK_SECONDS = 10.0  # in which a request is repeated before the run starts
+_CHECK_SECONDS = 30.0  # in which a request is repeated before the run starts
 
 
 class StoredPath(PurePosixPath):
