@@ -13,7 +13,6 @@ import hashlib
 import io
 import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +32,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 BLOCK = 2**18  # bytes that are asked for, and kept, as one
 _AT_ONCE = 16  # requests
+_LOCKS = 1024
 _NAME = "name an object, a folder of some, or a glob"
 _TRIES = 4  # of a range that comes short
 _CHECK_SECONDS = 30.0  # in which a request is repeated before the run starts
@@ -77,7 +77,7 @@ class _StoredFiles(FileAccess):
 
     def __init__(self, objects: Mapping[StoredPath, stores.Stat], cache: BlockCache) -> None:
         self._objects, self._cache = objects, cache
-        self._turns: Mapping[str, threading.Lock] = defaultdict(threading.Lock)
+        self._turns = [threading.Lock() for _ in range(_LOCKS)]
 
     def root(self, path: str) -> Path:
         return cast(Path, StoredPath(path))
@@ -119,9 +119,6 @@ class _StoredFiles(FileAccess):
         blocks = b"".join(self._block(path, n) for n in range(first, -(-stop // BLOCK)))
         return blocks[start - first * BLOCK : stop - first * BLOCK]
 
-    def whole(self, path: PurePath) -> bytes:
-        return self.read(path, 0, self._objects[cast(StoredPath, path)].size)
-
     def opened(self, path: PurePath) -> Any:
         path = cast(StoredPath, path)
         return io.BufferedReader(_StoredFile(path, self._objects[path]), BLOCK)
@@ -145,7 +142,7 @@ class _StoredFiles(FileAccess):
         start = number * BLOCK
         stop = min(start + BLOCK, stat.size)
         name = hashlib.sha256(f"{path} {stat.version} {start} {stop}".encode()).hexdigest()[:40]
-        with self._turns[name]:  # rows that share a block ask for it once
+        with self._turns[number % _LOCKS]:  # rows that share a block ask for it once
             block = self._cache.get(name)
             if block is None or len(block) != stop - start:
                 block = _range(path, stat, start, stop)
@@ -196,7 +193,7 @@ def _range(path: StoredPath, stat: stores.Stat, start: int, stop: int) -> bytes:
             f"version {stat.version}; put it back, or begin another run"
         ) from None
     except stores.StoreError as error:
-        raise InputError(_told(error)) from None
+        raise InputError(_with_remedy(error)) from None
     raise InputError(
         f"{path}: the store gives {len(content):,} bytes for bytes {start:,} to {stop:,}, again "
         "and again; look at what is between it and this machine"
@@ -243,7 +240,7 @@ def pinned(
     return list(before)
 
 
-def _told(error: stores.StoreError) -> str:
+def _with_remedy(error: stores.StoreError) -> str:
     """Return a store's error with what to do."""
     remedy = "see that the store can be reached and read from here"
     if isinstance(error, stores.MissingCredentialsError):
@@ -269,7 +266,7 @@ def _listed(path: str, reads: tuple[str, ...], named: str = "dataset.path") -> l
         one = list(_beside(store, root, reads)) if is_one else []
         return one or list(_below(store, root))
     except stores.StoreError as error:
-        raise InputError(f"{named}: {_told(error)}") from None
+        raise InputError(f"{named}: {_with_remedy(error)}") from None
 
 
 def _beside(store: stores.Store, root: StoredPath, reads: tuple[str, ...]) -> Iterator[str]:
@@ -277,7 +274,7 @@ def _beside(store: stores.Store, root: StoredPath, reads: tuple[str, ...]) -> It
         yield _line(root, store.stat(root.key))
         named = (root.with_suffix(e) if e[0] == "." else root.parent / e for e in reads)
         for path in (path for path in named if path != root):
-            # One who may not list is told of what is not there that it is forbidden.
+            # For one who may not list, what is not there is forbidden.
             with suppress(stores.NotFoundError, stores.ForbiddenError):
                 yield _line(path, store.stat(path.key))
 
