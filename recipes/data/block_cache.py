@@ -13,7 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -51,11 +51,7 @@ class BlockCache:
         except (OSError, DamagedError):
             return None
         block, digest = content[:-_DIGEST], content[-_DIGEST:]
-        if xxhash.xxh3_128_digest(block) == digest:
-            return block
-        with suppress(OSError):
-            path.unlink()
-        return None
+        return block if xxhash.xxh3_128_digest(block) == digest else None
 
     def put(self, name: str, block: bytes) -> None:
         """Keep a block, whole or not at all; others may have to go for it."""

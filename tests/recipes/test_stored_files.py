@@ -23,6 +23,7 @@ from launcher.base.object_store import Store
 from launcher.recipes import InputError, build_dataset, check_dataset, fingerprint_dataset
 from launcher.recipes.data import stored_files
 from launcher.recipes.data.block_cache import BlockCache
+from launcher.recipes.data.files import find_text
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.prepare import prepare_corpus
 from launcher.recipes.datasets.mixture import Mixture
@@ -240,6 +241,22 @@ def test_what_cannot_be_read_is_told_with_what_to_do(served, proxy):
     proxy.heal()
     proxy.fail(Fault("shorten", "GET", 1000, after=10))
     assert "the store gives 10 bytes" in refused(lambda: batches_of(pinned))
+
+
+def test_other_data_and_missing_libraries_are_refused_with_what_to_do(monkeypatch):
+    rows = Documents(path="s3://bucket/web", format="parquet")
+    assert "is a URL, which implies no folder for its tokens" in str(next(rows.check(MODEL)))
+    lines = Documents(path="s3://bucket/web", format="jsonl", tokens="t")
+    assert "documents are read in Parquet, not in dataset.format=jsonl" in str(
+        next(lines.check(MODEL))
+    )
+    said = refused(lambda: find_text("s3://bucket/books", "*.txt"))
+    assert said.startswith("dataset.path=s3://bucket/books is in an object store, which")
+    monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
+    for url, library in (("s3://b/a", "'boto3>=1.36'"), ("gs://b/a", "'google-cloud-storage")):
+        said = refused(lambda url=url: Tokens(path=url).pinned(dict))
+        assert f"; pip install {library}" in said
+        assert said.endswith("'")  # no more to do
 
 
 def test_no_credentials_are_told_within_seconds(tmp_path):
