@@ -20,9 +20,17 @@ from fault_proxy import Fault, FaultProxy
 from object_servers import SECRET, object_server
 
 from launcher.base.object_store import Store
-from launcher.recipes import InputError, build_dataset, check_dataset, fingerprint_dataset
+from launcher.inference.export_tokenizer import run_tokenizer
+from launcher.recipes import (
+    InputError,
+    build_dataset,
+    check_dataset,
+    fingerprint_dataset,
+    tokenizer_of,
+)
 from launcher.recipes.data import stored_files
 from launcher.recipes.data.block_cache import BlockCache
+from launcher.recipes.data.corpus.tokenizers import BYTES
 from launcher.recipes.data.files import find_text
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.prepare import prepare_corpus
@@ -133,6 +141,9 @@ def test_a_mixture_and_parquet_are_as_on_the_disk(served, tmp_path):
         return Mixture(parts=parts)
 
     same(batches_of(mixture(served.url).pinned(dict)), batches_of(mixture(served.folder)))
+    prepared = Tokens(path=f"{served.url}/prepared").pinned(dict)
+    assert tokenizer_of(prepared).fingerprint == BYTES
+    assert run_tokenizer(SimpleNamespace(dataset=prepared)).name == BYTES
     prepare_corpus(of_rows(served.url, tmp_path / "tokens").pinned(dict), 2)
     for file in (tmp_path / "tokens").glob("*.bin"):
         assert file.read_bytes() == (served.folder / "prepared" / file.name).read_bytes()
