@@ -21,6 +21,8 @@ CONF = _INSIDE.resolve() if _INSIDE.is_dir() else _PACKAGE.parent / "conf"  # di
 # is not installed has no metadata to read them from.
 _REQUIREMENTS = {
     "alembic": "alembic>=1.13",
+    "boto3": "boto3>=1.36",
+    "google.cloud.storage": "google-cloud-storage>=3.4,<4",
     "huggingface_hub": "huggingface-hub>=1,<3",
     "jax_cuda12_plugin": "jax[cuda12]",  # of the JAX that is here
     "mlflow": "mlflow-skinny>=3.7,<4",

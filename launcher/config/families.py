@@ -9,7 +9,7 @@ Flax or Grain.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +90,17 @@ class DatasetOptions:
     name: str
     switches: ClassVar[tuple[Switch, ...]] = ()
     holds: ClassVar[tuple[str, ...]] = ()
+
+    def pinned(self, before: Callable[[], Mapping[str, Any]]) -> Self:
+        """Return the settings with what they name elsewhere, so that all see the same.
+
+        Args:
+            before: returns these settings of the run that is resumed; empty without one.
+
+        Raises:
+            launcher.recipes.InputError: it is not there, or is another now.
+        """
+        return self
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield the contradictions between these settings and a model's."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from launcher.base import to_type
+from launcher.base.object_store import SCHEMES
 from launcher.config.cluster import Cluster, Described
 from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Switch, automatic, choice, number, off_or_automatic
@@ -23,6 +24,7 @@ class Run:
     shared: bool = False  # others may read the folder, as far as the user's umask lets them
     # A run's folder or id, and @<step>, @best or @latest: begin with the whole state of that step.
     fork: str | None = None
+    mirror: str | None = None  # s3://bucket/prefix or gs://bucket/prefix: a copy of the checkpoints
     switches = (
         Switch(
             ("run.fork",),
@@ -34,7 +36,7 @@ class Run:
     )
 
     def check(self) -> Iterator[ConfigError]:
-        """Yield errors of the id."""
+        """Yield errors of the id and of the places."""
         if self.id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.id):
             yield ConfigError(
                 f"run.id={self.id!r} cannot name a folder and a Weights & Biases run",
@@ -51,6 +53,26 @@ class Run:
         if self.resume == "must" and self.id is None:
             problem, remedy = "run.resume=must does not say which run", "Give run.id=VALUE."
             yield ConfigError(problem, remedy, code="missing_value")
+        if re.match(r"\w+://", self.dir):
+            yield ConfigError(
+                f"run.dir={self.dir} is no folder",
+                f"Train in a folder, and set run.mirror={self.dir} for a copy of its checkpoints.",
+                code="wrong_value",
+            )
+        if self.mirror is None:
+            return
+        if not re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://[\w.-]+(?:/[^\s]*)?", self.mirror):
+            yield ConfigError(
+                f"run.mirror={self.mirror} is no place in an object store",
+                "Write s3://bucket/prefix or gs://bucket/prefix.",
+                code="wrong_value",
+            )
+        if self.id is None:
+            yield ConfigError(
+                "run.mirror does not know which run it copies, as each start has a new id",
+                "Give run.id=VALUE.",
+                code="missing_value",
+            )
 
 
 @dataclass(frozen=True)

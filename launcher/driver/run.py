@@ -30,6 +30,7 @@ from launcher.config.schema import Config
 from launcher.driver.callback import HookError, find_hook
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
+from launcher.driver.folder.mirrored import bring_back, mirroring, own
 from launcher.driver.folder.status import Status
 from launcher.driver.planning.check import Inputs, is_kept, look, measures_first, os_error_text
 from launcher.driver.planning.downloads import download
@@ -137,6 +138,7 @@ class PlanOnly(TaskKind):
         from launcher.plan import UnfitError
 
         gc.freeze()  # what is imported stays: no collection need look through it
+        config = folder.pinned(config)
         finished = folder.check(config)
         download(config, console, finished)
         found = look(config, finished, plan_only=True)
@@ -175,6 +177,8 @@ class TrainTask(TaskKind):
         with stop.interruptible():
             for hook in config.hooks:
                 find_hook(hook)  # a wrong one fails before anything starts
+            bring_back(config, console)
+            config = folder.pinned(config)
             finished = folder.check(config)
             if finished < steps:
                 download(config, console, finished)
@@ -187,6 +191,9 @@ class TrainTask(TaskKind):
             )
             if rendezvous is not None:
                 release_nodes(rendezvous)
+            if config.run.mirror is not None:
+                with folder.claim(config) as home, mirroring(config, home, console, stop):
+                    pass  # it may have ended before all was mirrored
             return 0
         with ExitStack() as stack:
             with stop.heeded(say, until="now"):  # it reads checkpoints
@@ -195,6 +202,7 @@ class TrainTask(TaskKind):
             shown = Status(home.path, steps, allocation.job_id if allocation else None)
             console.phases = (shown.phase,)
             with folder.delete_on_error(home.created), ExitStack() as opening:
+                own(config, home)
                 home = replace(home, status=opening.enter_context(shown))
                 session = None
                 if rendezvous is None and _can_start_early(config, found):

@@ -37,6 +37,7 @@ from launcher.driver.failures import (
 )
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
+from launcher.driver.folder.mirrored import mirroring
 from launcher.driver.loop import Saving, SnapshotCadence, resuming, train
 from launcher.driver.planning.fewer_hosts import on_what_is_left
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
@@ -113,7 +114,8 @@ def train_in(
         (home.path / "summary.json").unlink(missing_ok=True)
         home.logs.mkdir(exist_ok=True)
         write_plan(home, config, ready.plan)
-        job.train()
+        with mirroring(config, home, console, stop):
+            job.train()
         home.check()
         code, reason = job.ending
         return code

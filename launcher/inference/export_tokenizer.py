@@ -13,6 +13,8 @@ from launcher.recipes import InputError
 from launcher.recipes.data.corpus.files import META, read_meta
 from launcher.recipes.data.corpus.tokenizer_files import TokenizerFiles, tokenizer_files
 from launcher.recipes.data.corpus.tokenizers import BYTES, tokenizer_fingerprint
+from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.mixture import Mixture
 from launcher.recipes.datasets.mixture.dataset import check_tokenizers
@@ -62,16 +64,19 @@ def run_tokenizer(settings: Config) -> NamedTokenizer | None:
     if isinstance(dataset, Bytes):
         return NamedTokenizer(BYTES, ends_documents=False)
     if isinstance(dataset, Documents):
-        return _unchanged(Path(dataset.folder), dataset.tokenizer, dataset.chat_template)
+        return _unchanged(
+            FileAccess(), Path(dataset.folder), dataset.tokenizer, dataset.chat_template
+        )
     folders: list[str] = []
     if isinstance(dataset, Tokens):
         folders = [dataset.path]
     elif isinstance(dataset, Mixture):
         check_tokenizers(dataset)
         folders = [part["path"] for part in dataset.parts.values()]
-    for folder in (Path(path).expanduser() for path in folders):
-        if (folder / META).is_file():
-            return _unchanged(folder, None, None)
+    for path in folders:
+        access = access_to(path, dataset)
+        if access.size(access.root(path) / META) is not None:
+            return _unchanged(access, access.root(path), None, None)
     if (start := folder_of(settings.train.init_from or "")) is not None:
         with suppress(InputError):  # it holds none
             tokenizer_fingerprint(str(start))
@@ -95,11 +100,13 @@ def warn_of_other_tokens(settings: Config, asked: Config) -> None:
         )
 
 
-def _unchanged(folder: Path, name: str | None, template: str | None) -> NamedTokenizer:
+def _unchanged(
+    access: FileAccess, folder: Path, name: str | None, template: str | None
+) -> NamedTokenizer:
     """Return what made a folder of tokens; raises InputError if it is another now."""
-    folder = folder.expanduser()
-    if (folder / META).is_file():
-        made = read_meta(folder, str(folder))
+    folder = access.root(str(folder))
+    if access.size(folder / META) is not None:
+        made = read_meta(folder, str(folder), access)
         name = name or made.tokenizer
         if tokenizer_fingerprint(name) != made.tokenizer_fingerprint:
             raise InputError(f"{name} has changed since {folder} was made")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base import Fits, HubError, fetch, fits_glob, is_hub, missing_path, to_type
+from launcher.base import Fits, HubError, fetch, fits_glob, is_hub, is_stored, missing_path, to_type
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
@@ -127,8 +127,13 @@ def named_files(
         OSError: a folder cannot be read.
     """
     root = Path(path).expanduser()
+    if is_stored(path):
+        raise InputError(
+            f"{named} is in an object store, which dataset=tokens, mixture and parquet read; copy "
+            "the files and name the copy"
+        )
     if root.is_dir():
-        return _without_splits(named, root, _walked(root, fits), splits)
+        return without_splits(named, root, _walked(root, fits), splits)
     if glob.has_magic(path) and not root.is_file():
         paths = sorted(map(Path, glob.glob(str(root), recursive=True)))
         folders = [path for path in paths if path.is_dir()]
@@ -161,12 +166,36 @@ def _walked(root: Path, fits: Callable[[Path], bool]) -> NamedFiles:
             elif entry.name not in _CARDS and fits(path):
                 paths.append(path)
             else:
-                left[f"*{path.suffix}" if path.suffix else "without an ending"].append(path)
+                left[_ending(path)].append(path)
     return NamedFiles(sorted(paths), left, folders)
 
 
-def _without_splits(named: str, root: Path, found: NamedFiles, splits: str) -> NamedFiles:
-    """Return the files less those of other splits than `train`, or refuse such splits."""
+def _ending(path: Path) -> str:
+    return f"*{path.suffix}" if path.suffix else "without an ending"
+
+
+def files_below(root: Path, listed: Iterable[Path], fits: Callable[[Path], bool]) -> NamedFiles:
+    """Return of all files that are listed those below a folder, as those on a disk are."""
+    paths: list[Path] = []
+    left: dict[str, list[Path]] = defaultdict(list)
+    folders: dict[Path, int] = {}
+    for path in (path for path in listed if root in path.parents):
+        parts = path.relative_to(root).parts
+        folders |= dict.fromkeys(itertools.islice(path.parents, len(parts)), 0)
+        if any(map(is_hidden, parts)):
+            left["hidden"].append(path)
+        elif path.name not in _CARDS and fits(path):
+            paths.append(path)
+        else:
+            left[_ending(path)].append(path)
+    return NamedFiles(sorted(paths), left, folders)
+
+
+def without_splits(named: str, root: Path, found: NamedFiles, splits: str) -> NamedFiles:
+    """Return the files less those of other splits than `train`, or refuse such splits.
+
+    The arguments are those of `named_files`, with the folder and all its files.
+    """
     paths, left = list(found.paths), dict(found.left)
     entries = {path.parent for path in found.paths} if splits == "folders" else found.paths
     for group in _splits(root, entries):

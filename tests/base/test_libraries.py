@@ -132,7 +132,7 @@ def test_what_is_advised_is_what_the_extras_bring() -> None:
     assert {re.sub(r"^(jax\[.*\]).*", r"\1", one) for one in extras} >= set(_REQUIREMENTS.values())
     optional = {
         one
-        for name in ("data", "hub", "mlflow", "sweep", "tensorboard", "trackio")
+        for name in ("data", "hub", "mlflow", "stores", "sweep", "tensorboard", "trackio")
         for one in extra(name)
     }
     assert optional <= set(_REQUIREMENTS.values())

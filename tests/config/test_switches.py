@@ -55,6 +55,7 @@ REFUSED = [
         "dataset=tokens dataset.path=a dataset.validation_path=b dataset.validation_fraction=0.1",
         "dataset.validation_fraction",
     ),
+    ("dataset=tokens dataset.path=a dataset.cache_gib=3", "dataset.cache_gib"),
     ("optimizer.decay_fraction=0.2", "optimizer.decay_fraction"),
     ("optimizer.restarts=2", "optimizer.restarts"),
     ("optimizer.lora.alpha=2", "optimizer.lora.alpha"),

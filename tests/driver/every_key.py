@@ -38,6 +38,7 @@ from launcher.driver import training
 from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
+from launcher.driver.folder.mirrored import look as look_at_mirror
 from launcher.driver.planning import check
 from launcher.driver.planning.compiled import compiler_of, verifies
 from launcher.driver.planning.init_from import find_start
@@ -52,6 +53,7 @@ from launcher.inference import stored_model
 from launcher.plan import PlanError, local_shape
 from launcher.recipes import InputError, Model, build_dataset, build_model
 from launcher.recipes.checked_model import checked_loss, init_model
+from launcher.recipes.data import stored_files
 from launcher.recipes.data.corpus.tokenizers import plain_bytes
 from launcher.recipes.datasets.documents.prepare import prepare_corpus
 from launcher.report.sweep import objective_of
@@ -176,6 +178,23 @@ def documents_told(config: Config):
         return config.dataset.folder, meta, data_told(config)
     except InputError as error:
         return str(error)
+
+
+def stored_told(config: Config):
+    """What is read of objects, twice, and what the store is asked for."""
+    told, asked = [], []
+
+    def get(key, start, stop, version):
+        asked.append(key)
+        return bytes(stop - start)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_files, "_store", lambda bucket: SimpleNamespace(get=get))
+        for path in (*config.dataset.paths.values(),) * 2:
+            access = stored_files.access_to(path, config.dataset)
+            found = access.named("", path, lambda path: True, "").paths
+            told.append([(access.stamp(path), access.whole(path)) for path in found])
+    return told, asked
 
 
 def prepared_told(config: Config):
@@ -354,6 +373,7 @@ def folder_told(config: Config):
     """The run's folder, with `outputs/taken` there already, and the start of its parameters."""
     Path("outputs/taken").mkdir(parents=True, exist_ok=True)
     try:
+        look_at_mirror(config)
         folder.check(config)
         with folder.claim(config) as home:
             mode = home.path.stat().st_mode

@@ -223,6 +223,7 @@ def probes():
     yield "", "run.seed", data(merged(GPT, TEXT), 1)
     yield "", "run.shared", taken(True)
     yield "", "run.fork", taken("nobody@7")
+    yield "", "run.mirror", taken("s3://nobody/taken")
     yield "", "train.steps", run(SHORT, 5)
     yield "", "train.global_batch_size", data(merged(MLP, MADE_UP), 8)
     yield "", "train.precision", model(merged(MLP, MADE_UP), "bf16")
@@ -323,6 +324,16 @@ def token_probes(data):
     digits = {"dataset": {"name": "digits"}, "model": {"input_size": 64, "output_size": 10}}
     yield "digits", "dataset.validation_fraction", data(merged(MLP, digits), 0.5)
     documents = merged(GPT, DOCUMENTS, {"model": {"vocab_size": 257}})
+    for name, base in {"tokens": TOKENS, "mixture": MIXTURE, "documents": DOCUMENTS}.items():
+        stored = {"path": "s3://bucket/a", "objects": ["s3://bucket/a/x.parquet 9 v 0"]}
+        if name == "mixture":
+            stored["parts"] = {"a": {"path": stored.pop("path")}}
+        if name == "documents":
+            stored["format"] = "parquet"
+        at = functools.partial(Probe, told.stored_told, merged(GPT, base, {"dataset": stored}))
+        yield name, "dataset.objects", at(["s3://bucket/a/y.parquet 9 v 0"])
+        if name != "documents":
+            yield name, "dataset.cache_gib", at(0.0)
     others = {
         "bad": {"path": "bad.jsonl"},
         "chat_template": {"field": "messages", "chat_template": "chatml"},

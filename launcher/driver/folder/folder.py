@@ -57,10 +57,11 @@ _CHECKPOINTS = "checkpoints"
 # A run with other values of these is another run. A checkpoint holds values from the environment as
 # their interpolation and as a fingerprint, which shows that a value has changed but not what it is.
 _FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "train.precision", "run.seed")
+_FREE = ("dataset.cache_gib",)  # but for these
 # Settings by which batch k depends on other rows.
 _OF_DATA = ("dataset", "train.global_batch_size", "run.seed", "model.sequence_length")
 # Settings that a fork does not list: they are no part of the training, or always others.
-_UNLISTED = ("task", "run.id", "run.dir", "run.resume", "run.fork", "sweep")
+_UNLISTED = ("task", "run.id", "run.dir", "run.resume", "run.fork", "run.mirror", "sweep")
 
 _log = logging.getLogger(__name__)
 
@@ -187,6 +188,28 @@ def check(config: Config, thorough: bool = True) -> int:
     return step
 
 
+def pinned(config: Config) -> Config:
+    """Return the settings with what their data in an object store are, for all that follows.
+
+    A run that resumes takes those of its checkpoint, which must be there as they were.
+
+    Raises:
+        ConfigError: like `check_folder`.
+        launcher.recipes.InputError: they cannot be found, or have changed.
+    """
+
+    def before() -> Mapping[str, Any]:
+        path = check_folder(config)
+        if path is None:
+            return {}
+        with suppress(OSError):  # `check` says it
+            run = checkpoint.newest(RunFolder(path).checkpoints, False, path.name).run
+            return {} if run is None else run.config["dataset"]
+        return {}
+
+    return replace(config, dataset=config.dataset.pinned(before))
+
+
 @contextmanager
 def claim(config: Config) -> Iterator[RunFolder]:
     """Make or open the run's folder and lock it against other processes.
@@ -308,7 +331,7 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
             f"(in {step}, {problem})",
             "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
         )
-    elif config.run.resume == "must":
+    elif config.run.resume == "must" and config.run.mirror is None:  # else see `mirrored`
         raise ConfigError(
             f"run.resume=must finds nothing to resume from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
@@ -442,7 +465,7 @@ def check_same_run(path: Path, step: int, stored: RunMetadata, config: Config) -
         launcher.recipes.InputError: the data cannot be used.
     """
     for key, (before, now) in differences(stored, config).items():
-        if below(key, _FIXED):
+        if below(key, _FIXED) and key not in _FREE:
             raise ConfigError(
                 f"{key}={now} does not fit run.id={path.name}, which reached step {step} "
                 f"with {key}={before}",

@@ -22,6 +22,7 @@ from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.callback import no_callback
 from launcher.driver.folder import folder
+from launcher.driver.folder.mirrored import look as look_at_mirror
 from launcher.driver.planning.downloads import hub_needs
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
@@ -88,7 +89,10 @@ def os_error_text(error: OSError) -> str:
 
 def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     said: list[str] = []
+    config = folder.pinned(config)
     with lines_to(said.append):
+        if (mirror := look_at_mirror(config)) is not None:
+            _log.info(f"step {mirror[1][0].step} is to be fetched from {config.run.mirror}")
         finished = folder.check(config, thorough=False)
     if finished >= config.train.steps:
         yield f"run {config.run.id} is complete, {finished} of {config.train.steps} steps"

@@ -254,7 +254,7 @@ def _maker(dataset: Any) -> _Maker | None:
     elif isinstance(dataset, Mixture):
         paths = {f"dataset.parts.{name}.path": p["path"] for name, p in dataset.parts.items()}
     for key, path in paths.items():
-        meta = find_corpus(path, dataset.dtype, key).meta
+        meta = find_corpus(path, dataset.dtype, key, dataset).meta
         if meta is not None:
             return _Maker(meta.tokenizer, meta.tokenizer_fingerprint)
     return None

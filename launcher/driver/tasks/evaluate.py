@@ -16,6 +16,7 @@ import numpy as np
 from launcher.base import write_whole
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
+from launcher.driver.folder import folder
 from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.driver.tasks.task import CheckpointTask, new_path
 from launcher.inference.answers import model_answers
@@ -41,7 +42,7 @@ class EvaluateTask(CheckpointTask):
             InputError: the data cannot be used, or holds nothing out.
             OSError: a file cannot be read or written.
         """
-        settings = run_settings(config, home)
+        settings, config = run_settings(config, home), folder.pinned(config)
         target = _target(
             config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json"
         )

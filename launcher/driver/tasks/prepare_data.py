@@ -8,6 +8,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.folder import folder
 from launcher.driver.planning.downloads import download
 from launcher.driver.tasks.task import TaskKind, new_path
 from launcher.recipes import needs_preparing, prepare_dataset
@@ -28,7 +29,7 @@ class PrepareData(TaskKind):
             OSError: a file cannot be read or written.
         """
         download(config, console)
-        if not _prepare_here(config, console):
+        if not _prepare_here(folder.pinned(config), console):
             raise ConfigError(
                 f"task={config.task} is for documents and pictures, and of dataset="
                 f"{config.dataset.name} nothing is made",
@@ -70,7 +71,7 @@ class TokenizeTask(TaskKind):
         from launcher.recipes.datasets.documents import Documents
         from launcher.recipes.datasets.documents.prepare import train_tokenizer
 
-        options = config.dataset
+        options = folder.pinned(config).dataset
         if not isinstance(options, Documents):
             raise ConfigError(
                 f"task={config.task} is for documents, and dataset={options.name} has none",

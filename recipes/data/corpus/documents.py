@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from launcher.recipes.data.corpus.sources import SourcePiece, arrow_module
+from launcher.recipes.data.file_access import FileAccess
 from launcher.recipes.protocols import InputError
 
 _WHOLE = "the file"
@@ -30,29 +31,34 @@ class FoundDocument:
     why: str = ""
     lost: int = 1
 
-    def problem(self, path: str) -> str:
+    def problem(self, path: PurePath) -> str:
         """Return the file, the place in it and what is wrong there, in a line."""
         # Lines are counted only here: those before a piece are read for it.
         place = f"line {_line(path, self.place)}" if isinstance(self.place, int) else self.place
         return f"{path}: {self.why}" if place == _WHOLE else f"{path}, {place}: {self.why}"
 
-    def refusal(self, path: str) -> InputError:
+    def refusal(self, path: PurePath) -> InputError:
         """Return the error that names it and says what to do."""
         problem = self.problem(path).rstrip(".")  # a library's text may end in one
         return InputError(f"{problem}; fix it, or leave bad documents out with dataset.bad=skip")
 
 
-def documents_in(piece: SourcePiece, format: str, field: str) -> Iterator[FoundDocument]:
+def documents_in(
+    piece: SourcePiece, format: str, field: str, access: FileAccess
+) -> Iterator[FoundDocument]:
     """Yield the documents of a piece, bad ones too.
 
     Args:
         piece: the piece.
         format: text, jsonl, parquet or arrow.
         field: the name of the text, or of the messages, in a row.
+        access: how the file is read.
 
     Raises:
         OSError: the file cannot be read.
     """
+    if format == "parquet":
+        return _parquet(piece, field, access)
     return _READERS[format](piece, field)
 
 
@@ -105,7 +111,7 @@ def _value(value: Any, field: str) -> Any:
         raise ValueError(f"{field!r} {error}") from None
 
 
-def _line(path: str, offset: int) -> int:
+def _line(path: PurePath, offset: int) -> int:
     with open(path, "rb") as file:
         left, count = offset, 1
         while left and (block := file.read(min(left, 2**20))):
@@ -113,10 +119,12 @@ def _line(path: str, offset: int) -> int:
     return count
 
 
-def _parquet(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
+def _parquet(piece: SourcePiece, field: str, access: FileAccess) -> Iterator[FoundDocument]:
     parquet = arrow_module("pyarrow.parquet")
     try:
-        file = parquet.ParquetFile(piece.path)
+        file = parquet.ParquetFile(access.opened(piece.path))
+    except InputError:
+        raise
     except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
         yield FoundDocument(None, _WHOLE, _one_line(error))
         return
@@ -134,6 +142,8 @@ def _parquet(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
             for found in _rows((batch.column(0) for batch in batches), field, row):
                 yield found
                 row += 1
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
             place = f"row group {group}, rows {row:,} to {stop - 1:,}"
             yield FoundDocument(None, place, _one_line(error), lost=stop - row)
@@ -147,7 +157,7 @@ def _arrow_file(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     ipc, arrow = arrow_module("pyarrow.ipc"), arrow_module("pyarrow")
     row = 0
     try:
-        with arrow.memory_map(piece.path) as source:
+        with arrow.memory_map(str(piece.path)) as source:
             try:
                 reader = ipc.open_stream(source)
                 batches = iter(reader)
@@ -183,7 +193,6 @@ def _rows(columns: Iterator[Any], field: str, row: int) -> Iterator[FoundDocumen
 _READERS: dict[str, Callable[[SourcePiece, str], Iterator[FoundDocument]]] = {
     "text": _text,
     "jsonl": _jsonl,
-    "parquet": _parquet,
     "arrow": _arrow_file,
 }
 

@@ -1,25 +1,27 @@
 """Token files: which there are, how long they are, and reading a range of them.
 
-A range is read by `pread`, so nothing is mapped: a corpus may be larger than memory, a file that
-is cut short gives an error and no signal, and pages are the kernel's to keep or drop.
+Ranges are read and nothing is mapped: a corpus may be larger than memory, a file that is cut short
+gives an error and no signal, and pages are the kernel's to keep or drop.
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
 from launcher.base import write_whole
 from launcher.recipes.data.corpus.sources import SUFFIXES
-from launcher.recipes.data.files import named_files, with_ending
+from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.files import with_ending
+from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.protocols import InputError
 
 META = "meta.json"
@@ -114,14 +116,19 @@ def write_meta(root: Path, meta: CorpusMeta) -> None:
     write_whole(root / META, json.dumps(tree, indent=1) + "\n")
 
 
-def read_meta(root: Path, source: str) -> CorpusMeta:
+def read_meta(root: PurePath, source: str, access: FileAccess | None = None) -> CorpusMeta:
     """Read a folder's `meta.json`.
+
+    Args:
+        root: the folder.
+        source: what the user named, as `dataset.path=…`.
+        access: how its files are read; None: they are on the disk.
 
     Raises:
         InputError: it is damaged, or of another version.
     """
     try:
-        tree: dict[str, Any] = json.loads((root / META).read_text())
+        tree: dict[str, Any] = json.loads((access or FileAccess()).whole(root / META))
         if tree.pop("format") != _FORMAT:
             raise ValueError("it was written by another version")
         for count in _COUNTS:
@@ -135,7 +142,8 @@ def read_meta(root: Path, source: str) -> CorpusMeta:
 
 
 ENDINGS = (".bin", ".npy")
-_OPEN_FILES = 64
+_HEADER = 2**14  # bytes of a .npy file that hold its header: NumPy reads none above 10,000
+_KEPT_ENDS = 64  # files
 _REMEDY = "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"
 
 
@@ -153,24 +161,13 @@ class TokenFile:
         text: where the text of each document ends, in bytes of UTF-8, int64; None: not known.
     """
 
-    path: Path
+    path: PurePath
     dtype: np.dtype
     offset: int
     count: int
-    ends: Path | None = None
-    mask: Path | None = None
-    text: Path | None = None
-
-
-class _Opened:
-    """An open file, closed when nobody reads from it any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+    ends: PurePath | None = None
+    mask: PurePath | None = None
+    text: PurePath | None = None
 
 
 @dataclass(frozen=True)
@@ -180,14 +177,23 @@ class Corpus:
     Attributes:
         source: what the user named, as `dataset.path=…`.
         files: the files, none of them empty.
+        access: how they are read.
         meta: of a folder that `task=prepare_data` wrote.
         left_out: what is not read, in words (`NamedFiles.left_out`).
     """
 
     source: str
     files: tuple[TokenFile, ...]
+    access: FileAccess
     meta: CorpusMeta | None = None
     left_out: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the tokens: the folder's own, or one of what tells that files differ."""
+        if self.meta is not None:
+            return self.meta.fingerprint
+        return self.access.fingerprint([file.path for file in self.files])
 
     @property
     def count(self) -> int:
@@ -200,12 +206,11 @@ class Corpus:
         return np.array([0, *itertools.accumulate(file.count for file in self.files)], np.int64)
 
     @functools.cached_property
-    def _open(self) -> Callable[[Path], _Opened]:
-        return functools.lru_cache(_OPEN_FILES)(_Opened)
+    def _ends(self) -> Callable[[PurePath], np.ndarray]:
+        return functools.lru_cache(_KEPT_ENDS)(self._whole)
 
-    @functools.cached_property
-    def _mapped(self) -> Callable[[Path], np.ndarray]:
-        return functools.lru_cache(_OPEN_FILES)(lambda path: np.memmap(path, np.int64, "r"))
+    def _whole(self, path: PurePath) -> np.ndarray:
+        return np.frombuffer(self.access.whole(path), np.int64)
 
     def place(self, position: int) -> tuple[TokenFile, int]:
         """Return the file that holds a token, and the token's number in it."""
@@ -239,7 +244,7 @@ class Corpus:
         for file, first, number, _ in self._ranges(start, count):
             if file.ends is None or file.text is None:
                 return None
-            ends, text = (np.fromfile(path, np.int64) for path in (file.ends, file.text))
+            ends, text = self._ends(file.ends), self._whole(file.text)
             if len(ends) != len(text):
                 raise InputError(f"{file.text} is cut short; run task=prepare_data again")
             places = np.interp([first, first + number], [0, *ends], [0, *text])
@@ -260,7 +265,7 @@ class Corpus:
             if first == 0:
                 found[at] = True
             if file.ends is not None:
-                ends = self._mapped(file.ends)
+                ends = self._ends(file.ends)
                 low, high = np.searchsorted(ends, [first, first + number])
                 inside = ends[low:high] - first
                 found[at + inside[inside < number]] = True
@@ -279,11 +284,10 @@ class Corpus:
             at, index = at + number, index + 1
 
     def _read(
-        self, path: Path, dtype: np.dtype, offset: int, first: int, number: int
+        self, path: PurePath, dtype: np.dtype, offset: int, first: int, number: int
     ) -> np.ndarray:
         size = number * dtype.itemsize
-        opened = self._open(path)
-        content = os.pread(opened.descriptor, size, offset + first * dtype.itemsize)
+        content = self.access.read(path, offset + first * dtype.itemsize, size)
         if len(content) != size:
             raise InputError(
                 f"{path} ends before token {first + number:,}: it was cut short while it was read"
@@ -291,28 +295,32 @@ class Corpus:
         return np.frombuffer(content, dtype)
 
 
-def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Corpus:
+def find_corpus(
+    path: str, dtype: str = "auto", key: str = "dataset.path", options: Any = None
+) -> Corpus:
     """Return the token files that `path` names, by name, from their sizes and headers alone.
 
     Args:
         path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
-            or a glob.
+            or a glob; also in an object store.
         dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
             they are of says, or uint16, as nanoGPT writes them.
         key: the setting that names it.
+        options: the settings of a path in an object store, a `TokenRows`.
 
     Raises:
         InputError: there are none, or one is not a token file.
     """
-    source, root = f"{key}={path}", Path(path).expanduser()
-    if (root / META).is_file():
-        return _prepared(source, root)
-    found = named_files(source, path, with_ending(ENDINGS), _REMEDY)
+    access = access_to(path, options)
+    source, root = f"{key}={path}", access.root(path)
+    if access.size(root / META) is not None:
+        return _prepared(source, root, access)
+    found = access.named(source, path, with_ending(ENDINGS), _REMEDY)
     paths = found.paths
     if not paths:
-        what = "holds no .bin or .npy file" if root.is_dir() else "names no file"
+        what = "holds no .bin or .npy file" if root in found.folders else "names no file"
         raise InputError(f"{source} {what}{found.left_out}; {_REMEDY}")
-    if prepared := [folder for folder in found.folders if (folder / META).is_file()]:
+    if prepared := [folder for folder in found.folders if access.size(folder / META) is not None]:
         raise InputError(
             f"{source} holds the prepared corpus {prepared[0]}; name that, or several as the "
             "parts of dataset=mixture"
@@ -320,11 +328,12 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     for file in paths:
         if file.suffix.lower() not in ENDINGS:
             raise InputError(f"{source}: {file} is not a token file; {_remedy_for(file)}")
-    kind_in = functools.cache(lambda folder: read_meta(folder, source).dtype)
-    files = [_plain(source, file, dtype, kind_in) for file in paths]
+    kind_in = functools.cache(lambda folder: read_meta(folder, source, access).dtype)
+    files = [_plain(source, file, dtype, kind_in, access) for file in paths]
     if not sum(file.count for file in files):
         raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
-    return Corpus(source, tuple(file for file in files if file.count), None, found.left_out)
+    whole = tuple(file for file in files if file.count)
+    return Corpus(source, whole, access, None, found.left_out)
 
 
 def _remedy_for(file: Path) -> str:
@@ -339,14 +348,14 @@ def _remedy_for(file: Path) -> str:
     return _REMEDY
 
 
-def _prepared(source: str, root: Path) -> Corpus:
-    meta = read_meta(root, source)
+def _prepared(source: str, root: PurePath, access: FileAccess) -> Corpus:
+    meta = read_meta(root, source, access)
     files = []
     for part in meta.parts:
         file = root / f"{part.name}.bin"
-        size = file.stat().st_size if file.is_file() else -1
+        size = access.size(file)
         if size != part.tokens * meta.dtype.itemsize:
-            found = "is missing" if size < 0 else f"holds {size:,} bytes"
+            found = "is missing" if size is None else f"holds {size:,} bytes"
             raise InputError(
                 f"{source}: {file} {found}, and {META} says {part.tokens:,} tokens of "
                 f"{meta.dtype}; run task=prepare_data again"
@@ -358,22 +367,26 @@ def _prepared(source: str, root: Path) -> Corpus:
             files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
     if not files:
         raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
-    return Corpus(source, tuple(files), meta)
+    return Corpus(source, tuple(files), access, meta)
 
 
 def _plain(
-    source: str, path: Path, dtype: str, kind_in: Callable[[Path], np.dtype[Any]]
+    source: str,
+    path: Path,
+    dtype: str,
+    kind_in: Callable[[PurePath], np.dtype[Any]],
+    access: FileAccess,
 ) -> TokenFile:
-    if not os.access(path, os.R_OK):
-        raise InputError(f"{source}: you may not read {path}; change its permissions")
+    access.check_readable(source, path)
+    size = access.size(path) or 0
     if path.suffix.lower() == ".npy":
-        return _npy(source, path, dtype)
+        return _npy(source, path, dtype, access.read(path, 0, _HEADER), size)
     if dtype == "auto":
-        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
+        beside = (path.with_suffix(".ends"), path.parent / META)
+        is_part = all(access.size(file) is not None for file in beside)
         kind = kind_in(path.parent) if is_part else np.dtype("<u2")
     else:
         kind = np.dtype(dtype).newbyteorder("<")
-    size = path.stat().st_size
     if size % kind.itemsize:
         raise InputError(
             f"{source}: {path} holds {size:,} bytes, which is not a whole number of {kind.name} "
@@ -382,13 +395,12 @@ def _plain(
     return TokenFile(path, kind, 0, size // kind.itemsize)
 
 
-def _npy(source: str, path: Path, dtype: str) -> TokenFile:
+def _npy(source: str, path: PurePath, dtype: str, begin: bytes, size: int) -> TokenFile:
     of = np.lib.format
     try:
-        with open(path, "rb") as file:
-            first = of.read_magic(file) == (1, 0)
-            shape, _, kind = (of.read_array_header_1_0 if first else of.read_array_header_2_0)(file)
-            offset = file.tell()
+        file = io.BytesIO(begin)
+        first = of.read_magic(file) == (1, 0)
+        shape, _, kind = (of.read_array_header_1_0 if first else of.read_array_header_2_0)(file)
     except Exception as error:  # of a garbled header, NumPy's parsers raise many
         why = str(error).partition("\n")[0]  # further lines say how to load it all the same
         raise InputError(f"{source}: {path} is not a whole .npy file ({why})") from None
@@ -398,6 +410,6 @@ def _npy(source: str, path: Path, dtype: str) -> TokenFile:
         )
     if dtype not in ("auto", kind.name):
         raise InputError(f"{source}: {path} holds {kind}, not dataset.dtype={dtype}; leave it out")
-    if not 0 <= shape[0] * kind.itemsize <= path.stat().st_size - offset:
+    if not 0 <= shape[0] * kind.itemsize <= size - file.tell():
         raise InputError(f"{source}: {path} is not a whole .npy file (it was cut short)")
-    return TokenFile(path, kind, offset, shape[0])
+    return TokenFile(path, kind, file.tell(), shape[0])

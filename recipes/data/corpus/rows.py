@@ -50,29 +50,19 @@ class RowMaker:
         Raises:
             InputError: a token is not in the model's vocabulary.
         """
-        width = self.length + 1
         read = self._row if self.skipping is None else functools.partial(self.skipping, self._row)
         try:
-            rows = [read(int(number)) for number in which]
+            rows = [*self.corpus.access.each(read, map(int, which))]
         except BadSampleError as error:
             raise InputError(
                 f"{error}; enlarge that, check dataset.dtype and the file, or leave such examples "
                 "out with dataset.bad=skip"
             ) from None
-        starts = [start for start, _ in rows]
-        tokens = np.array([row for _, row in rows], np.int64).reshape(-1, width)
+        tokens, learned, begins = (np.array(arrays) for arrays in zip(*rows, strict=True))
         batch = next_token_batch(tokens)
-        weights = np.ones((len(starts), self.length), bool)
-        if self.masked:
-            weights &= np.stack([self.corpus.learned(start, width)[1:] for start in starts])
+        weights = learned[:, 1:]
         if self.packed:
-            begins = np.stack(
-                [
-                    self.corpus.begins(start, row, self.end_token)
-                    for start, row in zip(starts, tokens, strict=True)
-                ]
-            )
-            places = np.arange(width)
+            places = np.arange(self.length + 1)
             positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
             weights &= ~begins[:, 1:]
             batch["segments"] = np.cumsum(begins, axis=1)[:, :-1].astype(np.int32)
@@ -81,13 +71,20 @@ class RowMaker:
             batch["weights"] = weights.astype(np.float32)
         return batch
 
-    def _row(self, number: int) -> tuple[int, np.ndarray]:
-        """Return a row's first token's number and its tokens; raises BadSampleError."""
-        start = self.first + number * self.length
-        tokens = self.corpus.tokens(start, self.length + 1)
+    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return a row's tokens, which are to be learned, and where documents begin if `packed`.
+
+        Raises:
+            BadSampleError: a token is not in the model's vocabulary.
+        """
+        start, width = self.first + number * self.length, self.length + 1
+        tokens = self.corpus.tokens(start, width)
         bad = (tokens < 0) | (tokens >= self.vocab_size)
         if not bad.any():
-            return start, tokens
+            learned = self.corpus.learned(start, width) if self.masked else np.ones(width, bool)
+            is_packed = self.packed
+            begins = self.corpus.begins(start, tokens, self.end_token) if is_packed else learned
+            return tokens, learned, begins
         place = int(bad.argmax())
         file, position = self.corpus.place(start + place)
         raise BadSampleError(

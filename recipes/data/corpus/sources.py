@@ -5,14 +5,14 @@ A piece is a range of bytes or of row groups.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from launcher.base import DamagedError, Fits, fits_glob, lacking, read_json
-from launcher.recipes.data.files import NamedFiles, fitting, local_path, named_files, with_ending
+from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.files import NamedFiles, local_path, with_ending
 from launcher.recipes.protocols import InputError
 
 PIECE = 2**24  # bytes of source that are read as one
@@ -34,13 +34,15 @@ class SourcePiece(NamedTuple):
         size: its bytes, about.
     """
 
-    path: str
+    path: PurePath
     start: int
     stop: int
     size: int
 
 
-def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
+def find_sources(
+    path: str, pattern: str | None, format: str, access: FileAccess | None = None
+) -> NamedFiles:
     """Return the source files: one file, those that a glob fits, or those below a folder, by name.
 
     Of several splits it is `train`.
@@ -49,16 +51,18 @@ def find_sources(path: str, pattern: str | None, format: str) -> NamedFiles:
         path: what `dataset.path` names.
         pattern: which files of a folder; None: those with an ending of the format.
         format: text, jsonl, parquet or arrow.
+        access: how files are read; None: they are on the disk.
 
     Raises:
         InputError: there are none.
     """
+    access = access or FileAccess()
     named, endings = f"dataset.path={path}", SUFFIXES[format]
     path = local_path("dataset.path", path, wanted_files(pattern, format))
-    root = Path(path).expanduser()
-    fits = fitting(root, pattern) if pattern else with_ending(endings)
-    found = named_files(named, path, fits, "name a file, a folder or a glob", _TRAIN)
-    if root.is_dir() and format == "arrow" and not pattern:
+    root = access.root(path)
+    fits = access.fitting(root, pattern) if pattern else with_ending(endings)
+    found = access.named(named, path, fits, "name a file, a folder or a glob", _TRAIN)
+    if format == "arrow" and not pattern and root.is_dir():
         listed, paths = set(saved_files(root, found, named)), found.paths
         left = {**found.left, "not listed": [path for path in paths if path not in listed]}
         found = NamedFiles([path for path in paths if path in listed], left, found.folders)
@@ -77,41 +81,40 @@ def wanted_files(pattern: str | None, format: str) -> Fits:
     return lambda path: fits_glob(path, pattern)
 
 
-def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[SourcePiece]]:
+def pieces_of(
+    paths: list[Path], format: str, access: FileAccess, size: int = PIECE
+) -> list[list[SourcePiece]]:
     """Return groups of pieces of about `size` bytes, in the order of the files."""
     groups: list[list[SourcePiece]] = [[]]
     for path in paths:
-        for piece in _cut(path, format, size):
+        for piece in _cut(path, format, access, size):
             if groups[-1] and sum(one.size for one in groups[-1]) + piece.size > size:
                 groups.append([])
             groups[-1].append(piece)
     return groups
 
 
-def _cut(path: Path, format: str, size: int) -> Iterator[SourcePiece]:
-    whole = path.stat().st_size
+def _cut(path: Path, format: str, access: FileAccess, size: int) -> Iterator[SourcePiece]:
+    whole = access.size(path) or 0
     if format == "jsonl":
         for start in range(0, max(whole, 1), size):
             stop = min(start + size, whole)
-            yield SourcePiece(str(path), start, stop, stop - start)
+            yield SourcePiece(path, start, stop, stop - start)
         return
     count = 1
     if format == "parquet":
         try:
-            count = arrow_module("pyarrow.parquet").ParquetFile(path).num_row_groups
+            file = arrow_module("pyarrow.parquet").ParquetFile(access.opened(path))
+            count = file.num_row_groups
+        except InputError:
+            raise
         except (OSError, ValueError):
             count = 0  # damaged: said when it is read
     if count <= 1:
-        yield SourcePiece(str(path), 0, -1, whole)
+        yield SourcePiece(path, 0, -1, whole)
         return
     for group in range(count):
-        yield SourcePiece(str(path), group, group + 1, whole // count)
-
-
-def stamp_of(path: str | Path) -> str:
-    """Return a stamp of a file that changes with it: its name, size and time."""
-    status = os.stat(path)
-    return f"{Path(path).name} {status.st_size} {status.st_mtime_ns}"
+        yield SourcePiece(path, group, group + 1, whole // count)
 
 
 def arrow_module(module: str) -> Any:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from dataclasses import field as _field  # a setting is called so, too
 from pathlib import Path
 
-from launcher.base import hub_name, is_hub
+from launcher.base import hub_name, is_hub, is_stored
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
 from launcher.config.fields import choice
-from launcher.recipes.datasets.tokens import TokenRows
+from launcher.recipes.datasets.tokens import IS_STORED, TokenRows
 
 
 @register
@@ -30,6 +30,18 @@ class Documents(TokenRows):
     chat_template: str | None = None
     tokens: str | None = None  # null: <path>.tokens, of a repository here
 
+    switches = (IS_STORED,)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """How the names of files end that are read, in small letters; empty: as they like."""
+        return () if self.pattern else (".parquet",)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What names files, by its setting."""
+        return {"dataset.path": self.path}
+
     @property
     def folder(self) -> str:
         """The folder of tokens."""
@@ -42,10 +54,19 @@ class Documents(TokenRows):
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error also for a glob without a folder of tokens."""
         yield from super().check(model)
-        is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
-        if self.tokens is None and is_glob and not is_hub(self.path):
+        is_remote = is_stored(self.path)
+        if is_remote and self.format != "parquet":
             yield ConfigError(
-                f"dataset.path={self.path} is a glob, which implies no folder for its tokens",
+                f"dataset.path={self.path} is in an object store, from which documents are read in "
+                f"Parquet, not in dataset.format={self.format}",
+                "Copy the files and name the copy, or use dataset=parquet.",
+                ["dataset.path", "dataset.format"],
+            )
+        is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
+        if self.tokens is None and (is_remote or (is_glob and not is_hub(self.path))):
+            yield ConfigError(
+                f"dataset.path={self.path} is {'a URL' if is_remote else 'a glob'}, which implies "
+                "no folder for its tokens",
                 "Name one, such as dataset.tokens=talks.tokens.",
                 ["dataset.path"],
             )

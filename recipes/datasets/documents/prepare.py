@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,12 +34,14 @@ from launcher.base import FULL, is_hub, write_whole
 from launcher.recipes.data.corpus.chat import Encoded, chat_encoder
 from launcher.recipes.data.corpus.documents import FoundDocument, documents_in
 from launcher.recipes.data.corpus.files import META, CorpusMeta, TokenPart, read_meta, write_meta
-from launcher.recipes.data.corpus.sources import SourcePiece, find_sources, pieces_of, stamp_of
+from launcher.recipes.data.corpus.sources import SourcePiece, find_sources, pieces_of
 from launcher.recipes.data.corpus.tokenizers import (
     load_tokenizer,
     settings_fingerprint,
     tokenizer_fingerprint,
 )
+from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.protocols import InputError, Tokenizer
 
@@ -76,7 +78,7 @@ class BadDocuments:
     def __init__(self, refuse: bool) -> None:
         self._refuse, self.reasons, self.first = refuse, Counter[str](), ""
 
-    def add(self, path: str, found: FoundDocument) -> None:
+    def add(self, path: PurePath, found: FoundDocument) -> None:
         """Count a bad document; raises InputError if they are refused."""
         if self._refuse:
             raise found.refusal(path)
@@ -101,9 +103,9 @@ def encoded_documents(
         InputError: one is bad, and such are refused.
         OSError: the file cannot be read.
     """
-    tokenizer = _tokenizer(options.tokenizer)
+    tokenizer, access = _tokenizer(options.tokenizer), access_to(options.path, options)
     # A preparation that is resumed elsewhere, or another day, is to have the same dates.
-    when = Path(piece.path).stat().st_mtime
+    when = access.modified(piece.path)
     waiting: list[FoundDocument] = []
 
     def flush() -> Iterator[EncodedDocument]:
@@ -115,7 +117,7 @@ def encoded_documents(
                 bad.add(piece.path, replace(one, why="it has no token"))
         waiting.clear()
 
-    for found in documents_in(piece, options.format, options.field):
+    for found in documents_in(piece, options.format, options.field, access):
         if found.value is None:
             bad.add(piece.path, found)
         elif isinstance(found.value, str):
@@ -197,8 +199,9 @@ def _settings(options: Documents) -> str:
     return _digest([options.format, options.field, template, options.bad, tokenizer])
 
 
-def _sources(options: Documents) -> list[Path]:
-    return find_sources(options.path, options.pattern, options.format).paths
+def _sources(options: Documents) -> tuple[FileAccess, list[Path]]:
+    access = access_to(options.path, options)
+    return access, find_sources(options.path, options.pattern, options.format, access).paths
 
 
 def _source(options: Documents) -> str:
@@ -208,7 +211,8 @@ def _source(options: Documents) -> str:
     """
     if is_hub(options.path):
         return _digest([options.path, options.pattern])
-    return _digest([stamp_of(path) for path in _sources(options)])
+    access, paths = _sources(options)
+    return _digest([access.stamp(path) for path in paths])
 
 
 def prepare_corpus(
@@ -227,9 +231,10 @@ def prepare_corpus(
     """
     tokenizer, folder = load_tokenizer(options.tokenizer), _folder(options)
     source, settings, dtype = _source(options), _settings(options), _dtype(tokenizer)
-    groups = pieces_of(_sources(options), options.format)
+    access, paths = _sources(options)
+    groups, stamp = pieces_of(paths, options.format, access), access.stamp
     keys = {
-        f"{index:05}": _digest([settings, [[stamp_of(p.path), p.start, p.stop] for p in group]])
+        f"{index:05}": _digest([settings, [[stamp(p.path), p.start, p.stop] for p in group]])
         for index, group in enumerate(groups)
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -423,9 +428,10 @@ def train_tokenizer(options: Documents, vocab_size: int, path: Path) -> int:
 
 
 def _texts(options: Documents) -> Iterator[str]:
-    for group in pieces_of(_sources(options), options.format):
+    access, paths = _sources(options)
+    for group in pieces_of(paths, options.format, access):
         for piece in group:
-            for found in documents_in(piece, options.format, options.field):
+            for found in documents_in(piece, options.format, options.field, access):
                 if isinstance(found.value, str):
                     yield found.value
                 elif found.value is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
 from launcher.config.fields import choice, number
-from launcher.recipes.datasets.tokens import IS_PACKED, TokenRows
+from launcher.recipes.datasets.tokens import IS_PACKED, IS_STORED, TokenRows
 
 
 @register
@@ -21,8 +21,14 @@ class Mixture(TokenRows):
     parts: dict[str, Any]  # of each its path and weight
     dtype: str = choice("auto", "auto", "uint16", "uint32")
     end_token: int | None = number(None, minimum=0)
+    cache_gib: float = number(10.0, minimum=0.0)
 
-    switches = (IS_PACKED,)
+    switches = (IS_PACKED, IS_STORED)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What names files, by its setting."""
+        return {f"dataset.parts.{name}.path": part["path"] for name, part in self.parts.items()}
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error also for a part without a path, or with a weight that is none."""

@@ -147,7 +147,7 @@ def check_tokenizers(options: Mixture) -> None:
     first: tuple[str, CorpusMeta] | None = None
     for name, part in options.parts.items():
         key = f"dataset.parts.{name}.path"
-        meta = find_corpus(part["path"], options.dtype, key).meta
+        meta = find_corpus(part["path"], options.dtype, key, options).meta
         if meta is None:
             continue
         if first is not None and first[1].tokenizer_fingerprint != meta.tokenizer_fingerprint:
@@ -215,6 +215,8 @@ def _tokens(options: Mixture, part: dict[str, Any]) -> Tokens:
         end_token=options.end_token,
         bad=options.bad,
         validation_fraction=options.validation_fraction,
+        objects=options.objects,
+        cache_gib=options.cache_gib,
     )
 
 

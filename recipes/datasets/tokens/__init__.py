@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+from launcher.base import is_stored
 from launcher.config.errors import ConfigError
 from launcher.config.families import HOLDS_OUT, DatasetOptions, ModelOptions, register, taken_by
 from launcher.config.fields import Switch, choice, number
@@ -16,6 +18,14 @@ IS_PACKED = Switch(
     "dataset.packing=stream takes no notice of documents",
     "use dataset.packing=documents",
 )
+_NAMING = ("path", "validation_path", "parts")  # settings that name files
+IS_STORED = Switch(
+    ("dataset.objects", "dataset.cache_gib"),
+    ("dataset.path", "dataset.validation_path", "dataset.parts"),
+    lambda config: any(map(is_stored, config.dataset.paths.values())),
+    "no path of dataset is a URL of an object store",
+    "name one, such as dataset.path=s3://bucket/tokens",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,31 @@ class TokenRows(DatasetOptions):
     packing: str = choice("stream", "stream", "documents")
     bad: str = choice("refuse", "refuse", "skip")
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
+    objects: list[str] | None = None  # null: what the object store has now
+    cache_gib = 0.0  # documents are read once
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """How the names of files end that are read, in small letters; empty: as they like."""
+        return (".bin", ".npy", ".ends", ".mask", ".bytes", "meta.json")
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What names files, by its setting."""
+        return {}
+
+    def pinned(self, before: Callable[[], Mapping[str, Any]]) -> Self:
+        """Return the settings with the objects that they name, those of a run that is resumed."""
+        stored = {key: path for key, path in self.paths.items() if is_stored(path)}
+        if not stored:
+            return self
+        from launcher.recipes.data.stored_files import pinned  # here: it is seldom needed
+
+        known, resumed = self.objects, before()
+        same = (resumed.get(name) == getattr(self, name, None) for name in _NAMING)
+        if known is None and all(same):
+            known = resumed.get("objects")
+        return replace(self, objects=pinned(stored, self.reads, known))
 
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error for a model that takes no text, or one that attends across documents."""
@@ -49,5 +84,12 @@ class Tokens(TokenRows):
     dtype: str = choice("auto", "auto", "uint16", "uint32")
     end_token: int | None = number(None, minimum=0)
     validation_path: str | None = None
+    cache_gib: float = number(10.0, minimum=0.0)
 
-    switches = (IS_PACKED, HOLDS_OUT)
+    switches = (IS_PACKED, HOLDS_OUT, IS_STORED)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What names files, by its setting."""
+        named = {"dataset.path": self.path, "dataset.validation_path": self.validation_path}
+        return {key: path for key, path in named.items() if path is not None}

@@ -9,7 +9,6 @@ from launcher.recipes.data.batches import batches, held_out
 from launcher.recipes.data.corpus.files import Corpus, find_corpus
 from launcher.recipes.data.corpus.rows import RowMaker, rows_between
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
-from launcher.recipes.data.files import fingerprint_of
 from launcher.recipes.data.masking import as_the_model_takes, check_takes_text
 from launcher.recipes.data.skipping import Skipping
 from launcher.recipes.datasets.tokens import Tokens
@@ -77,15 +76,9 @@ def build(options: Tokens, model_options: Any, global_batch_size: int, seed: int
 
 def fingerprint(options: Tokens) -> str:
     """Return a digest of the tokens, from the folder's own or from samples of the files."""
-    corpora = [find_corpus(options.path, options.dtype)]
-    if options.validation_path is not None:
-        corpora.append(find_corpus(options.validation_path, options.dtype))
-    return " ".join(
-        corpus.meta.fingerprint
-        if corpus.meta is not None
-        else fingerprint_of([file.path for file in corpus.files])
-        for corpus in corpora
-    )
+    paths = [path for path in (options.path, options.validation_path) if path is not None]
+    corpora = (find_corpus(path, options.dtype, options=options) for path in paths)
+    return " ".join(corpus.fingerprint for corpus in corpora)
 
 
 def bytes_per_target(options: Tokens, model_options: Any, rows: int) -> float | None:
@@ -104,7 +97,7 @@ def bytes_per_target(options: Tokens, model_options: Any, rows: int) -> float | 
 
 def tokenizer(options: Tokens) -> Tokenizer:
     """Return the tokenizer that the folder names; raises InputError where it names none."""
-    meta = find_corpus(options.path, options.dtype).meta
+    meta = find_corpus(options.path, options.dtype, options=options).meta
     if meta is None:
         raise InputError(
             f"dataset.path={options.path} does not say by which tokenizer its tokens were made; "
@@ -131,10 +124,11 @@ def find_ranges(options: Tokens, model_options: Any, key: str = "dataset.path") 
         InputError: they do not fit the model.
     """
     check_takes_text(options, model_options, "tokens")
-    corpus = find_corpus(options.path, options.dtype, key)
+    corpus = find_corpus(options.path, options.dtype, key, options)
     _check_fit(corpus, options, model_options)
     if options.validation_path is not None:
-        held = find_corpus(options.validation_path, options.dtype, "dataset.validation_path")
+        of = "dataset.validation_path"
+        held = find_corpus(options.validation_path, options.dtype, of, options)
         _check_fit(held, options, model_options)
         ranges = TokenRanges(corpus, corpus.count, held, 0)
     else:

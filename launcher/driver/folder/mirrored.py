@@ -1,0 +1,220 @@
+"""A run and its mirror, `run.mirror`: who owns it, what it has that the disk lacks, its process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launcher.base import complain, read_own, write_whole
+from launcher.base.object_store import PATIENCE, Store, StoreError, UnavailableError
+from launcher.base.reading import read
+from launcher.checkpoint import newest, steps_in
+from launcher.checkpoint.mirror import Commit, Mirror, Owner
+from launcher.checkpoint.mirroring import Mirroring
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.driver.folder.folder import RunFolder, claim
+from launcher.report.console import line_printer, status
+from launcher.stop import Stop
+
+_IDENTITY = "mirror.json"  # in the run's folder
+_PATIENCE = 3.0  # seconds, before anything has started
+_POLL_SECONDS = 0.2
+_MIB = 2**20
+
+_log = logging.getLogger(__name__)
+
+
+def look(config: Config) -> tuple[Mirror, list[Commit]] | None:
+    """Return a run's mirror, and its commits if this disk lacks the newest; None if it does not.
+
+    Raises:
+        ConfigError: the mirror cannot be used, or is another run's.
+        OSError: it cannot be reached, and nobody knows whether it is this run's.
+    """
+    url, run = config.run.mirror, config.run
+    if url is None or run.id is None:
+        return None
+    home = Path(run.dir, run.id)
+    known = read_own(home / _IDENTITY, _owner)
+    here = newest(home / "checkpoints", thorough=False).step or 0
+    try:
+        mirror = Mirror(Store(url, _PATIENCE))
+        owner = mirror.owner()
+        if owner is not None:
+            _check_owner(config, owner, known, here)
+        commits = mirror.commits() if owner else []
+    except UnavailableError as error:
+        if known is None:
+            raise OSError(f"run.mirror: {error}") from None
+        _log.warning(f"run.mirror: {error}; training begins with the checkpoints that are here")
+        return None
+    except StoreError as error:
+        raise _unusable(url, error) from None
+    if commits and commits[0].step > here:
+        return mirror, commits
+    if run.resume == "must" and not here:
+        raise ConfigError(
+            f"run.resume=must finds nothing to resume from: neither {home} nor {url} holds a "
+            "checkpoint",
+            "Check run.id, run.dir and run.mirror, or use run.resume=auto.",
+        )
+    return None
+
+
+def _check_owner(config: Config, owner: Owner, known: Owner | None, here: int) -> None:
+    run, url = config.run, config.run.mirror
+    if owner.run_id != run.id:
+        raise ConfigError(
+            f"run.mirror={url} belongs to run {owner.run_id}",
+            f"Choose another prefix for run {run.id}, or resume that run with "
+            f"run.id={owner.run_id}.",
+        )
+    if run.resume == "never" and known is None:
+        raise ConfigError(
+            f"run.mirror={url} holds a run {run.id} already, and run.resume=never",
+            "Choose another prefix, or use run.resume=auto to resume that run.",
+        )
+    if known not in (None, owner) or (known is None and here):
+        raise ConfigError(
+            f"run.mirror={url} belongs to another run {run.id} than {Path(run.dir, run.id or '')}",
+            "Choose another prefix; or another run.dir, to resume the run that the mirror has.",
+        )
+
+
+def _unusable(url: str, error: StoreError) -> ConfigError:
+    return ConfigError(
+        f"run.mirror={url} cannot be used: {error}",
+        "Give credentials and a bucket that exists, or leave out run.mirror.",
+    )
+
+
+def bring_back(config: Config, console: Console) -> None:
+    """Write the newest intact checkpoint of the mirror to the disk, if that has none as new.
+
+    Raises:
+        ConfigError: as of `look`, or no checkpoint of the mirror is intact.
+        OSError: the disk is full or broken, or the mirror cannot be reached.
+    """
+    if (found := look(config)) is None or config.task == "preflight":
+        return
+    mirror, commits = found
+    mirror.store.patience = PATIENCE
+    with claim(config) as home:
+        problem, here = "", home.finished_steps
+        for commit in commits:
+            if commit.step <= here:
+                return
+            try:
+                problem = _fetch(mirror, commit, home.path, console) or ""
+            except StoreError as error:
+                raise OSError(f"run.mirror: {error}") from None
+            if not problem:
+                return
+            _log.warning(f"checkpoint {commit.step} of {mirror.store.url} is damaged: {problem}")
+        if not here:
+            raise ConfigError(
+                f"run.id={home.id} cannot be resumed: no checkpoint in {mirror.store.url} is "
+                f"intact (in {commits[-1].step}, {problem})",
+                "Choose another prefix and run.id to start afresh.",
+            )
+
+
+def _fetch(mirror: Mirror, commit: Commit, home: Path, console: Console) -> str | None:
+    owner = mirror.owner()
+    assert owner is not None
+    _note(home, owner)
+    lock, done = threading.Lock(), 0
+    with status(console, f"fetching step {commit.step} from {mirror.store.url}") as advance:
+
+        def count(size: int) -> None:
+            nonlocal done
+            with lock:
+                done += size
+                advance(done / _MIB, commit.size / _MIB, "MiB")
+
+        return mirror.fetch(commit, home, count)
+
+
+def _note(home: Path, owner: Owner) -> None:
+    write_whole(home / _IDENTITY, json.dumps(asdict(owner)) + "\n", private=True)
+
+
+def _owner(tree: Any) -> Owner:
+    return read(Owner, tree)
+
+
+def own(config: Config, home: RunFolder) -> Owner | None:
+    """Return who a run is to its mirror, which belongs to it from now on; None without one.
+
+    Raises:
+        ConfigError: the mirror cannot be used, or is another run's.
+    """
+    url = config.run.mirror
+    if url is None:
+        return None
+    if (known := read_own(home.path / _IDENTITY, _owner)) is not None:
+        return known  # `look` has compared it
+    owner = Owner(home.id, secrets.token_hex(8))
+    _note(home.path, owner)
+    try:
+        mirror = Mirror(Store(url, _PATIENCE))
+        if not mirror.own(owner) and (other := mirror.owner()) is not None:
+            _check_owner(config, other, owner, 0)
+    except StoreError as error:
+        raise _unusable(url, error) from None
+    return owner
+
+
+@contextmanager
+def mirroring(config: Config, home: RunFolder, console: Console, stop: Stop) -> Iterator[None]:
+    """Mirror the checkpoints that appear meanwhile; at the end, wait until all are mirrored.
+
+    Ctrl-C ends the wait. What is not mirrored is reported.
+    """
+    url, keep, owner = config.run.mirror, config.train.checkpoint.keep, own(config, home)
+    if url is None or owner is None or config.task == "preflight":
+        yield
+        return
+    process = Mirroring(url, home.path, owner, keep, _log.warning)
+    try:
+        yield
+        _wait(process, url, console, stop)
+    except Exception:
+        _wait(process, url, console, stop)
+        raise
+    finally:
+        process.kill()
+        here = [step for step in steps_in(home.checkpoints)[-1:] if step != process.mirrored]
+        left = here if process.left is None else process.left
+        if left:
+            steps = ", ".join(map(str, left))
+            complain(
+                f"not mirrored to {url}: step {steps}; the next start of run {home.id} tries again"
+            )
+
+
+def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
+    """Wait until all is mirrored, or for a signal that comes meanwhile."""
+    process.finish()
+    if process.wait(_POLL_SECONDS):
+        return
+    before = stop.requested, stop.repeats
+    leaves = "Ctrl-C leaves the newest checkpoint on this disk alone"
+    with (
+        stop.heeded(line_printer(console), leaves, until="asked"),
+        status(console, f"mirroring to {url}") as advance,
+    ):
+        while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
+            if process.progress:
+                sent, size, _ = process.progress
+                advance(sent / _MIB, size / _MIB, "MiB")

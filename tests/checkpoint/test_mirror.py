@@ -1,0 +1,363 @@
+"""Checkpoints in an object store: real servers, behind a proxy that fails as networks do."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from fault_proxy import Fault, FaultProxy
+from object_servers import SECRET, ObjectServer, object_server
+
+from launcher.base import object_store
+from launcher.base.object_store import Store, StoreError
+from launcher.checkpoint import damage, steps_in
+from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
+from launcher.checkpoint.mirror import Mirror, Owner, SupersededError, unmirrored
+from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
+
+OWNER = Owner("run", "1234")
+
+
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def server(request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
+    with object_server(request.param) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxy(server: ObjectServer) -> Iterator[FaultProxy]:
+    with FaultProxy(server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def url(
+    server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> str:
+    """An empty prefix of the server behind the proxy, with credentials in the environment."""
+    for name, value in {**server.environ(proxy.url), "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.02)
+    proxy.heal()
+    return f"{server.bucket}/{tmp_path.name}-{os.getpid()}/{random.randrange(2**32)}"
+
+
+def save(home: Path, step: int, every_steps: int = 0, size: int = 4000) -> Path:
+    """Write a checkpoint, as small as can be, and the metrics up to it."""
+    root = home / "checkpoints" / str(step)
+    partial = root.with_name(f"{step}.partial-x")
+    content = random.Random(f"{step} {time.time()}")
+    for name in ("default/d/a", "default/d/b", "default/ocdbt.process_0/c"):
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).write_bytes(content.randbytes(size))
+    config = {"train": {"checkpoint": {"every_steps": every_steps}}}
+    (partial / METADATA).write_text(json.dumps({"custom_metadata": {"config": config}}))
+    write_checksums(partial, step, checksums(partial, files_below(partial)))
+    if root.exists():
+        shutil.rmtree(root)
+    partial.rename(root)
+    with open(home / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": {step}}}\n')
+    return root
+
+
+def content_of(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in files_below(root)}
+
+
+def mirror_of(url: str, patience: float = 20.0) -> Mirror:
+    return Mirror(Store(url, patience))
+
+
+def fetched(url: str, home: Path) -> tuple[int, list[str]]:
+    """Fetch the newest intact checkpoint; return its step, and what was wrong with newer ones."""
+    mirror, problems = mirror_of(url), []
+    for commit in mirror.commits():
+        if (problem := mirror.fetch(commit, home)) is None:
+            return commit.step, problems
+        assert not (home / "checkpoints" / str(commit.step)).exists()
+        problems.append(problem)
+    return 0, problems
+
+
+def test_what_was_uploaded_comes_back(url: str, tmp_path: Path) -> None:
+    home, empty, mirror = tmp_path / "home", tmp_path / "empty", mirror_of(url)
+    (home / "autotune/worker_0").mkdir(parents=True)
+    (home / "autotune/worker_0/kernel").write_bytes(b"chosen")
+    (home / "config.yaml").write_text("run: {id: run}")
+    assert mirror.commits() == []
+    for step in (1, 2, 3):
+        save(home, step)
+        assert unmirrored(home, mirror.commits()) == [step]
+        mirror.upload(home, step, keep=2)
+        assert unmirrored(home, mirror.commits()) == []
+    assert [commit.step for commit in mirror_of(url).commits()] == [3, 2]
+    assert fetched(url, empty) == (3, [])
+    assert content_of(empty / "checkpoints/3") == content_of(home / "checkpoints/3")
+    for name in ("metrics.jsonl", "config.yaml", "autotune/worker_0/kernel"):
+        assert (empty / name).read_bytes() == (home / name).read_bytes()
+    assert not list((empty / "checkpoints").glob("*partial*"))
+
+
+def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    mirror = mirror_of(url)
+    for step in (10, 12, 20, 22, 24):  # those of every_steps=10 stay
+        save(tmp_path, step, every_steps=10)
+        mirror.upload(tmp_path, step, keep=1)
+    assert [commit.step for commit in mirror.commits()] == [24, 20, 10]
+    for step in (12, 22):
+        with pytest.raises(StoreError):
+            mirror.store.get(f"checkpoints/{step}/checksums.json")
+    deletions = [seen for seen in proxy.seen() if seen.startswith("DELETE") and url[-8:] in seen]
+    assert "commits" in next(seen for seen in deletions if "pending" not in seen)
+    # After a roll-back, what it has gone back on is no part of the run any more.
+    for step in (12, 22, 24):
+        shutil.rmtree(tmp_path / f"checkpoints/{step}")
+    save(tmp_path, 21, every_steps=10)
+    mirror.upload(tmp_path, 21, keep=1)
+    assert [commit.step for commit in mirror.commits()] == [21, 20, 10]
+    # Saved again: the newer one counts.
+    save(tmp_path, 21, every_steps=10)
+    assert unmirrored(tmp_path, mirror.commits()) == [21]
+    mirror.upload(tmp_path, 21, keep=1)
+    assert fetched(url, tmp_path / "empty") == (21, [])
+    found = content_of(tmp_path / "empty/checkpoints/21")
+    assert found == content_of(tmp_path / "checkpoints/21")
+
+
+@pytest.mark.parametrize(
+    "what", ["half", "flipped", "shorter", "no commit", "commit", "list", "manifest", "metrics"]
+)
+def test_of_damaged_objects_the_next_older_is_taken(url: str, what: str, tmp_path: Path) -> None:
+    mirror = mirror_of(url)
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+        mirror.upload(tmp_path, step, keep=3)
+    store, array = mirror.store, "checkpoints/3/default/d/b"
+    if what == "half":
+        store.delete(array)
+    elif what == "flipped":
+        data = bytearray(store.get(array))
+        data[7] ^= 1
+        store.put(array, bytes(data))
+    elif what == "shorter":
+        store.put(array, store.get(array)[:-1])
+    elif what == "no commit":
+        store.delete("commits/3")
+    else:
+        name = {
+            "commit": "commits/3",
+            "list": "latest-1",
+            "manifest": "checkpoints/3/checksums.json",
+            "metrics": "run/3/metrics.jsonl",
+        }[what]
+        store.put(name, store.get(name)[:-9] + b"garbage!}")
+    step, problems = fetched(url, tmp_path / "empty")
+    assert (step, len(problems)) == ((3, 0) if what == "list" else (2, 1))
+    found = content_of(tmp_path / f"empty/checkpoints/{step}")
+    assert found == content_of(tmp_path / f"checkpoints/{step}")
+
+
+def test_a_prefix_has_one_owner_and_a_number_one_commit(url: str, tmp_path: Path) -> None:
+    first, second = mirror_of(url), mirror_of(url)
+    assert first.owner() is None
+    assert first.own(OWNER)
+    assert second.own(OWNER)
+    assert not second.own(Owner("run", "5678"))
+    assert second.owner() == OWNER
+    save(tmp_path, 1)
+    first.commits()
+    number = first._next
+    second.upload(tmp_path, 1, keep=2)
+    first.commits = list  # as of before
+    first._next = number
+    save(tmp_path, 1)
+    with pytest.raises(SupersededError):
+        first.upload(tmp_path, 1, keep=2)
+
+
+KINDS = ("status", "lost", "reset", "reset_upload", "truncate", "flip", "shorten", "delay")
+OBJECTS = ("", "checkpoints", "checksums", "commits", "latest", "pending", "run", "owner")
+
+
+def faults(chance: random.Random) -> list[Fault]:
+    """Some faults: for any request, or for requests for some objects."""
+    return [
+        Fault(
+            kind := chance.choice(KINDS),
+            matches=chance.choice(OBJECTS),
+            times=chance.choice((1, 1, 2, 3)),
+            status=chance.choice((429, 500, 503)),
+            retry_after=chance.choice((None, 0, 1 if kind == "status" else 0)),
+            after=chance.choice((0, 1, 50, 900)),
+            seconds=0.05 * (kind == "delay"),
+        )
+        for _ in range(chance.randint(1, 4))
+    ]
+
+
+def check_faults(url: str, proxy: FaultProxy, home: Path, seed: int) -> None:
+    """Upload and fetch through faults: never wrong bytes, nothing lost that was committed."""
+    chance, committed, shown = random.Random(seed), 0, []
+    for step in range(1, 4):
+        save(home, step)
+        proxy.heal()
+        proxy.fail(*faults(chance))
+        try:
+            mirror_of(url, chance.choice((0.1, 5.0))).upload(home, step, keep=2)
+            committed = step
+        except StoreError as error:
+            shown.append(str(error))
+    proxy.heal()
+    proxy.fail(*faults(chance))
+    empty = home / "empty"
+    try:
+        step, _ = fetched(url, empty)
+    except StoreError:
+        proxy.heal()
+        step, _ = fetched(url, empty)
+    assert step >= committed - 1  # damaged on its way twice: the next older
+    for found in steps_in(empty / "checkpoints"):
+        assert content_of(empty / f"checkpoints/{found}") == content_of(
+            home / f"checkpoints/{found}"
+        )
+    assert SECRET not in "".join(shown)
+    proxy.heal()
+    shutil.rmtree(empty, ignore_errors=True)
+    assert fetched(url, empty)[0] >= committed
+    for step in (1, 2, 3):
+        assert damage(home / f"checkpoints/{step}") is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> None:
+    check_faults(url, proxy, tmp_path, seed)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(100, 150))
+def test_many_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> None:
+    check_faults(url, proxy, tmp_path, seed)
+
+
+def test_lists_decide_nothing(url: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    mirror_of(url).upload(tmp_path, 1, keep=2)
+    fetched(url, tmp_path / "empty")
+    assert not [seen for seen in proxy.seen() if "list-type" in seen or "prefix=" in seen]
+
+
+def start(url: str, home: Path) -> subprocess.Popen:
+    """Start the process that mirrors, as a run does."""
+    about = {"url": url, "home": str(home), "owner": asdict(OWNER), "keep": 2}
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(about)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_nothing_half_counts(
+    url: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    home, chance, saved, found = tmp_path / "home", random.Random(7), {}, []
+    killed = 0
+    for step in range(1, 17):
+        root = save(home, step, every_steps=5, size=20_000)
+        saved[step] = content_of(root)
+        if step > 2 and (step - 2) % 5:
+            shutil.rmtree(home / f"checkpoints/{step - 2}")
+        last = len(proxy.seen()) + chance.randrange(1, 60)
+        process = start(url, home)
+        process.stdin.close()  # it ends when it is done
+        while len(proxy.seen()) < last and process.poll() is None:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        process.stdout.close()
+        process.stderr.close()
+        empty = tmp_path / f"empty{step}"
+        newest, problems = fetched(url, empty)
+        assert problems == []
+        found.append(newest)
+        if newest:
+            assert content_of(empty / f"checkpoints/{newest}") == saved[newest]
+    process = start(url, home)
+    out, _ = process.communicate("")
+    assert json.loads(out.splitlines()[-1]) == {"left": []}
+    assert found == sorted(found)
+    assert killed >= 8
+    assert len(set(found)) > 3  # and some of them came through
+    assert [commit.step for commit in mirror_of(url).commits()] == [16, 15, 14, 10, 5]
+    assert fetched(url, tmp_path / "last") == (16, [])
+    # What was left by killed uploads and deletions is gone: what is there belongs to a commit.
+    assert_no_rest(url)
+
+
+def assert_no_rest(url: str) -> None:
+    """Fail if the store holds objects that no commit needs."""
+    mirror = mirror_of(url)
+    needed = {"owner.json", "latest-0", "latest-1"}
+    for commit in mirror.commits():
+        needed |= {f"commits/{commit.number}", *mirror._names(commit)}
+    bucket, prefix = mirror.store._bucket, url.split("/", 3)[3] + "/"
+    if url.startswith("s3"):
+        pages = bucket._client.get_paginator("list_objects_v2")
+        keys = [
+            item["Key"]
+            for page in pages.paginate(Bucket="bucket", Prefix=prefix)
+            for item in page.get("Contents", [])
+        ]
+    else:
+        keys = [blob.name for blob in bucket._bucket.list_blobs(prefix=prefix)]
+    assert {key.removeprefix(prefix) for key in keys} == needed
+
+
+def until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_process_tells_retries_and_is_replaced(
+    url: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("launcher.checkpoint.mirroring._AGAIN_SECONDS", 0.1)
+    save(tmp_path, 1)
+    process = Mirroring(url, tmp_path, OWNER, 2, lines.append)
+    until(lambda: process.mirrored == 1)
+    assert os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19
+    proxy.fail(Fault("status", status=401, times=9999))
+    save(tmp_path, 2)
+    until(lambda: lines)
+    assert "credentials" in lines[0]
+    assert lines[0].startswith("step 2 is not mirrored: ")
+    assert steps_in(tmp_path / "checkpoints") == [1, 2]
+    proxy.heal()
+    save(tmp_path, 3)  # the next save tries again
+    until(lambda: process.mirrored == 3)
+    assert len(lines) == 2
+    assert "step 3 is mirrored" in lines[1]
+    process._process.kill()
+    until(lambda: len(lines) == 3)
+    save(tmp_path, 4)
+    process.finish()
+    assert process.wait(60)
+    assert (process.left, process.mirrored) == ([], 4)
+    assert fetched(url, tmp_path / "empty") == (4, [])
+    # Another run has taken the prefix over: this one ends, and says so.
+    other = Mirroring(url, tmp_path, Owner("run", "other"), 2, lines.append)
+    assert other.wait(60)
+    assert other.left == [4]
+    assert "belongs to another run" in lines[-1]
+    written = "".join(path.read_text(errors="replace") for path in files_below(tmp_path))
+    assert SECRET not in written + "".join(lines)
