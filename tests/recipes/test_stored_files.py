@@ -269,8 +269,7 @@ def test_other_data_and_missing_libraries_are_refused_with_what_to_do(monkeypatc
     monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
     for url, library in (("s3://b/a", "'boto3>=1.36'"), ("gs://b/a", "'google-cloud-storage")):
         said = refused(lambda url=url: Tokens(path=url).pinned(dict))
-        assert f"; pip install {library}" in said
-        assert said.endswith("'")  # no more to do
+        assert said.split()[-1].startswith(library)  # the command ends it
 
 
 @pytest.mark.slow
