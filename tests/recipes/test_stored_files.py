@@ -1,6 +1,7 @@
 """Token files and Parquet in object stores: the batches of a disk to the bit, or a clean error."""
 
 import functools
+import glob
 import json
 import os
 import random
@@ -135,6 +136,7 @@ def test_batches_are_those_of_the_disk_and_pinned_ones_list_nothing(served, path
     assert served.proxy.seen()[asked:] == []
 
 
+@pytest.mark.slow
 def test_a_mixture_and_parquet_are_as_on_the_disk(served, tmp_path):
     def mixture(place):
         parts = {name: {"path": f"{place}/{name}"} for name in ("bins", "a.npy")}
@@ -235,6 +237,7 @@ def test_a_run_sees_the_files_that_it_began_with_or_names_what_has_changed(serve
     assert "it is gone; put it back" in said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_told_with_what_to_do(served, proxy):
     assert "grow names no object; name an object" in refused(
         lambda: Tokens(path=f"{served.url}/grow").pinned(dict)
@@ -266,10 +269,10 @@ def test_other_data_and_missing_libraries_are_refused_with_what_to_do(monkeypatc
     monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
     for url, library in (("s3://b/a", "'boto3>=1.36'"), ("gs://b/a", "'google-cloud-storage")):
         said = refused(lambda url=url: Tokens(path=url).pinned(dict))
-        assert f"; pip install {library}" in said
-        assert said.endswith("'")  # no more to do
+        assert said.split()[-1].startswith(library)  # the command ends it
 
 
+@pytest.mark.slow
 def test_no_credentials_are_told_within_seconds(tmp_path):
     environ = {
         k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "GOOGLE_", "STORAGE_"))
@@ -308,6 +311,7 @@ def test_the_cache_keeps_within_its_bound_what_was_used_last(tmp_path):
     assert cache.get("more") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.0, 0.001, 1.0])
 def test_any_bound_gives_the_same_batches(served, bound, tmp_path):
     options = Tokens(path=f"{served.url}/bins", cache_gib=bound).pinned(dict)
@@ -387,13 +391,10 @@ def test_globs_fit_as_on_a_disk(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     for pattern in ("*.bin", "*/*.bin", "**/*.bin", "d/**", "**", "d/[a-c]*", "?.bin", "**/e/*"):
-        found = {p.relative_to(tmp_path) for p in map(Path, glob_of(tmp_path / pattern))}
+        found = {
+            p.relative_to(tmp_path)
+            for p in map(Path, glob.glob(str(tmp_path / pattern), recursive=True))
+        }
         fits = stored_files._fits
         ours = {Path(n) for n in names if fits(Path(n).parts, Path(pattern).parts)}
         assert ours == {one for one in found if (tmp_path / one).is_file()}, pattern
-
-
-def glob_of(pattern):
-    import glob
-
-    return glob.glob(str(pattern), recursive=True)
