@@ -85,6 +85,10 @@ class HubName(NamedTuple):
         revision = f"@{self.revision}" if self.revision else ""
         return f"hf://{kind}{self.repo}{revision}{'/' if self.below else ''}{self.below}"
 
+    def at(self, revision: str | None) -> HubName:
+        """Return the name of another revision."""
+        return HubName(self.kind, self.repo, revision, self.below)
+
     @property
     def is_pinned(self) -> bool:
         """Whether it names a commit."""
@@ -220,7 +224,7 @@ def _pinned(text: str) -> str | HubError:
         # Its warnings hold addresses, which may be signed.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         name = hub_name(text)
-        pinned = name if name.is_pinned else name._replace(revision=_commit(name))
+        pinned = name if name.is_pinned else name.at(_commit(name))
         _chosen(pinned, bool)
         if not name.is_pinned and str(pinned) not in _kept:
             _write(_ref(name), str(pinned.revision))
@@ -236,7 +240,7 @@ def _commit(name: HubName) -> str:
     except _UnreachableError:
         with suppress(OSError, UnicodeError):
             if _COMMIT.fullmatch(commit := _ref(name).read_text().strip()):
-                _kept.add(str(name._replace(revision=commit)))
+                _kept.add(str(name.at(commit)))
                 return commit
         raise
 
@@ -362,7 +366,7 @@ def _taken(name: HubName, file: HubFile) -> Iterator[int]:
             partial.unlink()
             if (damaged := damaged + 1) == _WRONG:
                 why = f"sends {file.path} with other bytes than it lists"
-                raise HubError(why, "Try again; if it goes on, a proxy on the way is at fault.")
+                raise HubError(why, "Try again; a proxy on the way may be at fault.")
             _log.warning(f"{name}: {file.path} arrived damaged, and is downloaded again")
         made = link.with_name(f".{link.name}.{os.getpid()}")
         made.unlink(missing_ok=True)
@@ -492,7 +496,7 @@ def _near_revision(name: HubName) -> str:
 
 
 def _other_kind(name: HubName) -> str:
-    other = name._replace(kind="dataset" if name.kind == "model" else "model", revision=None)
+    other = HubName("dataset" if name.kind == "model" else "model", name.repo, None, "")
     with suppress(Exception):  # it serves the message alone
         _info(other)
         return f"There is a {other.kind} {other}. "
