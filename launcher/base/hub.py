@@ -21,7 +21,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from launcher.base.files import read_json, write_whole
 from launcher.base.libraries import lacking
@@ -137,13 +137,14 @@ def is_hub(text: object) -> bool:
 
 def hub_name(text: str) -> HubName:
     """Return what a text names; raises HubError."""
-    if (found := _NAME.fullmatch(text)) is None:
+    found = _NAME.fullmatch(text)
+    if found is None or ".." in (revision := unquote(found[3] or "")):
         raise HubError(
             "is not the name of a repository",
             "Write hf://org/name, hf://org/name@revision or hf://datasets/org/name.",
         )
     kind = "dataset" if found[1] == "datasets/" else "model"
-    return HubName(kind, found[2], found[3], found[4] or "")
+    return HubName(kind, found[2], revision or None, found[4] or "")
 
 
 def pin(text: str) -> str:
@@ -491,7 +492,7 @@ def _near_revision(name: HubName) -> str:
         refs = _answer(f"{name.repo}/refs", name.kind)[0]
         names = [one["name"] for kind in ("branches", "tags") for one in refs[kind]]
         near = difflib.get_close_matches(name.revision or "", names, n=1)
-        return f"Did you mean {near[0]}?" if near else f"It has {', '.join(names[:8])}."
+        return f"Did you mean {quote(near[0], '')}?" if near else f"It has {', '.join(names[:8])}."
     return f"Look at {name.page}/tree/main."
 
 
