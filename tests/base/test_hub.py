@@ -49,7 +49,7 @@ def at(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", variables.get("HF_TOKEN", ""))
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         own = {"HF_ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path / "cache")}
         return os.environ | own | variables
 
