@@ -21,7 +21,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from launcher.base.files import read_json, write_whole
 from launcher.base.libraries import lacking
@@ -85,6 +85,10 @@ class HubName(NamedTuple):
         revision = f"@{self.revision}" if self.revision else ""
         return f"hf://{kind}{self.repo}{revision}{'/' if self.below else ''}{self.below}"
 
+    def at(self, revision: str | None) -> HubName:
+        """Return the name of another revision."""
+        return HubName(self.kind, self.repo, revision, self.below)
+
     @property
     def is_pinned(self) -> bool:
         """Whether it names a commit."""
@@ -133,13 +137,14 @@ def is_hub(text: object) -> bool:
 
 def hub_name(text: str) -> HubName:
     """Return what a text names; raises HubError."""
-    if (found := _NAME.fullmatch(text)) is None:
+    found = _NAME.fullmatch(text)
+    if found is None or ".." in (revision := unquote(found[3] or "")):
         raise HubError(
             "is not the name of a repository",
             "Write hf://org/name, hf://org/name@revision or hf://datasets/org/name.",
         )
     kind = "dataset" if found[1] == "datasets/" else "model"
-    return HubName(kind, found[2], found[3], found[4] or "")
+    return HubName(kind, found[2], revision or None, found[4] or "")
 
 
 def pin(text: str) -> str:
@@ -220,7 +225,7 @@ def _pinned(text: str) -> str | HubError:
         # Its warnings hold addresses, which may be signed.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         name = hub_name(text)
-        pinned = name if name.is_pinned else name._replace(revision=_commit(name))
+        pinned = name if name.is_pinned else name.at(_commit(name))
         _chosen(pinned, bool)
         if not name.is_pinned and str(pinned) not in _kept:
             _write(_ref(name), str(pinned.revision))
@@ -236,7 +241,7 @@ def _commit(name: HubName) -> str:
     except _UnreachableError:
         with suppress(OSError, UnicodeError):
             if _COMMIT.fullmatch(commit := _ref(name).read_text().strip()):
-                _kept.add(str(name._replace(revision=commit)))
+                _kept.add(str(name.at(commit)))
                 return commit
         raise
 
@@ -362,7 +367,7 @@ def _taken(name: HubName, file: HubFile) -> Iterator[int]:
             partial.unlink()
             if (damaged := damaged + 1) == _WRONG:
                 why = f"sends {file.path} with other bytes than it lists"
-                raise HubError(why, "Try again; if it goes on, a proxy on the way is at fault.")
+                raise HubError(why, "Try again; a proxy on the way may be at fault.")
             _log.warning(f"{name}: {file.path} arrived damaged, and is downloaded again")
         made = link.with_name(f".{link.name}.{os.getpid()}")
         made.unlink(missing_ok=True)
@@ -487,12 +492,12 @@ def _near_revision(name: HubName) -> str:
         refs = _answer(f"{name.repo}/refs", name.kind)[0]
         names = [one["name"] for kind in ("branches", "tags") for one in refs[kind]]
         near = difflib.get_close_matches(name.revision or "", names, n=1)
-        return f"Did you mean {near[0]}?" if near else f"It has {', '.join(names[:8])}."
+        return f"Did you mean {quote(near[0], '')}?" if near else f"It has {', '.join(names[:8])}."
     return f"Look at {name.page}/tree/main."
 
 
 def _other_kind(name: HubName) -> str:
-    other = name._replace(kind="dataset" if name.kind == "model" else "model", revision=None)
+    other = HubName("dataset" if name.kind == "model" else "model", name.repo, None, "")
     with suppress(Exception):  # it serves the message alone
         _info(other)
         return f"There is a {other.kind} {other}. "

@@ -1,6 +1,6 @@
 """Settings that name repositories of the Hugging Face hub, pinned to commits as they are composed.
 
-A run's `config.yaml` thus holds the commits, and a run that goes on takes the files it began with.
+A run's `config.yaml` thus holds the commits, and a run that resumes takes the files it began with.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def with_commits(tree: Tree, texts: dict[Place, str]) -> Tree:
     """Return resolved settings with a commit for each revision of the hub that they name.
 
     A model's own settings and tokenizer are then in the cache. A run that is there already keeps
-    the commit that it began with, unless a revision is said.
+    the commit that it began with, unless the name has a revision.
 
     Args:
         tree: the settings.
@@ -82,6 +82,6 @@ def _of_run(tree: Tree) -> Tree:
 
 def _as_before(text: Any, before: Any) -> str:
     """Return the name with the commit that a run has, if the text says no revision."""
-    if is_hub(before) and hub_name(before)._replace(revision=None) == hub_name(text):
+    if is_hub(before) and hub_name(before).at(None) == hub_name(text):
         return str(before)
     return str(text)

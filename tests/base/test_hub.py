@@ -49,7 +49,7 @@ def at(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", variables.get("HF_TOKEN", ""))
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         own = {"HF_ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path / "cache")}
         return os.environ | own | variables
 
@@ -72,17 +72,28 @@ def refused(text, fits=is_model):
         ("hf://org/name", ("model", "org/name", None, "")),
         ("hf://models/org/na.me@v1.0/", ("model", "org/na.me", "v1.0", "")),
         ("hf://datasets/org/name@refs/convert/parquet/a/*.parquet", None),
+        ("hf://org/name@a%2Fb/c", ("model", "org/name", "a/b", "c")),
         ("hf://datasets/org/name/sub//a", ("dataset", "org/name", None, "sub//a")),
     ],
 )
 def test_names(text, parts):
     parts = parts or ("dataset", "org/name", "refs/convert/parquet", "a/*.parquet")
     assert hub_name(text) == parts
-    assert hub_name(str(hub_name(text))) == parts
+    pinned = hub_name(text).at("0" * 40)
+    assert hub_name(str(pinned)) == pinned
 
 
 @pytest.mark.parametrize(
-    "text", ["hf://", "hf://name", "hf://spaces/a/b", "hf://a/b/../c", "hf://a/b c", "hf://a/b@"]
+    "text",
+    [
+        "hf://",
+        "hf://name",
+        "hf://spaces/a/b",
+        "hf://a/b/../c",
+        "hf://a/b c",
+        "hf://a/b@",
+        "hf://a/b@..%2Fc",
+    ],
 )
 def test_what_is_no_name(text):
     with pytest.raises(HubError, match="is not the name of a repository"):

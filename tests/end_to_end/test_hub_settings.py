@@ -12,7 +12,7 @@ from hub_stub import SIGNATURE, TOKEN, HubStub
 from huggingface_hub import constants
 from launched import Launcher, lines
 
-from launcher.base import hub
+from launcher.base import hub, installing
 from launcher.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.config.compose import load, load_frozen, to_written, to_yaml
 from launcher.config.errors import ConfigError
@@ -88,6 +88,12 @@ def forget():
     hub._kept.clear()
 
 
+def refusal(ask, *arguments):
+    with pytest.raises(ConfigError) as refused:
+        ask(*arguments)
+    return str(refused.value)
+
+
 # Settings of paths that take no repository: what is written, and files that are none of Hugging
 # Face's. A new one is to be thought about.
 OTHERS = {
@@ -157,16 +163,18 @@ def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_
         file.unlink()
     assert up_to_date(again.dataset) is not None
     assert not any("dataset.path" in line for line in check(again, os.environ))
-    with pytest.raises(ConfigError) as refused:
-        load([*MODEL, "train.init_from=hf://org/other"])
-    assert "train.init_from=hf://org/other is not in the cache" in str(refused.value)
-    assert refused.value.keys == ("train.init_from",)
-
-
-def refusal(ask, *arguments):
-    with pytest.raises(ConfigError) as refused:
-        ask(*arguments)
-    return str(refused.value)
+    said = refusal(load, [*MODEL, "train.init_from=hf://org/other"])
+    assert said.startswith("train.init_from=hf://org/other is not in the cache")
+    assert "(on the command line). Download it where there is a network" in said
+    # Of a model that is there in part, that is known before anything starts.
+    (weights,) = (tmp_path / "cache").rglob("model.safetensors")
+    weights.resolve().unlink()
+    for words in ("train.steps=2",), ("--json", "task=plan"):
+        code, _, errors = Launcher(tmp_path / "here", *WORDS, *words).end()
+        assert code == 2
+        assert "launcher: train.init_from=hf://org/name@" in errors
+        assert "is not in the cache" in errors
+    assert not (tmp_path / "here" / "outputs").exists()
 
 
 def test_what_is_no_model_and_no_documents_is_refused(stub, theirs):
@@ -194,6 +202,14 @@ def test_the_runs_of_a_sweep_take_the_commits_that_were_checked(stub):
     assert [word for word in command if "@" in word] == [
         f'{key}="{text}"' for key, text in pins(point.config)
     ]
+
+
+def test_without_the_package_the_error_installs_it(stub, monkeypatch):
+    monkeypatch.setattr(hub, "lacking", installing)
+    with pytest.raises(ConfigError) as refused:
+        load(WORDS)
+    assert refused.value.code == "missing_package"
+    assert "Install it: pip install 'huggingface-hub>=1,<3'." in str(refused.value)
 
 
 def test_a_name_from_the_environment_is_written_with_its_commit(stub, monkeypatch):
