@@ -111,6 +111,7 @@ class _Server:
             await self.ask(head, body[: fault.after], partial=True)
             return _reset(writer)
         found, rest = (await self.ask(head, body)).split(b"\r\n\r\n", 1)
+        found = re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", found) + b"\r\nConnection: close"
         if fault.kind == "lost":
             return writer.write(_plain(fault.status, b"a fault", fault.retry_after))
         if fault.kind == "hide":
