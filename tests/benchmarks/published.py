@@ -2,7 +2,7 @@
 
     python tests/benchmarks/published.py [--fit] [--known FILE] [WORD ...]
 
-Plans each run, or those whose names hold one of the words: about 4 s of a core for each. `--known`
+Plans each run, or those whose names hold one of the words: 3 to 10 s of a core for each. `--known`
 appends each plan's price to a file, and takes from it what is there: delete it when the planner
 changes. Prints a line a row: seconds of a step, those by our plan and by the formula
 6 * parameters * tokens / (peak * 0.45), the memory that the plan is said to need, the device's, and
