@@ -237,9 +237,9 @@ def whole_step_seconds(plan: Pipeline | Plan, expected: list[TimedTask]) -> floa
     return max([seconds, *link_seconds(plan).values()])
 
 
-# How far off predictions are: chosen from the errors of a model of the same terms, beside the
-# planner, on published runs. The planner's own on all of them are not measured.
-_ALONG_DATA, _CUT, _OTHER_KIND, _CPU = 0.06, 0.12, 0.1, 0.25
+# How far off predictions are: for A100 and H100, by four fifths of the runs of each kind in
+# `tests/benchmarks/published.json`; the other two are taken.
+_ALONG_DATA, _CUT, _OTHER_KIND, _CPU = 0.06, 0.14, 0.1, 0.25
 _RAN = re.compile(r"\b[AH]100\b")  # also in "NVIDIA H100 80GB HBM3", as JAX names it
 
 

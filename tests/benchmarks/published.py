@@ -1,9 +1,10 @@
 """Runs that others published, as our plans: how long they are said to take, and what they need.
 
-    python tests/benchmarks/published.py [--fit] [--processes N] [WORD ...]
+    python tests/benchmarks/published.py [--fit] [--known FILE] [WORD ...]
 
-Plans each run, or those whose names hold one of the words, on N processes: 7 to 31 s of a core for
-each. Prints a line a row: seconds of a step, those by our plan and by the formula
+Plans each run, or those whose names hold one of the words: 3 to 10 s of a core for each. `--known`
+appends each plan's price to a file, and takes from it what is there: delete it when the planner
+changes. Prints a line a row: seconds of a step, those by our plan and by the formula
 6 * parameters * tokens / (peak * 0.45), the memory that the plan is said to need, the device's, and
 whether it is refused. Then, by source and by group of runs that were measured together: the mean
 error, the 90th percentile, the bias (predicted over measured, the median), the rank correlation,
@@ -27,18 +28,18 @@ of these the fastest of several is taken.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import functools
 import json
-import multiprocessing
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from rich.console import Console
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 from turns import table
@@ -46,13 +47,13 @@ from turns import table
 from launcher.config.compose import load
 from launcher.driver.planning.check import look
 from launcher.driver.planning.plan_from_config import plan_of
-from launcher.driver.planning.prepare import trace
+from launcher.driver.planning.prepare import shape_of, trace
 from launcher.hardware import ClusterShape
 from launcher.plan import Plan
 from launcher.plan.build import PlanBuilder, PlanLoads
 from launcher.plan.cost.formulas import PassParts, pass_seconds
 from launcher.plan.cost.stage_seconds import links_of, pass_parts
-from launcher.report.console import make_console
+from launcher.trace import TracedStep
 
 FILE = Path(__file__).with_suffix(".json")
 _CLUSTERS = {
@@ -148,10 +149,9 @@ def rows() -> Iterator[Row]:
         yield Row(**row, **dict(shape), told=told)
 
 
-def settings(row: Row) -> list[str]:
-    """Return a row as the words of a command line."""
-    micro_batches = row.global_batch // (row.data * (row.micro_batch or 1))
-    words = [
+def of_program(row: Row) -> tuple[str, ...]:
+    """Return what a row's program follows from, as the words of a command line."""
+    return (
         *("task=plan", "dataset=synthetic", "train.eval_every=0", "wandb.mode=disabled"),
         *("model=gpt", f"model.num_layers={row.layers}", f"model.hidden_size={row.hidden}"),
         *(f"model.num_heads={row.heads}", f"model.sequence_length={row.sequence}"),
@@ -159,8 +159,18 @@ def settings(row: Row) -> list[str]:
         *("train.precision=bf16", f"train.global_batch_size={row.global_batch}"),
         *_CLUSTERS[row.gpu],
         *(f"cluster.gpus={row.gpus}", f"cluster.hosts={-(-row.gpus // 8)}"),
+        *(word for word in row.told if word.startswith("model.")),
+    )
+
+
+def settings(row: Row) -> list[str]:
+    """Return a row as the words of a command line."""
+    micro_batches = row.global_batch // (row.data * (row.micro_batch or 1))
+    words = [
+        *of_program(row),
         *(f"parallel.remat={row.remat}", f"parallel.num_micro_batches={micro_batches}"),
-        *(word for word in row.told if row.gpus > 8 or "inter_host" not in word),
+        *(word for word in row.told if word.startswith("cluster.device.")),
+        *(word for word in row.told if row.gpus > 8 and word.startswith("cluster.links.")),
     ]
     if row.precision.startswith("pure"):
         words.append("parallel.reduce_dtype=bf16")
@@ -170,15 +180,25 @@ def settings(row: Row) -> list[str]:
     return [*words, f"parallel={f'zero{row.zero}' if row.zero > 1 else 'data'}"]
 
 
-def plan(row: Row, loads: bool = False) -> tuple[Plan, PlanLoads | None]:
-    """Return our plan of a row, whether it fits or not, and what its stages do, if asked for."""
-    config = load(settings(row))
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        traced = trace(config, make_console(nowhere), look(config, 0, plan_only=True))
-    found, step = plan_of(config.parallel, traced.program.train, traced.cluster), None
-    if loads:
-        step = traced.program.train.cut_at(found.layer_ends)
-    return found, PlanBuilder(step, traced.cluster).loads(found.assignment) if step else None
+@functools.lru_cache(maxsize=1)
+def traced(words: tuple[str, ...]) -> TracedStep:
+    """Return the train step of a command line."""
+    config = load(words)
+    return trace(config, Console(quiet=True), look(config, 0, plan_only=True)).program.train
+
+
+def plan(row: Row) -> tuple[Plan, PlanLoads]:
+    """Return our plan of a row, whether it fits or not, and what its stages do."""
+    found: list[PlanLoads] = []
+
+    def seen(of: PlanBuilder, *given: Any) -> PlanLoads:
+        found.append(loads(of, *given))
+        return found[-1]
+
+    config, loads = load(settings(row)), PlanBuilder.loads
+    with mock.patch.object(PlanBuilder, "loads", seen):  # they are found once, as it plans
+        made = plan_of(config.parallel, traced(of_program(row)), shape_of(config, None, None))
+    return made, found[-1]
 
 
 # What is fitted: the fields of `ClusterShape` that take no time in the second of two clusters.
@@ -252,31 +272,64 @@ def terms(found: Plan, loads: PlanLoads) -> Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Priced:
-    """A row with what our plan says of it; `within`: half the width of its interval."""
+    """A row with what our plan says of it.
+
+    Attributes:
+        row: the row.
+        predicted: seconds of a step.
+        within: half the width of its interval.
+        needed: bytes of the device that needs most.
+        usable: bytes of a device that a plan may fill.
+        terms: what its seconds follow from.
+    """
 
     row: Row
     predicted: float
     within: float
     needed: int
     usable: int
-    terms: Terms | None
+    terms: Terms
 
 
-def priced(asked: tuple[Row, bool]) -> Priced:
+def priced(row: Row) -> Priced:
     """Return a row with its plan; where its microbatch is not told, with the fastest."""
-    row, loads = asked
     most = row.global_batch // row.data
     sizes = [row.micro_batch] if row.micro_batch else [n for n in (1, 2, 4, 8) if most % n == 0]
-    every = [plan(dataclasses.replace(row, micro_batch=n), loads) for n in sizes]
+    every = [plan(dataclasses.replace(row, micro_batch=n)) for n in sizes]
     found, does = min(every, key=lambda one: one[0].predicted_step_seconds)
-    return Priced(
-        row,
-        found.predicted_step_seconds,
-        found.predicted_within,
-        max(stage.memory_bytes for stage in found.all_stages),
-        found.cluster["memory_bytes"],
-        terms(found, does) if does else None,
-    )
+    needed = max(stage.memory_bytes for stage in found.all_stages)
+    said = found.predicted_step_seconds, found.predicted_within, needed
+    return Priced(row, *said, found.cluster["memory_bytes"], terms(found, does))
+
+
+def to_json(one: Priced) -> str:
+    tree = dataclasses.asdict(one) | {"row": one.row.id}
+    return json.dumps(tree, default=np.ndarray.tolist)
+
+
+def from_json(line: str, of: Mapping[str, Row]) -> Priced:
+    tree = json.loads(line)
+    known = tree.pop("terms")
+    stages = tuple((*does, np.array(parts)) for *does, parts in known["stages"])
+    found = Terms(ClusterShape(**known["cluster"]), known["micro_batches"], stages, known["rest"])
+    return Priced(**tree | {"row": of[tree["row"]], "terms": found})
+
+
+def all_priced(wanted: Sequence[Row], known: Path | None) -> list[Priced]:
+    """Return rows with their plans, those that a file has from there; others are appended to it."""
+    of = {row.id: row for row in rows()}
+    found: dict[str, Priced] = {}
+    if known and known.exists():
+        every = (from_json(line, of) for line in known.read_text().splitlines())
+        found = {one.row.id: one for one in every}
+    for row in sorted(wanted, key=of_program):  # those of one program share its trace
+        if row.id not in found:
+            one = found[row.id] = priced(row)
+            print(row.id, row.seconds, one.predicted, file=sys.stderr, flush=True)
+            if known:
+                with known.open("a") as file:
+                    print(to_json(one), file=file)
+    return [found[row.id] for row in wanted]
 
 
 Measure = Callable[[Priced], float]
@@ -363,7 +416,6 @@ def fit(of: Sequence[Priced]) -> dict[str, float]:
 
 def reweighted(one: Priced, factors: Mapping[str, float]) -> float:
     """Return the seconds of a run by its terms, each times its factor, or 1."""
-    assert one.terms is not None
     own = {rate: factors.get(name, 1.0) for rate, name in fitted_names(one.row).items()}
     return one.terms.seconds(own)
 
@@ -426,15 +478,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*")
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--known", type=Path)
     given = parser.parse_args()
     wanted = [r for r in rows() if not given.words or any(word in r.id for word in given.words)]
-    context = multiprocessing.get_context("spawn")
-    with contextlib.closing(context.Pool(given.processes)) as pool:
-        found = []
-        for one in pool.imap(priced, [(row, given.fit) for row in wanted]):
-            found.append(one)
-            print(one.row.id, one.row.seconds, one.predicted, file=sys.stderr, flush=True)
+    found = all_priced(wanted, given.known)
     say_memory(found)
     say("as planned", found, lambda one: one.predicted)
     if given.fit and (failed := say_fit(found)):

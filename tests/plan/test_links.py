@@ -45,8 +45,8 @@ from launcher.schedule import (
     [
         ("H100-SXM5-80GB", 1, 1, 0.06),
         ("NVIDIA A100-SXM4-80GB", 1, 1, 0.06),  # as JAX names it
-        ("NVIDIA H100 80GB HBM3", 1, 8, 0.12),
-        ("A100-SXM4-40GB", 2, 1, 0.12),
+        ("NVIDIA H100 80GB HBM3", 1, 8, 0.14),
+        ("A100-SXM4-40GB", 2, 1, 0.14),
         ("GH200-HBM3-96GB", 1, 1, 0.16),
         ("NVIDIA RTX A1000", 1, 1, 0.16),
         ("cpu", 2, 1, 0.25),

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,18 +103,16 @@ def other_layers(of: np.ndarray, count: int | np.ndarray) -> np.ndarray:
 
 def _places(of: np.ndarray, count: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of every stage's first layers and others among flattened stages."""
-    if isinstance(count, int):
-        return _kept_split(of.shape[-2], of.shape[-1], count)
-    return _split(of.shape[-2], of.shape[-1], count[:, None, None])
+    counts = count if isinstance(count, int) else tuple(count.tolist())
+    return _split(of.shape[-2], of.shape[-1], counts)
 
 
-def _split(firsts: int, ends: int, count: Any) -> tuple[np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=4096)
+def _split(firsts: int, ends: int, counts: int | tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    count = counts if isinstance(counts, int) else np.array(counts)[:, None, None]
     first, end = np.ogrid[:firsts, :ends]
     others = np.minimum(first + count, np.maximum(first, end))
     return first * ends + others, others * ends + end
-
-
-_kept_split = functools.lru_cache(maxsize=4096)(_split)
 
 
 def _taken(of: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -441,9 +439,7 @@ def sums(values: np.ndarray) -> np.ndarray:
 
 
 def largest(values: np.ndarray) -> np.ndarray:
-    """Return the largest over `[first, end)`; 0 of none."""
-    count = len(values)
-    is_in = np.tri(count, dtype=bool).T  # [first, layer]
-    found = np.zeros((count, count + 1))
-    found[:, 1:] = np.maximum.accumulate(np.where(is_in, values, 0.0), axis=1)
-    return found
+    """Return the largest of `[..., layer]` over `[first, end)`; 0 of none."""
+    is_in = np.tri(values.shape[-1], dtype=bool).T  # [first, layer]
+    most = np.maximum.accumulate(np.where(is_in, values[..., None, :], 0.0), axis=-1)
+    return np.pad(most, [(0, 0)] * values.ndim + [(1, 0)])

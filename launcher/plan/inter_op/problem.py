@@ -328,8 +328,8 @@ def _fronts(listed: Sequence[Way]) -> Iterator[Way]:
     while np.isfinite(all_of["seconds"]).any():
         fastest = all_of["seconds"].min(0)
         tied = np.where(all_of["seconds"] <= fastest, all_of["rest"], np.inf)
-        at = tied.argmin(0)[None]
-        front = {name: np.take_along_axis(of, at, 0)[0] for name, of in all_of.items()}
+        at = tied.argmin(0), *np.ogrid[tuple(map(slice, tied.shape[1:]))]
+        front = {name: of[at] for name, of in all_of.items()}
         yield front
         beaten = all_of["rest"] >= front["rest"][None]
         all_of["seconds"] = np.where(beaten, np.inf, all_of["seconds"])

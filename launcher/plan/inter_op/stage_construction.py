@@ -218,10 +218,11 @@ def _solve(
             shifted = f[s - 1][:, : num_devices + 1 - size]
             total = cost[:, :, None] + shifted[None, :, :]
             end = total.argmin(axis=1)
-            least = np.take_along_axis(total, end[:, None, :], 1)[:, 0, :]
+            first, left = np.ogrid[:count, : end.shape[1]]
+            least = total[first, end, left]
             better = least < step_best[:count, size:]
             step_best[:count, size:][better] = least[better]
-            chosen = end * len(sizes) + np.take_along_axis(j, end, 1)
+            chosen = end * len(sizes) + j[first, end]
             step_choice[:count, size:][better] = chosen[better]
         f[s] = step_best
         choice.append(step_choice)

@@ -32,6 +32,7 @@ from launcher.plan.inter_op.layer_table import (
     LayerTable,
     Recompute,
     first_layers,
+    largest,
     other_layers,
 )
 from launcher.plan.inter_op.submeshes import Mesh, SearchPoint, links_within
@@ -43,13 +44,15 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 def _kept(of: T) -> T:
     """Compute a method of `StageCosts` once for the same arguments."""
+    name = of.__name__
 
     @functools.wraps(of)
     def kept(self: StageCosts, *args: Any) -> Any:
-        key = (of.__name__, *args)
-        if key not in self.known:
-            self.known[key] = of(self, *args)
-        return self.known[key]
+        key = (name, *args)  # whose hash takes its time
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = of(self, *args)
+        return found
 
     return kept  # type: ignore[return-value]
 
@@ -132,19 +135,21 @@ class StageCosts:
         return self._column([mesh.size(axis) for mesh in self.meshes])
 
     @_kept
-    def _rate(self, axis: str) -> np.ndarray:
-        """Return the bytes/s between neighbours along an axis, `[mesh, 1, 1]`."""
+    def _ring(self, axis: str) -> Arrays:
+        """Return an axis's devices, bytes/s between neighbours and seconds of a sum of no bytes."""
         inside = self.cluster.intra_host  # for axes that no ring of this cost model runs along
-        return self._column([getattr(one, axis, inside) for one in self._links])
+        rate = self._column([getattr(one, axis, inside) for one in self._links])
+        return self._size(axis), rate, np.asarray(self.cluster.start_seconds(self._size(axis)))
 
     def _all_reduce(self, axis: str, size: Amount, count: Amount, devices: Any = None) -> Any:
         """Return the seconds of all-reduces along an axis: `formulas.all_reduce_seconds`.
 
         Of no arrays latency is left out. `devices`: those of each ring, if not all of the axis.
         """
-        ring = self._size(axis) if devices is None else devices
-        start = self.cluster.start_seconds(ring)
-        return all_reduce_seconds(size, ring, self._rate(axis), start, count)
+        ring, rate, start = self._ring(axis)
+        if devices is not None:
+            ring, start = devices, self.cluster.start_seconds(devices)
+        return all_reduce_seconds(size, ring, rate, start, count)
 
     def _gather(self, axis: str, size: Amount, count: Amount) -> Any:
         """Return the seconds of all-gathers or reduce-scatters along an axis."""
@@ -252,11 +257,6 @@ class StageCosts:
         """Return the most bytes that a device holds after its last task."""
         return self._state_bytes(zero)[1]
 
-    def _largest_layer(self, one: np.ndarray) -> np.ndarray:
-        """Return the most of any of each stage's layers, given that of each, `[mesh, layer]`."""
-        inside = np.where(self._end[:, 1:] > self._first, one[:, None, :], 0.0)
-        return np.pad(np.maximum.accumulate(inside, -1), ((0, 0), (0, 0), (1, 0)))
-
     @_kept
     def _state_bytes(self, zero: int) -> Arrays:
         data = self._size(DATA)
@@ -267,7 +267,7 @@ class StageCosts:
         updating = updating * (1 + self.table.update_share)
         whole = cut  # a pass has what is sharded whole, and its gradients
         if self.cluster.is_gpu and zero == 3:  # a layer at a time
-            whole = self._largest_layer(np.diagonal(cut, 1, -2, -1))
+            whole = largest(np.diagonal(cut, 1, -2, -1))
         return (
             np.asarray(self._of("batch_bytes") / data + state + 2 * whole + running),
             np.asarray(state + np.maximum(summing, updating)),
@@ -355,7 +355,7 @@ class StageCosts:
         peaks = [self._layer_peak("layer"), self._peak("backward"), self._peak("whole")]
         if self.table.selective:  # which leaves more than the layers' inputs
             peaks.append(self._layer_peak("selective"))
-        peak = self._largest_layer(np.diagonal(np.minimum.reduce(peaks), 1, -2, -1))
+        peak = largest(np.diagonal(np.minimum.reduce(peaks), 1, -2, -1))
         left = self._least("checkpoint_bytes", "left_bytes")
         left = np.where(self.runs_as_one(OPEN), 0.0, left)
         return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))

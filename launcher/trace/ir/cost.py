@@ -11,7 +11,12 @@ from collections.abc import Iterable, Set
 
 from launcher.trace.ir.cudnn import attended_pairs, attention_sizes
 from launcher.trace.ir.jaxpr import DropVar, Equation, is_var, nbytes, total
-from launcher.trace.ir.primitive_kinds import ATTENTION_PRODUCTS, OWN_KERNELS, PRODUCTS
+from launcher.trace.ir.primitive_kinds import (
+    ATTENTION_PRODUCTS,
+    BROADCASTS,
+    OWN_KERNELS,
+    PRODUCTS,
+)
 
 
 def flops(eqn: Equation) -> float:
@@ -96,7 +101,13 @@ def is_unaligned(eqn: Equation) -> bool:
 
 
 def moved_bytes(eqn: Equation) -> float:
-    """Bytes that an equation reads and writes when nothing is fused."""
+    """Bytes that an equation reads and writes when nothing is fused.
+
+    A broadcast moves none: the compiler repeats the values where they are read. On a device that
+    has a part of the result, only that part is.
+    """
+    if eqn.primitive.name in BROADCASTS:
+        return 0.0
     operands = {v: None for v in eqn.invars if is_var(v)}
     return float(
         sum(nbytes(v.aval) for v in operands)

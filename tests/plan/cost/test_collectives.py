@@ -79,6 +79,18 @@ def test_a_products_load(x, w, flops, forward, backward):
     assert found.product_flops == found.other_flops == found.moved_bytes == 0
 
 
+@pytest.mark.parametrize("axis", [None, "model"])
+def test_what_is_repeated_where_it_is_read_moves_nothing(axis):
+    """A mask and what is masked with, of all heads, are no array of a device with some heads."""
+
+    def masked(scores):
+        return jnp.where(jnp.tril(jnp.ones((16, 16), bool)), scores, -1e9)
+
+    every = loads(masked, [shape(2, 8, 16, 16)], [(None, axis, None, None)], (0,))
+    moved = max(load.moved_bytes for _, load, _ in every)
+    assert moved == 2 * 8 * 16 * 16 * (1 + 4 + 4 + 4) / (SIZES[axis] if axis else 1)
+
+
 def batched(dims, x, w, dtype=jnp.bfloat16):
     """The load of a product of batches of matrices."""
     given = shape(*x, dtype=dtype), shape(*w, dtype=dtype)
