@@ -240,38 +240,32 @@ def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
     return sorted(equations, key=lambda eqn: level[eqn.outvars[0]] if eqn.outvars else 0)
 
 
-def computed_late(equations: Sequence[Equation], gradients_in: Iterable[Var]) -> list[Equation]:
-    """Return the equations, those that depend on no gradient each just before its first reader.
-
-    XLA:GPU runs there what a backward pass recomputes. A barrier's results are taken one by one.
-
-    Args:
-        equations: a program, in order.
-        gradients_in: inputs that a backward pass waits for.
-    """
-    after = set(gradients_in)
-    for eqn in equations:
-        if eqn.primitive.name in BARRIERS:  # each result is an operand
-            after.update(v for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x in after)
-        elif any(v in after for v in eqn.invars if is_var(v)):
-            after.update(eqn.outvars)
-    late = (eqn for eqn in equations if after and after.isdisjoint(eqn.outvars))
-    return _before_readers(equations, late)
-
-
 def _as_late(equations: Sequence[Equation]) -> list[Equation]:
     """Return the equations, with those that need no other result just before the first reader.
 
-    They are what is fused and follows from the program's inputs alone, such as a weight's cast.
+    They are what is fused and follows from the program's inputs alone, such as a weight's cast, and
+    batches of products in 16 bits with what is fused and follows from them.
     """
     late: list[Equation] = []
     early: set[Var] = set()
+    products: set[Var] = set()
     for eqn in equations:
-        if eqn.primitive.name in CHEAP and not any(v in early for v in eqn.invars if is_var(v)):
+        reads = {v for v in eqn.invars if is_var(v)}
+        if _is_batch(eqn) or (eqn.primitive.name in CHEAP and reads & products):
+            products.update(eqn.outvars)
+            late.append(eqn)
+        elif eqn.primitive.name in CHEAP and early.isdisjoint(reads):
             late.append(eqn)
         else:
             early.update(eqn.outvars)
     return _before_readers(equations, late)
+
+
+def _is_batch(eqn: Equation) -> bool:
+    """Return whether an equation is a batch of products in 16 bits."""
+    if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
+        return False
+    return all(v.aval.dtype.itemsize == 2 for v in eqn.invars)
 
 
 def _before_readers(equations: Sequence[Equation], moved: Iterable[Equation]) -> list[Equation]:

@@ -195,8 +195,7 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     """Return how a stage's gradients are made and summed in its backward passes.
 
     XLA:GPU puts off products and convolutions of gradients, to run them under the sums: to where
-    the program ties a bucket to the pass, if there are several. Under the collectives of a model
-    axis it puts off all of them, but for those that are added to accumulators.
+    the program ties a bucket to the pass, if it has several or collectives of a model axis.
 
     Args:
         cut: the partitioned step.
@@ -210,13 +209,10 @@ def summed_how(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: boo
     afresh = {i for i in operands if alone or is_summed_in_every(layout, i)}
     if not on_gpu:
         return Summed(afresh)
-    is_cut = layout.sizes[MODEL] > 1
-    together = [{*of.operands} for of in sync.in_pass(alone)]
-    if is_cut:
-        together = [{*operands}] if alone else []
-    elif len(together) == 1:
+    together, last = ([{*of.operands} for of in sync.in_pass(k)] for k in (alone, True))
+    if len(together) == 1 and layout.sizes[MODEL] == 1:
         together = []
-    return Summed(afresh - gathered, gathered, together, is_cut)
+    return Summed(afresh - gathered, gathered, together, [] if alone or len(last) == 1 else last)
 
 
 class Sums(NamedTuple):
@@ -290,7 +286,10 @@ def mesh_activation_bytes(
     for place, (stage, _, kind) in enumerate(listed):
         more = sums.get(stage) if place == last[stage] else None
         level += more.fresh if more else 0.0
-        working = footprints[stage].working[kind] + (more.working if more else 0.0)
+        own = footprints[stage]
+        working = (
+            own.last.get(kind, own.working[kind]) + more.working if more else own.working[kind]
+        )
         peak = max(peak, level + working + waiting.get(listed[place], 0.0))
         level += footprints[stage].left[kind]
     return peak

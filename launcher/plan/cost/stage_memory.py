@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from launcher.partition import (
@@ -21,7 +21,7 @@ from launcher.partition import (
     opened,
     sum_places,
 )
-from launcher.plan.cost.liveness import Liveness, Size, computed_late, is_folded
+from launcher.plan.cost.liveness import Liveness, Size, is_folded
 from launcher.plan.cost.waiting import PutOff
 from launcher.schedule import Kind
 from launcher.trace import (
@@ -51,11 +51,13 @@ class Footprint:
         left: change in the memory held between tasks when a task is done.
         working: the most that a task needs on top of what was held before it.
         arriving: what the forward pass gets from other stages.
+        last: `working` of the pass that sums the gradients of several microbatches.
     """
 
     left: Mapping[Kind, float]
     working: Mapping[Kind, float]
     arriving: float = 0.0
+    last: Mapping[Kind, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ class Summed(NamedTuple):
         afresh: those that are made, rather than added to an accumulator.
         gathered: those of parameters that a pass gathers.
         together: sets of those that are made when all of a set can be: they are summed together.
-        is_cut: whether the pass has collectives of its own, of what is cut along model.
+        last: the same of the pass that sums the gradients of several microbatches.
     """
 
     afresh: Set[int] = frozenset()
     gathered: Set[int] = frozenset()
     together: Sequence[Set[int]] = ()
-    is_cut: bool = False
+    last: Sequence[Set[int]] = ()
 
 
 class Stored:
@@ -125,14 +127,12 @@ class Stored:
             PutOff(
                 # One in parts waits for no sum before its own.
                 {v for v in self.apart(together[k]) if v in products and not (n and products[v])},
-                () if how.is_cut else place.ties,
+                place.ties,
             )
             for n, place in enumerate(places)
             for k in place.buckets
         ]
-        after = [v for v, name in self.inputs.items() if name.kind in ("cotangent", "seed")]
-        equations = computed_late(self.jaxpr.eqns, after)
-        self.liveness = Liveness(equations, held, summed, whole, waits, on_gpu=True)
+        self.liveness = Liveness(self.jaxpr.eqns, held, summed, whole, waits, on_gpu=True)
 
     def asked(self, values: float) -> float:
         """Return the bytes that the compiler asks for, given the most that values take."""
@@ -189,16 +189,22 @@ def footprint(
         how: how the gradients are made. The buffer of one made afresh can hold another value
             until then.
     """
-    size, working = _sizes(sharding), {}
-    for k, (kind, one) in enumerate(stored_in(of, on_gpu, how).items()):
-        buffers = one.apart(how.afresh)
-        inside = one.sizes(sharding, buffers | one.apart(how.gathered))
-        live = one.liveness
-        needs = live.peak_beside(list(buffers), inside) if buffers else live.peak(inside)
-        working[kind] = one.asked(_arriving(of, k, size) + needs)
+    size = _sizes(sharding)
+
+    def working(how: Summed) -> dict[Kind, float]:
+        found = {}
+        for k, (kind, one) in enumerate(stored_in(of, on_gpu, how).items()):
+            buffers = one.apart(how.afresh)
+            inside = one.sizes(sharding, buffers | one.apart(how.gathered))
+            live = one.liveness
+            needs = live.peak_beside(list(buffers), inside) if buffers else live.peak(inside)
+            found[kind] = one.asked(_arriving(of, k, size) + needs)
+        return found
+
+    last = working(Summed(how.afresh, how.gathered, how.last)) if how.last else {}
     given = (name for name in of.joint.inputs if name.kind == "activation")
     arriving = sum(_size(of.joint, name, size) for name in given)
-    return Footprint(left_bytes(of, sharding), working, arriving)
+    return Footprint(left_bytes(of, sharding), working(how), arriving, last)
 
 
 def left_bytes(of: StagePrograms, sharding: Sharding) -> dict[Kind, float]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.plan.cost.liveness import Liveness, computed_late
+from launcher.plan.cost.liveness import Liveness
 from launcher.plan.cost.waiting import PutOff
 from launcher.trace.ir.jaxpr import make_jaxpr, nbytes
 
@@ -225,20 +225,17 @@ def test_operands_of_batches_of_products_are_copied_on_gpus(program, squares):
     assert peak / (batch * length * length * 4) == pytest.approx(squares, abs=0.3)
 
 
-def test_what_no_gradient_makes_is_computed_just_before_it_is_read():
-    def program(x, w, gradient):
-        again = jnp.tanh(x @ w)
-        return jnp.exp(gradient @ w) * jax.lax.optimization_barrier((again, gradient))[0]
+@pytest.mark.parametrize(("dtype", "dims"), [(jnp.float32, [3, 2]), (jnp.bfloat16, [2, 3])])
+def test_a_batch_of_products_in_16_bits_waits_for_its_reader_on_gpus(dtype, dims):
+    def program(scores, x, w):
+        first = of_columns(scores, x)
+        return w @ w + first
 
-    shapes = [(ROWS, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH)]
-    jaxpr = make_jaxpr(program, *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
-
-    def names(equations):
-        return [eqn.primitive.name for eqn in equations if eqn.primitive.name in ("tanh", "exp")]
-
-    assert names(jaxpr.eqns) == ["tanh", "exp"]
-    assert names(computed_late(jaxpr.eqns, jaxpr.invars[2:])) == ["exp", "tanh"]
-    assert names(computed_late(jaxpr.eqns, [])) == ["tanh", "exp"]
+    shapes = (4, 8, 8), (4, 8, 8), (8, 8)
+    jaxpr = make_jaxpr(program, *[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
+    found = Liveness(jaxpr.eqns, jaxpr.outvars, on_gpu=True).equations
+    products = [eqn for eqn in found if eqn.primitive.name == "dot_general"]
+    assert [eqn.outvars[0].aval.ndim for eqn in products] == dims
 
 
 def test_gradients_of_a_set_wait_for_one_another_and_for_its_ties():

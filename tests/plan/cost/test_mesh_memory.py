@@ -87,13 +87,18 @@ def test_the_stages_of_a_mesh_add_up(found):
     assert shared[0] < shared[1] + max_in_flight(tasks[0]) * BOUNDARY  # stage 0 keeps nothing
 
 
-@pytest.mark.parametrize(("fresh", "expected"), [(3, 35), (10, 39)])
-def test_sums_are_made_beside_the_last_task_alone(fresh, expected):
-    """Two microbatches are in flight before, and one as their gradients are summed."""
+@pytest.mark.parametrize(
+    ("fresh", "last", "expected"), [(3, {}, 35), (10, {}, 39), (10, {B: 18.0}, 42)]
+)
+def test_sums_are_made_beside_the_last_task_alone(fresh, last, expected):
+    """Two microbatches are in flight before, and one as their gradients are summed.
+
+    Gradients wait for others in the last task, and so does what they are made of.
+    """
     left, working = {F: 10.0, B: -10.0}, {F: 12.0, B: 15.0}
     tasks = [(0, 0, F), (0, 1, F), (0, 0, B), (0, 1, B)]
     sums = {0: Sums(fresh, 4, True)}
-    assert mesh_activation_bytes({0: Footprint(left, working)}, tasks, sums) == expected
+    assert mesh_activation_bytes({0: Footprint(left, working, last=last)}, tasks, sums) == expected
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,9 @@ ALL = set(range(5))
     ("how", "waiting"),
     [
         (Summed(ALL, together=[ALL]), {0, 1, 3, 4}),
-        (Summed(ALL, together=[ALL], is_cut=True), {0, 1, 3, 4}),
         (Summed(ALL), {3, 4}),
     ],
-    ids=["for a bucket", "for collectives along model", "for nothing"],
+    ids=["for a bucket", "for nothing"],
 )
 def test_products_wait_for_the_gradients_that_they_are_summed_with(how, waiting):
     """So do convolutions, and sums of rows never."""
