@@ -83,13 +83,13 @@ class Sweep:
 def test_trials_are_told_once_whatever_happens_after_logout(tmp_path: Path) -> None:
     with SlurmCluster() as slurm:
         user = User(slurm, tmp_path)
-        sweep = Sweep(user, 12, 3, "train.steps=300")
+        sweep = Sweep(user, 12, 3, "train.steps=600")
         assert sweep.submission.returncode == 0, sweep.submission.stderr
         wait_until(lambda: sweep.step(0) > 5, SECONDS)
         sweep.kill(0, all_of_it=False)  # its script requeues it, and its trial goes on
         slurm.fail_controller()
         slurm.start()
-        wait_until(lambda: sweep.step(3) > 5, SECONDS)
+        wait_until(lambda: [*sweep.folder.glob("s-3/checkpoints/[0-9]*")], SECONDS)
         sweep.kill(3, all_of_it=True)  # nobody is left to tell of it
         output = sweep.end()
         told = Counter(line["trial_id"] for line in sweep.lines(TELL))
@@ -105,7 +105,7 @@ def test_trials_are_told_once_whatever_happens_after_logout(tmp_path: Path) -> N
         status = user.launcher("task=sweep_status", f"sweep.dir={sweep.folder}")
         assert status.returncode == 0, status.stderr
         assert status.stdout.count(" done") == 12
-        again = Sweep(user, 12, 3, "train.steps=300").submission
+        again = Sweep(user, 12, 3, "train.steps=600").submission
         assert (again.returncode, "have ended" in again.stdout) == (0, True), again.stderr
 
 
