@@ -89,7 +89,8 @@ def test_trials_are_told_once_whatever_happens_after_logout(tmp_path: Path) -> N
         sweep.kill(0, all_of_it=False)  # its script requeues it, and its trial goes on
         slurm.fail_controller()
         slurm.start()
-        wait_until(lambda: [*sweep.folder.glob("s-3/checkpoints/[0-9]*")], SECONDS)
+        saved = "s-3/checkpoints/[0-9]*"
+        wait_until(lambda: len([*sweep.folder.glob(saved)]) > 1, SECONDS)  # the first is whole
         sweep.kill(3, all_of_it=True)  # nobody is left to tell of it
         output = sweep.end()
         told = Counter(line["trial_id"] for line in sweep.lines(TELL))
@@ -101,6 +102,7 @@ def test_trials_are_told_once_whatever_happens_after_logout(tmp_path: Path) -> N
         assert sorted(places.values()) == list(range(12))  # that of the second one is in its ASK
         assert sweep.lines(ASK)[-1]["user_attrs"]["place"] == 3
         assert f"trial {lost} failed: its job" in output
+        assert output.count("this element comes back for it") == 1
         assert "resuming run s-3 at step" in output
         status = user.launcher("task=sweep_status", f"sweep.dir={sweep.folder}")
         assert status.returncode == 0, status.stderr
