@@ -171,7 +171,7 @@ class Jobs:
             return code  # it comes back, or is looked after
         study.tell(trial.number, None if code else result_of(home, objective_of(config)))
         self._look_after_others(study, owner)
-        if study.vacant() and allocation.restarts < allocation.max_requeues:
+        if allocation.restarts < allocation.max_requeues and study.take(place, owner):
             answer("the trial of a lost job is tried again: this element comes back for it")
             code = PREEMPTED
         return note_exit_code(code)

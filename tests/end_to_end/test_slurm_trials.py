@@ -83,13 +83,14 @@ class Sweep:
 def test_trials_are_told_once_whatever_happens_after_logout(tmp_path: Path) -> None:
     with SlurmCluster() as slurm:
         user = User(slurm, tmp_path)
-        sweep = Sweep(user, 12, 3, "train.steps=300")
+        sweep = Sweep(user, 12, 3, "train.steps=600")
         assert sweep.submission.returncode == 0, sweep.submission.stderr
         wait_until(lambda: sweep.step(0) > 5, SECONDS)
         sweep.kill(0, all_of_it=False)  # its script requeues it, and its trial goes on
         slurm.fail_controller()
         slurm.start()
-        wait_until(lambda: sweep.step(3) > 5, SECONDS)
+        saved = "s-3/checkpoints/[0-9]*"
+        wait_until(lambda: len([*sweep.folder.glob(saved)]) > 1, SECONDS)  # the first is whole
         sweep.kill(3, all_of_it=True)  # nobody is left to tell of it
         output = sweep.end()
         told = Counter(line["trial_id"] for line in sweep.lines(TELL))
@@ -99,13 +100,15 @@ def test_trials_are_told_once_whatever_happens_after_logout(tmp_path: Path) -> N
         [lost] = [trial for trial, state in states.items() if state == FAIL]
         assert places[lost] == 3
         assert sorted(places.values()) == list(range(12))  # that of the second one is in its ASK
-        assert sweep.lines(ASK)[-1]["user_attrs"]["place"] == 3
+        [second] = [line["user_attrs"] for line in sweep.lines(ASK) if line.get("user_attrs")]
+        assert second["place"] == 3
         assert f"trial {lost} failed: its job" in output
+        assert output.count("this element comes back for it") == 1
         assert "resuming run s-3 at step" in output
         status = user.launcher("task=sweep_status", f"sweep.dir={sweep.folder}")
         assert status.returncode == 0, status.stderr
         assert status.stdout.count(" done") == 12
-        again = Sweep(user, 12, 3, "train.steps=300").submission
+        again = Sweep(user, 12, 3, "train.steps=600").submission
         assert (again.returncode, "have ended" in again.stdout) == (0, True), again.stderr
 
 
