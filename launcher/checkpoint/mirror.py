@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from launcher.base import DamagedError, parse_json, sync_folder, write_whole
 from launcher.base.object_store import ChangedError, NotFoundError, Store, StoreError
@@ -153,7 +154,9 @@ class Mirror:
             for commit in same:  # it is about to be overwritten
                 self.store.delete(f"commits/{commit.number}")
             self._put("pending", {"number": number, "names": names})
-            size = self._send(opened, count)
+            size = sum(os.fstat(file.fileno()).st_size for file in opened.values())
+            put = self.store.put_file
+            _each(lambda name: put(f"{_CHECKPOINTS}/{name}", opened[name], count), opened)
         for name, data in own.items():
             self.store.put(f"run/{number}/{name}", data)
         self.store.put(f"{_CHECKPOINTS}/{step}/{CHECKSUMS}", manifest)
@@ -171,19 +174,6 @@ class Mirror:
         tree = {"number": number, "live": [asdict(one) for one in live]}
         self._put(f"latest-{number % 2}", tree)
         self._clear(number)
-
-    def _send(self, opened: Mapping[str, BinaryIO], count: Count) -> int:
-        sizes: list[int] = []
-
-        def sent(size: int) -> None:
-            sizes.append(size)
-            count(size)
-
-        def send(item: tuple[str, BinaryIO]) -> None:
-            self.store.put_file(f"{_CHECKPOINTS}/{item[0]}", item[1], sent)
-
-        _each(send, opened.items())
-        return sum(sizes)
 
     def fetch(self, commit: Commit, home: Path, count: Count = lambda size: None) -> str | None:
         """Write a checkpoint and the run's files to the disk; return what is wrong with it, if so.

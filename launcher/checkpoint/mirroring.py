@@ -211,7 +211,7 @@ class _Uploads:
 
     def _count(self, size: int) -> None:
         with self._lock:
-            self._sent += size
+            self._sent = min(self._sent + size, self._size)
             if time.monotonic() - self._told_at > _TELL_SECONDS:
                 self._told_at = time.monotonic()
                 _tell(progress=(self._sent, self._size, self._step))
