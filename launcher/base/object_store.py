@@ -231,10 +231,8 @@ class _S3(_Bucket):
             s3={"addressing_style": "path"} if own else {},
         )
         # Not the session of the module: files with credentials are read anew.
-        session = Session()
-        self._client = session.client("s3", config=config)
-        by_parts = config.merge(Config(retries={"mode": "standard", "total_max_attempts": 8}))
-        self._large = session.client("s3", config=by_parts)
+        self._session, self._config = Session(), config
+        self._client = self._session.client("s3", config=config)
         self._bucket = bucket
 
     def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes:
@@ -256,13 +254,16 @@ class _S3(_Bucket):
 
     def put_large(self, key: str, file: BinaryIO, sent: Callable[[int], None]) -> None:
         from boto3.s3.transfer import TransferConfig
+        from botocore.client import Config
 
+        by_parts = Config(retries={"mode": "standard", "total_max_attempts": 8})
+        client = self._session.client("s3", config=self._config.merge(by_parts))
         parts = TransferConfig(
             multipart_threshold=PART, multipart_chunksize=PART, use_threads=False
         )
         with open(os.dup(file.fileno()), "rb") as copy:  # the library closes it
             copy.seek(0)
-            self._large.upload_fileobj(copy, self._bucket, key, Callback=sent, Config=parts)
+            client.upload_fileobj(copy, self._bucket, key, Callback=sent, Config=parts)
 
     def delete(self, key: str) -> None:
         self._client.delete_object(Bucket=self._bucket, Key=key)

@@ -110,6 +110,8 @@ def bring_back(config: Config, console: Console) -> None:
     mirror, commits = found
     mirror.store.patience = PATIENCE
     with claim(config) as home:
+        for line in home.damaged:
+            _log.warning(line)
         problem, here = "", home.finished_steps
         for commit in commits:
             if commit.step <= here:
@@ -140,7 +142,7 @@ def _fetch(mirror: Mirror, commit: Commit, home: Path, console: Console) -> str 
             nonlocal done
             with lock:
                 done += size
-                advance(done / _MIB, commit.size / _MIB, "MiB")
+                advance(done // _MIB, commit.size // _MIB, "MiB")
 
         return mirror.fetch(commit, home, count)
 
@@ -217,4 +219,4 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
                 sent, size, _ = process.progress
-                advance(sent / _MIB, size / _MIB, "MiB")
+                advance(sent // _MIB, size // _MIB, "MiB")
