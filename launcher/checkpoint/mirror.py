@@ -27,8 +27,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.base import DamagedError, parse_json, sync_folder, write_whole
-from launcher.base.object_store import ChangedError, NotFoundError, Store, StoreError
+from launcher.base import (
+    ChangedError,
+    DamagedError,
+    NotFoundError,
+    Store,
+    StoreError,
+    parse_json,
+    sync_folder,
+    write_whole,
+)
 from launcher.base.reading import read
 from launcher.checkpoint.layout import (
     BEST,
@@ -53,7 +61,7 @@ class SupersededError(StoreError):
 
 
 @dataclass(frozen=True)
-class Owner:
+class RunIdentity:
     """The run that a prefix belongs to.
 
     Attributes:
@@ -93,15 +101,15 @@ class Mirror:
         self.store = store
         self._next = 1  # the number of the next commit, once `commits` was called
 
-    def owner(self) -> Owner | None:
+    def owner(self) -> RunIdentity | None:
         """Return the run that the prefix belongs to; None if it is nobody's."""
         try:
             tree = self._read("owner.json")
-            return read(Owner, tree) if tree else None
+            return read(RunIdentity, tree) if tree else None
         except DamagedError:
             raise StoreError(f"{self.store.url}/owner.json is damaged") from None
 
-    def own(self, owner: Owner) -> bool:
+    def own(self, owner: RunIdentity) -> bool:
         """Return whether the prefix belongs to `owner`, from now on if it was nobody's."""
         data = _sealed(asdict(owner))
         return self.store.put_if_absent("owner.json", data) or self.owner() == owner

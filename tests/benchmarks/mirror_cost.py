@@ -1,6 +1,6 @@
 """What a mirror costs: processor time and time of a step beside its process, and without it.
 
-    python tests/benchmarks/mirror_cost.py [--blocks 8]
+    python tests/benchmarks/mirror_cost.py [--blocks 4] [--every 6]
 
 Two processors train all the time. Blocks of steps during which the process copies a checkpoint to a
 server on this machine, whose own work is not counted and has lower priority, alternate with blocks
@@ -28,7 +28,7 @@ from saving_cost import Timed  # noqa: E402
 from turns import ratio, table  # noqa: E402
 
 from launcher.checkpoint.layout import checksums, files_below, write_checksums  # noqa: E402
-from launcher.checkpoint.mirror import Owner  # noqa: E402
+from launcher.checkpoint.mirror import RunIdentity  # noqa: E402
 from launcher.checkpoint.mirroring import Mirroring  # noqa: E402
 
 MIB = 2**20
@@ -47,8 +47,8 @@ def save(home: Path, step: int, mebibytes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=8, help="of each kind")
-    parser.add_argument("--every", type=int, default=12, help="steps a block")
+    parser.add_argument("--blocks", type=int, default=4, help="of each kind")
+    parser.add_argument("--every", type=int, default=6, help="steps a block")
     parser.add_argument("--mebibytes", type=int, default=256, help="of a checkpoint")
     args = parser.parse_args()
     timed, lines = Timed(), []
@@ -59,7 +59,7 @@ def main() -> None:
             process.nice(19)
         os.environ |= {**server.environ(), "NO_PROXY": "127.0.0.1"}
         home = Path(folder)
-        mirroring = Mirroring(f"{server.bucket}/a", home, Owner("a", "b"), 1, lines.append)
+        mirroring = Mirroring(f"{server.bucket}/a", home, RunIdentity("a", "b"), 1, lines.append)
         timed.block(3, None)
         for block in range(1, 2 * args.blocks + 1):
             copies = block % 2 == 0

@@ -20,10 +20,10 @@ from launcher.base import object_store
 from launcher.base.object_store import Store, StoreError
 from launcher.checkpoint import damage, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
-from launcher.checkpoint.mirror import Mirror, Owner, SupersededError, unmirrored
+from launcher.checkpoint.mirror import Mirror, RunIdentity, SupersededError, unmirrored
 from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
 
-OWNER = Owner("run", "1234")
+OWNER = RunIdentity("run", "1234")
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -184,7 +184,7 @@ def test_a_prefix_has_one_owner_and_a_number_one_commit(url: str, tmp_path: Path
     assert first.owner() is None
     assert first.own(OWNER)
     assert second.own(OWNER)
-    assert not second.own(Owner("run", "5678"))
+    assert not second.own(RunIdentity("run", "5678"))
     assert second.owner() == OWNER
     save(tmp_path, 1)
     first.commits()
@@ -361,7 +361,7 @@ def test_the_process_tells_retries_and_is_replaced(
     assert (process.left, process.mirrored) == ([], 4)
     assert fetched(url, tmp_path / "empty") == (4, [])
     # Another run has taken the prefix over: this one ends, and says so.
-    other = Mirroring(url, tmp_path, Owner("run", "other"), 2, lines.append)
+    other = Mirroring(url, tmp_path, RunIdentity("run", "other"), 2, lines.append)
     assert other.wait(60)
     assert other.left == [4]
     assert "belongs to another run" in lines[-1]
