@@ -289,7 +289,9 @@ class Mirror:
 
 
 def unmirrored(home: Path, commits: Iterable[Commit]) -> list[int]:
-    """Return the steps to upload, oldest first: the newest and those that stay, if not there yet.
+    """Return the steps to upload, oldest first: of those after the last copy, which are to stay.
+
+    The newest counts among these.
 
     Raises:
         OSError: a checkpoint is gone, or cannot be read.
@@ -298,11 +300,11 @@ def unmirrored(home: Path, commits: Iterable[Commit]) -> list[int]:
     folder = home / _CHECKPOINTS
     steps = steps_in(folder)
     wanted = [step for step in steps if step == steps[-1] or stays(folder, step)]
-    return [
-        step
-        for step in wanted
-        if (step, _digest((folder / str(step) / CHECKSUMS).read_bytes())) not in there
-    ]
+    last = 0
+    for place, step in enumerate(wanted, start=1):
+        if (step, _digest((folder / str(step) / CHECKSUMS).read_bytes())) in there:
+            last = place
+    return wanted[last:]
 
 
 def _superfluous(commits: list[Commit], folder: Path, keep: int) -> list[Commit]:

@@ -135,6 +135,8 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
             mirror.store.get(f"checkpoints/{step}/checksums.json")
     deletions = [seen for seen in proxy.seen() if seen.startswith("DELETE") and url[-8:] in seen]
     assert "commits" in next(seen for seen in deletions if "pending" not in seen)
+    # An older one that lacks its copy is not made the newest.
+    assert unmirrored(tmp_path, mirror.commits()[:1]) == []
     # After a roll-back, what it has gone back on is no part of the run any more.
     for step in (12, 22, 24):
         shutil.rmtree(tmp_path / f"checkpoints/{step}")
