@@ -115,7 +115,11 @@ class Mirror:
         return self.store.put_if_absent("owner.json", data) or self.owner() == owner
 
     def commits(self) -> list[Commit]:
-        """Return the commits that can be read, newest first; damaged ones are left out."""
+        """Return the commits that can be read, newest first.
+
+        Raises:
+            StoreError: there are some, and none can be read.
+        """
         listed, damaged = {}, ""
         for name in ("latest-0", "latest-1"):
             try:
@@ -129,9 +133,10 @@ class Mirror:
         while self._exists(self._next):
             found[self._next] = self._commit(self._next)
             self._next += 1
-        if damaged and not found:
-            raise StoreError(damaged)
-        return [one for _, one in sorted(found.items(), reverse=True) if one]
+        readable = [one for _, one in sorted(found.items(), reverse=True) if one]
+        if (damaged or found) and not readable:  # not as if nothing had ever been copied
+            raise StoreError(damaged or f"{self.store.url}/commits holds damaged ones alone")
+        return readable
 
     def upload(self, home: Path, step: int, keep: int, count: Count = lambda size: None) -> None:
         """Copy the checkpoint `home/checkpoints/<step>`, then delete what need not be kept.

@@ -27,7 +27,7 @@ from launcher.base.reading import read
 from launcher.checkpoint import Commit, Mirror, Mirroring, RunIdentity, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.folder.folder import RunFolder, claim
+from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
 from launcher.report.console import line_printer, status
 from launcher.stop import Stop
 
@@ -59,7 +59,7 @@ def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
             _check_owner(config, owner, known, here)
         commits = mirror.commits() if owner else []
     except UnavailableError as error:
-        if known is None:
+        if known is None or not here:
             raise OSError(f"run.mirror: {error}") from None
         _log.warning(f"run.mirror: {error}; training begins with the checkpoints that are here")
         return None
@@ -114,7 +114,7 @@ def bring_back(config: Config, console: Console) -> None:
         return
     mirror, commits = found
     mirror.store.patience = PATIENCE
-    with claim(config) as home:
+    with claim(config) as home, delete_on_error(home.created, on=ConfigError):
         for line in home.damaged:
             _log.warning(line)
         problem, here = "", home.finished_steps
@@ -172,11 +172,13 @@ def own(config: Config, home: RunFolder) -> RunIdentity | None:
     if (known := read_own(home.path / _IDENTITY, _owner)) is not None:
         return known  # `look_at_mirror` has compared it
     owner = RunIdentity(home.id, secrets.token_hex(8))
-    _note(home.path, owner)
+    _note(home.path, owner)  # first: it must not be unknown to a run that was killed here
     try:
         mirror = Mirror(Store(url, _PATIENCE))
         if not mirror.own(owner) and (other := mirror.owner()) is not None:
-            _check_owner(config, other, owner, 0)
+            _check_owner(config, other, None, home.finished_steps)
+            owner = other  # this run began on another disk, and has not saved yet
+            _note(home.path, owner)
     except StoreError as error:
         raise _unusable(url, error) from None
     return owner
