@@ -40,6 +40,13 @@ from launcher.base.names import OF_SLURM as OF_SLURM
 from launcher.base.names import REMAT_NAMES as REMAT_NAMES
 from launcher.base.names import TRANSPORTS as TRANSPORTS
 from launcher.base.names import parse_remat as parse_remat
+from launcher.base.object_store import PATIENCE as PATIENCE
+from launcher.base.object_store import SCHEMES as SCHEMES
+from launcher.base.object_store import ChangedError as ChangedError
+from launcher.base.object_store import NotFoundError as NotFoundError
+from launcher.base.object_store import Store as Store
+from launcher.base.object_store import StoreError as StoreError
+from launcher.base.object_store import UnavailableError as UnavailableError
 from launcher.base.object_store import is_stored as is_stored
 from launcher.base.output import LAUNCH as LAUNCH
 from launcher.base.output import Advance as Advance

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 from launcher.base.libraries import installing, lacking
 
 T = TypeVar("T")
-_Repeat = Callable[[Callable[[], Any]], Any]  # calls, and again while the store is busy
 SCHEMES = ("s3", "gs")
 PART = 64 << 20  # bytes of a large object in memory at a time
 PATIENCE = 120.0  # seconds in which a request is repeated
@@ -163,8 +162,9 @@ class Store:
             self.put(name, os.pread(file.fileno(), size, 0))
             sent(size)
         else:
-            again = functools.partial(self._persist, name=name)
-            self._bucket.put_large(self._key(name), file, again, sent)
+            # The library repeats a part; a whole upload is the next one's.
+            large = functools.partial(self._bucket.put_large, self._key(name), file, sent)
+            self._explained(large, type(self._bucket), name)
 
     def download(self, name: str, path: Path, got: Callable[[int], None]) -> None:
         """Write an object's bytes to a new file; raise OSError, too.
@@ -231,13 +231,7 @@ class _Bucket(Protocol):
 
     def put(self, key: str, data: bytes, absent: bool) -> None: ...
 
-    def put_large(
-        self,
-        key: str,
-        file: BinaryIO,
-        again: _Repeat,
-        sent: Callable[[int], None],
-    ) -> None: ...
+    def put_large(self, key: str, file: BinaryIO, sent: Callable[[int], None]) -> None: ...
 
     def delete(self, key: str) -> None: ...
 
@@ -260,7 +254,8 @@ class _S3(_Bucket):
             s3={"addressing_style": "path"} if own else {},
         )
         # Not the session of the module: files with credentials are read anew.
-        self._client = Session().client("s3", config=config)
+        self._session, self._config = Session(), config
+        self._client = self._session.client("s3", config=config)
         self._bucket = bucket
 
     def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes:
@@ -292,28 +287,18 @@ class _S3(_Bucket):
         condition = {"IfNoneMatch": "*"} if absent else {}
         self._client.put_object(Bucket=self._bucket, Key=key, Body=data, **condition)
 
-    def put_large(
-        self,
-        key: str,
-        file: BinaryIO,
-        again: _Repeat,
-        sent: Callable[[int], None],
-    ) -> None:
-        where = {"Bucket": self._bucket, "Key": key}
-        upload = again(lambda: self._client.create_multipart_upload(**where))["UploadId"]
-        try:
-            parts: list[dict[str, Any]] = []
-            for start in range(0, os.fstat(file.fileno()).st_size, PART):
-                data = os.pread(file.fileno(), PART, start)
-                about = {**where, "UploadId": upload, "PartNumber": len(parts) + 1, "Body": data}
-                answer = again(functools.partial(self._client.upload_part, **about))
-                parts.append({"PartNumber": len(parts) + 1, "ETag": answer["ETag"]})
-                sent(len(data))
-            whole = {"MultipartUpload": {"Parts": parts}}
-            again(lambda: self._client.complete_multipart_upload(**where, UploadId=upload, **whole))
-        except BaseException:
-            self._client.abort_multipart_upload(**where, UploadId=upload)
-            raise
+    def put_large(self, key: str, file: BinaryIO, sent: Callable[[int], None]) -> None:
+        from boto3.s3.transfer import TransferConfig
+        from botocore.client import Config
+
+        by_parts = Config(retries={"mode": "standard", "total_max_attempts": 8})
+        client = self._session.client("s3", config=self._config.merge(by_parts))
+        parts = TransferConfig(
+            multipart_threshold=PART, multipart_chunksize=PART, use_threads=False
+        )
+        with open(os.dup(file.fileno()), "rb") as copy:  # the library closes it
+            copy.seek(0)
+            client.upload_fileobj(copy, self._bucket, key, Callback=sent, Config=parts)
 
     def delete(self, key: str) -> None:
         self._client.delete_object(Bucket=self._bucket, Key=key)
@@ -408,16 +393,10 @@ class _Google(_Bucket):
             data, "application/octet-stream", **condition, **_ONCE
         )
 
-    def put_large(
-        self,
-        key: str,
-        file: BinaryIO,
-        again: _Repeat,
-        sent: Callable[[int], None],
-    ) -> None:
+    def put_large(self, key: str, file: BinaryIO, sent: Callable[[int], None]) -> None:
         size = os.fstat(file.fileno()).st_size
         blob = self._bucket.blob(key, chunk_size=PART)  # resumable, in parts
-        again(lambda: blob.upload_from_file(file, rewind=True, size=size, timeout=_TIMEOUTS))
+        blob.upload_from_file(file, rewind=True, size=size, timeout=_TIMEOUTS)
         sent(size)
 
     def delete(self, key: str) -> None:

@@ -9,7 +9,8 @@ a checksum of every file, so that a damaged checkpoint is recognised.
 `shards` is a process's part of a state, `write` and `read` move it, `snapshot` keeps it in memory,
 in files that `share_file` reads, of which hosts give one another `pieces`, `background` writes it
 from there without holding up training, `layout` detects damage, `choose` picks the checkpoint to
-resume from, and `finished` is the model for other programs; `flat` and `hugging_face` are the files
+resume from, `mirror` copies them to an object store, `mirroring` does so beside training, and
+`finished` is the model for other programs; `flat` and `hugging_face` are the files
 of these.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
@@ -30,6 +31,10 @@ from launcher.checkpoint.layout import damage as damage
 from launcher.checkpoint.layout import read_metadata as read_metadata
 from launcher.checkpoint.layout import steps_in as steps_in
 from launcher.checkpoint.layout import write_best as write_best
+from launcher.checkpoint.mirror import Commit as Commit
+from launcher.checkpoint.mirror import Mirror as Mirror
+from launcher.checkpoint.mirror import RunIdentity as RunIdentity
+from launcher.checkpoint.mirroring import Mirroring as Mirroring
 
 if TYPE_CHECKING:
     from launcher.checkpoint.background import Background as Background

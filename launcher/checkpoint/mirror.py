@@ -18,16 +18,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from launcher.base import DamagedError, parse_json, sync_folder, write_whole
-from launcher.base.object_store import ChangedError, NotFoundError, Store, StoreError
+from launcher.base import (
+    ChangedError,
+    DamagedError,
+    NotFoundError,
+    Store,
+    StoreError,
+    parse_json,
+    sync_folder,
+    write_whole,
+)
 from launcher.base.reading import read
 from launcher.checkpoint.layout import (
     BEST,
@@ -52,7 +61,7 @@ class SupersededError(StoreError):
 
 
 @dataclass(frozen=True)
-class Owner:
+class RunIdentity:
     """The run that a prefix belongs to.
 
     Attributes:
@@ -92,21 +101,25 @@ class Mirror:
         self.store = store
         self._next = 1  # the number of the next commit, once `commits` was called
 
-    def owner(self) -> Owner | None:
+    def owner(self) -> RunIdentity | None:
         """Return the run that the prefix belongs to; None if it is nobody's."""
         try:
             tree = self._read("owner.json")
-            return read(Owner, tree) if tree else None
+            return read(RunIdentity, tree) if tree else None
         except DamagedError:
             raise StoreError(f"{self.store.url}/owner.json is damaged") from None
 
-    def own(self, owner: Owner) -> bool:
+    def own(self, owner: RunIdentity) -> bool:
         """Return whether the prefix belongs to `owner`, from now on if it was nobody's."""
         data = _sealed(asdict(owner))
         return self.store.put_if_absent("owner.json", data) or self.owner() == owner
 
     def commits(self) -> list[Commit]:
-        """Return the commits that can be read, newest first; damaged ones are left out."""
+        """Return the commits that can be read, newest first.
+
+        Raises:
+            StoreError: there are some, and none can be read.
+        """
         listed, damaged = {}, ""
         for name in ("latest-0", "latest-1"):
             try:
@@ -120,9 +133,10 @@ class Mirror:
         while self._exists(self._next):
             found[self._next] = self._commit(self._next)
             self._next += 1
-        if damaged and not found:
-            raise StoreError(damaged)
-        return [one for _, one in sorted(found.items(), reverse=True) if one]
+        readable = [one for _, one in sorted(found.items(), reverse=True) if one]
+        if (damaged or found) and not readable:  # not as if nothing had ever been copied
+            raise StoreError(damaged or f"{self.store.url}/commits holds damaged ones alone")
+        return readable
 
     def upload(self, home: Path, step: int, keep: int, count: Count = lambda size: None) -> None:
         """Copy the checkpoint `home/checkpoints/<step>`, then delete what need not be kept.
@@ -153,7 +167,9 @@ class Mirror:
             for commit in same:  # it is about to be overwritten
                 self.store.delete(f"commits/{commit.number}")
             self._put("pending", {"number": number, "names": names})
-            size = self._send(opened, count)
+            size = sum(os.fstat(file.fileno()).st_size for file in opened.values())
+            put = self.store.put_file
+            _each(lambda name: put(f"{_CHECKPOINTS}/{name}", opened[name], count), opened)
         for name, data in own.items():
             self.store.put(f"run/{number}/{name}", data)
         self.store.put(f"{_CHECKPOINTS}/{step}/{CHECKSUMS}", manifest)
@@ -171,19 +187,6 @@ class Mirror:
         tree = {"number": number, "live": [asdict(one) for one in live]}
         self._put(f"latest-{number % 2}", tree)
         self._clear(number)
-
-    def _send(self, opened: Mapping[str, BinaryIO], count: Count) -> int:
-        sizes: list[int] = []
-
-        def sent(size: int) -> None:
-            sizes.append(size)
-            count(size)
-
-        def send(item: tuple[str, BinaryIO]) -> None:
-            self.store.put_file(f"{_CHECKPOINTS}/{item[0]}", item[1], sent)
-
-        _each(send, opened.items())
-        return sum(sizes)
 
     def fetch(self, commit: Commit, home: Path, count: Count = lambda size: None) -> str | None:
         """Write a checkpoint and the run's files to the disk; return what is wrong with it, if so.
@@ -291,7 +294,9 @@ class Mirror:
 
 
 def unmirrored(home: Path, commits: Iterable[Commit]) -> list[int]:
-    """Return the steps to upload, oldest first: the newest and those that stay, if not there yet.
+    """Return the steps to upload, oldest first: of those after the last copy, which are to stay.
+
+    The newest counts among these.
 
     Raises:
         OSError: a checkpoint is gone, or cannot be read.
@@ -300,11 +305,11 @@ def unmirrored(home: Path, commits: Iterable[Commit]) -> list[int]:
     folder = home / _CHECKPOINTS
     steps = steps_in(folder)
     wanted = [step for step in steps if step == steps[-1] or stays(folder, step)]
-    return [
-        step
-        for step in wanted
-        if (step, _digest((folder / str(step) / CHECKSUMS).read_bytes())) not in there
-    ]
+    last = 0
+    for place, step in enumerate(wanted, start=1):
+        if (step, _digest((folder / str(step) / CHECKSUMS).read_bytes())) in there:
+            last = place
+    return wanted[last:]
 
 
 def _superfluous(commits: list[Commit], folder: Path, keep: int) -> list[Commit]:

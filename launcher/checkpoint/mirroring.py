@@ -21,10 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from launcher.base import end_with_parent
-from launcher.base.object_store import Store, StoreError
+from launcher.base import Store, StoreError, end_with_parent
 from launcher.checkpoint.layout import files_below, steps_in
-from launcher.checkpoint.mirror import Mirror, Owner, SupersededError, unmirrored
+from launcher.checkpoint.mirror import Mirror, RunIdentity, SupersededError, unmirrored
 from launcher.stop import ENDINGS
 
 _LOOK_SECONDS = 1.0
@@ -32,7 +31,7 @@ _AGAIN_SECONDS = 5.0  # before a process that was killed is replaced
 _MOST_STARTS = 5
 _TELL_SECONDS = 0.5
 _NICENESS = 19
-_PROGRAM = f"from {__name__} import serve; serve()"
+_PROGRAM = f"from {__name__} import serve_mirror; serve_mirror()"
 
 
 class Mirroring:
@@ -52,7 +51,7 @@ class Mirroring:
     """
 
     def __init__(
-        self, url: str, home: Path, owner: Owner, keep: int, say: Callable[[str], None]
+        self, url: str, home: Path, owner: RunIdentity, keep: int, say: Callable[[str], None]
     ) -> None:
         about = {"url": url, "home": str(home.absolute()), "owner": asdict(owner), "keep": keep}
         self._about, self._say = json.dumps(about), say
@@ -124,7 +123,7 @@ def _close(pipe: IO[str] | None) -> None:
             pipe.close()
 
 
-def serve() -> None:
+def serve_mirror() -> None:
     """Mirror checkpoints until standard input ends and all are mirrored: the whole program."""
     end_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # they are for the driver
@@ -140,7 +139,9 @@ def serve() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     about = json.loads(sys.argv[1])
-    uploads = _Uploads(about["url"], Path(about["home"]), Owner(**about["owner"]), about["keep"])
+    uploads = _Uploads(
+        about["url"], Path(about["home"]), RunIdentity(**about["owner"]), about["keep"]
+    )
     _tell(left=uploads.run(closing))
 
 
@@ -151,7 +152,7 @@ def _tell(**message: Any) -> None:
 class _Uploads:
     """Uploads what a mirror lacks; arguments as of `Mirroring`."""
 
-    def __init__(self, url: str, home: Path, owner: Owner, keep: int) -> None:
+    def __init__(self, url: str, home: Path, owner: RunIdentity, keep: int) -> None:
         self._url, self._home, self._owner, self._keep = url, home, owner, keep
         self._step = self._sent = self._size = 0
         self._told_at = 0.0
@@ -211,7 +212,7 @@ class _Uploads:
 
     def _count(self, size: int) -> None:
         with self._lock:
-            self._sent += size
+            self._sent = min(self._sent + size, self._size)
             if time.monotonic() - self._told_at > _TELL_SECONDS:
                 self._told_at = time.monotonic()
                 _tell(progress=(self._sent, self._size, self._step))

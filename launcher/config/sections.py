@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from launcher.base import to_type
-from launcher.base.object_store import SCHEMES
+from launcher.base import SCHEMES, to_type
 from launcher.config.cluster import Cluster, Described
 from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Switch, automatic, choice, number, off_or_automatic

@@ -50,7 +50,7 @@ from launcher.config.sections import Sweep
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, delete_on_error, write_plan
 from launcher.driver.folder.make_folder import new_id, private_files
-from launcher.driver.folder.mirrored import look as look_at_mirror
+from launcher.driver.folder.mirrored import look_at_mirror
 from launcher.report.console import line_printer, make_console
 from launcher.report.run_record import by_number
 from launcher.report.sweep import print_comparison, report_sweep

@@ -354,6 +354,21 @@ COMMAND_LINES = [
     ),
     ("run.resume=must", f"run.resume=must does not say which run {CLI}. Give run.id=VALUE."),
     (
+        "run.mirror=s3://bucket/a",
+        "run.mirror does not know which run it copies, as each start has a new id "
+        f"{CLI}. Give run.id=VALUE.",
+    ),
+    (
+        "run.id=a run.mirror=/mnt/copies",
+        f"run.mirror=/mnt/copies is no place in an object store {CLI}. Write s3://bucket/prefix or "
+        "gs://bucket/prefix.",
+    ),
+    (
+        "run.dir=s3://bucket/runs",
+        f"run.dir=s3://bucket/runs is no folder {CLI}. Train in a folder, and set "
+        "run.mirror=s3://bucket/runs for a copy of its checkpoints.",
+    ),
+    (
         "model.size=null",
         "model.num_layers is not set. Choose a model.size, or give model.num_layers=VALUE.",
     ),

@@ -38,7 +38,7 @@ from launcher.driver import training
 from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder
-from launcher.driver.folder.mirrored import look as look_at_mirror
+from launcher.driver.folder.mirrored import look_at_mirror
 from launcher.driver.planning import check
 from launcher.driver.planning.compiled import compiler_of, verifies
 from launcher.driver.planning.init_from import find_start

@@ -14,15 +14,20 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.base import complain, read_own, write_whole
-from launcher.base.object_store import PATIENCE, Store, StoreError, UnavailableError
+from launcher.base import (
+    PATIENCE,
+    Store,
+    StoreError,
+    UnavailableError,
+    complain,
+    read_own,
+    write_whole,
+)
 from launcher.base.reading import read
-from launcher.checkpoint import newest, steps_in
-from launcher.checkpoint.mirror import Commit, Mirror, Owner
-from launcher.checkpoint.mirroring import Mirroring
+from launcher.checkpoint import Commit, Mirror, Mirroring, RunIdentity, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.folder.folder import RunFolder, claim
+from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
 from launcher.report.console import line_printer, status
 from launcher.stop import Stop
 
@@ -34,7 +39,7 @@ _MIB = 2**20
 _log = logging.getLogger(__name__)
 
 
-def look(config: Config) -> tuple[Mirror, list[Commit]] | None:
+def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
     """Return a run's mirror, and its commits if this disk lacks the newest; None if it does not.
 
     Raises:
@@ -54,7 +59,7 @@ def look(config: Config) -> tuple[Mirror, list[Commit]] | None:
             _check_owner(config, owner, known, here)
         commits = mirror.commits() if owner else []
     except UnavailableError as error:
-        if known is None:
+        if known is None or not here:
             raise OSError(f"run.mirror: {error}") from None
         _log.warning(f"run.mirror: {error}; training begins with the checkpoints that are here")
         return None
@@ -71,7 +76,7 @@ def look(config: Config) -> tuple[Mirror, list[Commit]] | None:
     return None
 
 
-def _check_owner(config: Config, owner: Owner, known: Owner | None, here: int) -> None:
+def _check_owner(config: Config, owner: RunIdentity, known: RunIdentity | None, here: int) -> None:
     run, url = config.run, config.run.mirror
     if owner.run_id != run.id:
         raise ConfigError(
@@ -102,14 +107,16 @@ def bring_back(config: Config, console: Console) -> None:
     """Write the newest intact checkpoint of the mirror to the disk, if that has none as new.
 
     Raises:
-        ConfigError: as of `look`, or no checkpoint of the mirror is intact.
+        ConfigError: as of `look_at_mirror`, or no checkpoint of the mirror is intact.
         OSError: the disk is full or broken, or the mirror cannot be reached.
     """
-    if (found := look(config)) is None or config.task == "preflight":
+    if (found := look_at_mirror(config)) is None or config.task == "preflight":
         return
     mirror, commits = found
     mirror.store.patience = PATIENCE
-    with claim(config) as home:
+    with claim(config) as home, delete_on_error(home.created, on=ConfigError):
+        for line in home.damaged:
+            _log.warning(line)
         problem, here = "", home.finished_steps
         for commit in commits:
             if commit.step <= here:
@@ -140,20 +147,20 @@ def _fetch(mirror: Mirror, commit: Commit, home: Path, console: Console) -> str 
             nonlocal done
             with lock:
                 done += size
-                advance(done / _MIB, commit.size / _MIB, "MiB")
+                advance(done // _MIB, commit.size // _MIB, "MiB")
 
         return mirror.fetch(commit, home, count)
 
 
-def _note(home: Path, owner: Owner) -> None:
+def _note(home: Path, owner: RunIdentity) -> None:
     write_whole(home / _IDENTITY, json.dumps(asdict(owner)) + "\n", private=True)
 
 
-def _owner(tree: Any) -> Owner:
-    return read(Owner, tree)
+def _owner(tree: Any) -> RunIdentity:
+    return read(RunIdentity, tree)
 
 
-def own(config: Config, home: RunFolder) -> Owner | None:
+def own(config: Config, home: RunFolder) -> RunIdentity | None:
     """Return who a run is to its mirror, which belongs to it from now on; None without one.
 
     Raises:
@@ -163,13 +170,15 @@ def own(config: Config, home: RunFolder) -> Owner | None:
     if url is None:
         return None
     if (known := read_own(home.path / _IDENTITY, _owner)) is not None:
-        return known  # `look` has compared it
-    owner = Owner(home.id, secrets.token_hex(8))
-    _note(home.path, owner)
+        return known  # `look_at_mirror` has compared it
+    owner = RunIdentity(home.id, secrets.token_hex(8))
+    _note(home.path, owner)  # first: it must not be unknown to a run that was killed here
     try:
         mirror = Mirror(Store(url, _PATIENCE))
         if not mirror.own(owner) and (other := mirror.owner()) is not None:
-            _check_owner(config, other, owner, 0)
+            _check_owner(config, other, None, home.finished_steps)
+            owner = other  # this run began on another disk, and has not saved yet
+            _note(home.path, owner)
     except StoreError as error:
         raise _unusable(url, error) from None
     return owner
@@ -217,4 +226,4 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
                 sent, size, _ = process.progress
-                advance(sent / _MIB, size / _MIB, "MiB")
+                advance(sent // _MIB, size // _MIB, "MiB")

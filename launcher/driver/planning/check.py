@@ -22,7 +22,7 @@ from launcher.config.parallel import Planned, Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.callback import no_callback
 from launcher.driver.folder import folder
-from launcher.driver.folder.mirrored import look as look_at_mirror
+from launcher.driver.folder.mirrored import look_at_mirror
 from launcher.driver.planning.downloads import hub_needs
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan

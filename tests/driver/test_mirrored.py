@@ -1,0 +1,92 @@
+"""Whose a mirror is: the run's that used it first, on any disk; before anything starts."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_proxy import Fault, FaultProxy
+from object_servers import s3_server
+
+from launcher.base import Store
+from launcher.checkpoint import Mirror, steps_in
+from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
+from launcher.config.compose import load
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.driver.folder.folder import claim
+from launcher.driver.folder.mirrored import bring_back, look_at_mirror, own
+from launcher.report.console import make_console
+
+URL = "s3://bucket/runs/a"
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultProxy]:
+    monkeypatch.chdir(tmp_path)
+    with s3_server() as server, FaultProxy(server.url) as proxy:
+        for name, value in {**server.environ(proxy.url), "NO_PROXY": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+
+
+def config_of(*words: str) -> Config:
+    return load(["model=mlp", "dataset=synthetic", "run.id=a", f"run.mirror={URL}", *words])
+
+
+def start(config: Config) -> Path:
+    """Begin a run, up to its claims; return its folder."""
+    bring_back(config, make_console())
+    with claim(config) as home:
+        own(config, home)
+        return home.path
+
+
+def save(home: Path, step: int) -> None:
+    root = home / "checkpoints" / str(step)
+    root.mkdir(parents=True)
+    (root / METADATA).write_text('{"custom_metadata": {}}')
+    write_checksums(root, step, checksums(root, files_below(root)))
+
+
+def test_a_mirror_belongs_to_one_run(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = start(config_of())
+    assert (home / "mirror.json").stat().st_mode & 0o777 == 0o600
+    start(config_of())  # the same run, also after SIGKILL
+    shutil.rmtree(home)
+    start(config_of())  # … or on another disk, before it has saved
+    for words, text in (
+        (("run.id=b",), "belongs to run a"),
+        (("run.dir=other", "run.resume=never"), "holds a run a already"),
+        (("run.dir=other", "run.resume=must"), "finds nothing to resume from"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            start(config_of(*words))
+        assert not Path("other").exists()
+        assert not Path("outputs/b").exists()
+    save(Path("grown/a"), 3)
+    with pytest.raises(ConfigError, match="belongs to another run a than grown/a"):
+        look_at_mirror(config_of("run.dir=grown"))
+    # Out of reach: only a run that has a checkpoint here, and knows its mirror, may begin.
+    monkeypatch.setattr("launcher.driver.folder.mirrored._PATIENCE", 0.1)
+    proxy.fail(Fault("status", times=9999))
+    with pytest.raises(OSError, match="is not available"):
+        look_at_mirror(config_of())
+    save(home, 3)
+    assert look_at_mirror(config_of()) is None
+
+
+def test_without_an_intact_copy_nothing_begins_anew(proxy: FaultProxy) -> None:
+    home, mirror = start(config_of()), Mirror(Store(URL))
+    save(home, 3)
+    mirror.upload(home, 3, keep=2)
+    mirror.store.put(f"checkpoints/3/{METADATA}", b"garbage")
+    shutil.rmtree(home)
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is intact"):
+        start(config_of())
+    assert not home.exists()
+    mirror.store.delete("latest-1")
+    mirror.store.put("commits/1", b"garbage")
+    with pytest.raises(ConfigError, match="damaged"):
+        start(config_of())
+    assert steps_in(home / "checkpoints") == []
