@@ -1,9 +1,8 @@
 """Repositories of the Hugging Face hub: `hf://org/name[@revision][/path]`, in the hub's own cache.
 
 A revision is resolved to a commit once. The files of a commit are listed there with their hashes,
-as huggingface_hub keeps them; a file is there only once it is whole by that list. That library asks
-for addresses and tokens; files are transferred here, as it begins each anew where a process ended,
-and compares no hash.
+as huggingface_hub keeps them; a file is there only once it is whole by that list. Files are
+transferred here, as that library begins each anew where a process ended, and compares no hash.
 """
 
 from __future__ import annotations
@@ -15,19 +14,21 @@ import json
 import logging
 import os
 import re
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from launcher.base.files import read_json, write_whole
 from launcher.base.libraries import lacking
 
 _NAME = re.compile(
-    r"hf://(datasets/|models/)?((?!(?:datasets|models|spaces|buckets)/)[\w.-]+/[\w.-]+)"
+    r"hf://(datasets/)?((?!(?:datasets|models|spaces|buckets)/)[\w.-]+/[\w.-]+)"
     r"(?:@(refs/(?:convert/[\w.-]+|pr/\d+)|[^/@]+))?(?:/+((?!.*\.\.).*?))?/*"
 )
 _COMMIT, _DIGEST = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -41,16 +42,16 @@ _SMALL = re.compile(
 )
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _FORMAT = 1  # of the list of a commit's files
-_CHUNK = 2**20
+_MOST_FILES = 50_000  # that the hub lists at once
 _TRIES, _WRONG = 5, 3  # that bring nothing, in a row; or other bytes
 _DAMAGED = (AttributeError, LookupError, TypeError, ValueError)  # of an answer or a list
-_CONNECT_SECONDS, _ANSWER_SECONDS, _LONGEST_WAIT = 1.5, 10.0, 300.0
+_CONNECT_SECONDS, _LIMIT = 1.0, 20.0
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.5, 300.0
 
 Fits = Callable[[str], object]  # of a path in the repository: whether it is to be taken
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_kept: set[str] = set()  # names that have the commit which the cache had last
 
 
 class HubError(Exception):
@@ -80,14 +81,20 @@ class HubName(NamedTuple):
     revision: str | None
     below: str
 
-    def __str__(self) -> str:
-        kind = "datasets/" if self.kind == "dataset" else ""
-        revision = f"@{self.revision}" if self.revision else ""
-        return f"hf://{kind}{self.repo}{revision}{'/' if self.below else ''}{self.below}"
+    @classmethod
+    def of(cls, text: str) -> HubName:
+        """Return what a text names; raises HubError."""
+        found = _NAME.fullmatch(text)
+        if found is None or ".." in (revision := unquote(found[3] or "")):
+            raise HubError(
+                "is not the name of a repository",
+                "Write hf://org/name, hf://org/name@revision or hf://datasets/org/name.",
+            )
+        return cls("dataset" if found[1] else "model", found[2], revision or None, found[4] or "")
 
-    def at(self, revision: str | None) -> HubName:
-        """Return the name of another revision."""
-        return HubName(self.kind, self.repo, revision, self.below)
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf://{self.address}{revision}{'/' if self.below else ''}{self.below}"
 
     @property
     def is_pinned(self) -> bool:
@@ -95,10 +102,19 @@ class HubName(NamedTuple):
         return _COMMIT.fullmatch(self.revision or "") is not None
 
     @property
+    def address(self) -> str:
+        """The repository as the hub's addresses name it."""
+        return f"{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+
+    @property
+    def page(self) -> str:
+        """The address of its page."""
+        return f"{re.sub('//[^/@]*@', '//', _constants().ENDPOINT)}/{self.address}"
+
+    @property
     def storage(self) -> Path:
         """The repository's folder in the cache."""
-        cache = Path(_constants().HF_HUB_CACHE).expanduser()
-        return cache / f"{self.kind}s--{self.repo.replace('/', '--')}"
+        return _cache() / f"{self.kind}s--{self.repo.replace('/', '--')}"
 
     @property
     def snapshot(self) -> Path:
@@ -106,10 +122,9 @@ class HubName(NamedTuple):
         return self.storage / "snapshots" / str(self.revision)
 
     @property
-    def page(self) -> str:
-        """The address of its page."""
-        endpoint = re.sub(r"//[^/@]*@", "//", _constants().ENDPOINT)
-        return f"{endpoint}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
+    def listed(self) -> Path:
+        """The list of a commit's files."""
+        return self.storage / "trees" / f"{self.revision}.json"
 
 
 class HubFile(NamedTuple):
@@ -118,6 +133,11 @@ class HubFile(NamedTuple):
     path: str
     size: int
     digest: str
+
+
+def is_name(text: object) -> bool:
+    """Return whether a text is meant for the name of a repository."""
+    return isinstance(text, str) and text.startswith("hf://")
 
 
 def is_small(path: str) -> bool:
@@ -130,23 +150,14 @@ def is_model(path: str) -> bool:
     return is_small(path) or _WEIGHTS.fullmatch(path) is not None
 
 
-def is_hub(text: object) -> bool:
-    """Return whether a text is meant for the name of a repository."""
-    return isinstance(text, str) and text.startswith("hf://")
+def fits_glob(path: str, pattern: str) -> bool:
+    """Return whether a path fits a glob; where that holds `**`, whether it may."""
+    if "**" in pattern:
+        return fnmatch(path, pattern.replace("**/", "*"))
+    return path.count("/") == pattern.count("/") and fnmatch(path, pattern)
 
 
-def hub_name(text: str) -> HubName:
-    """Return what a text names; raises HubError."""
-    found = _NAME.fullmatch(text)
-    if found is None or ".." in (revision := unquote(found[3] or "")):
-        raise HubError(
-            "is not the name of a repository",
-            "Write hf://org/name, hf://org/name@revision or hf://datasets/org/name.",
-        )
-    kind = "dataset" if found[1] == "datasets/" else "model"
-    return HubName(kind, found[2], revision or None, found[4] or "")
-
-
+@functools.cache
 def pin(text: str) -> str:
     """Return a name with the commit that its revision is now, whose files are then listed.
 
@@ -157,19 +168,45 @@ def pin(text: str) -> str:
         HubError: there is no such repository, revision or file, it may not be read, or it is
             neither in the cache nor to be reached.
     """
-    found = _pinned(text)
-    if isinstance(found, HubError):
-        raise found
-    return found
+    if command := lacking("huggingface_hub"):
+        raise HubError("needs the package huggingface_hub", f"Install it: {command}.")
+    # Its warnings hold addresses, which may be signed.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    name = HubName.of(text)
+    if name.is_pinned:
+        _chosen(name, bool)
+        return text
+    last = name.storage / "refs" / (name.revision or "main")
+    try:
+        commit = _asked(name, lambda: _tree(name))[0]
+    except _UnreachableError:
+        commit = last.read_text().strip() if last.is_file() else ""
+        if not _COMMIT.fullmatch(commit):
+            raise
+        _log.warning(f"{name}: the hub does not answer; the cache had commit {commit} last")
+    pinned = name._replace(revision=commit)
+    _chosen(pinned, bool)
+    _write(last, commit)
+    return str(pinned)
 
 
 def missing(text: str, fits: Fits) -> list[HubFile]:
     """Return the files that are to be downloaded; raises HubError as `pin`."""
-    name = hub_name(pin(text))
-    return [file for file in _chosen(name, fits) if not _is_held(name, file)]
+    name = HubName.of(pin(text))
+    return [file for file in _chosen(name, fits) if _size(name.snapshot / file.path) != file.size]
 
 
-def fetch(text: str, fits: Fits, progress: Callable[[int, int], object] | None = None) -> Path:
+def described(text: str, fits: Fits) -> str:
+    """Return in words which commit it is, and what of it is still to be downloaded."""
+    if not (lacks := missing(text, fits)):
+        return f"{pin(text)} (in the cache)"
+    size = sum(file.size for file in lacks) / 1e6
+    return f"{pin(text)} ({size:,.1f} MB to download, files: {len(lacks):,})"
+
+
+def fetch(
+    text: str, fits: Fits, progress: Callable[[int, int], object] = lambda done, total: None
+) -> Path:
     """Download what is not in the cache; return the path there that a name stands for.
 
     Args:
@@ -178,129 +215,170 @@ def fetch(text: str, fits: Fits, progress: Callable[[int, int], object] | None =
         progress: takes the bytes that are done, and those of all that is missing.
 
     Raises:
-        HubError: as `pin`, or a file arrives damaged.
-        OSError: the cache cannot be written.
+        HubError: as `pin`, or a file arrives damaged, or the cache cannot be written.
     """
-    name, lacks = hub_name(pin(text)), missing(text, fits)
+    name, lacks = HubName.of(pin(text)), missing(text, fits)
     done, total = 0, sum(file.size for file in lacks)
-    for file in lacks:
-        try:
-            for held in _taken(name, file):
-                if progress is not None:
-                    progress(done + held, total)
-        except HubError as error:
-            if not isinstance(error, _UnreachableError):
-                _list_file(name).unlink(missing_ok=True)  # it may be the list that is wrong
-            raise
-        done += file.size
+    try:
+        for file in lacks:
+            _take(name, file, lambda held, before=done: progress(before + held, total))
+            done += file.size
+    except OSError as error:
+        raise HubError(
+            f"cannot be put into the cache {_cache()} ({error.strerror})",
+            "Set HF_HUB_CACHE to a folder that you may write, where there is space.",
+        ) from None
     return name.snapshot / name.below
 
 
-def described(text: str, fits: Fits) -> str:
-    """Return in words which commit it is, and what is there or is still to be downloaded."""
-    name, lacks = pin(text), missing(text, fits)
-    if lacks:
-        return f"{name}, to be downloaded: {size_text(lacks)}"
-    return f"{name}, in the cache{'; the hub does not answer' if name in _kept else ''}"
+def _chosen(name: HubName, fits: Fits) -> list[HubFile]:
+    """Return the files of a name; raises HubError where there is none.
 
-
-def size_text(files: list[HubFile]) -> str:
-    """Return the number of files and their size in words."""
-    size = sum(file.size for file in files)
-    return f"{len(files):,} file{'s' if len(files) > 1 else ''} of {size / 1e6:,.1f} MB"
-
-
-def fits_glob(path: str, pattern: str) -> bool:
-    """Return whether a path fits a glob; where that holds `**`, whether it may."""
-    if "**" in pattern:
-        return fnmatch(path, pattern.replace("**/", "*"))
-    return path.count("/") == pattern.count("/") and fnmatch(path, pattern)
-
-
-@functools.cache
-def _pinned(text: str) -> str | HubError:
-    try:
-        if command := lacking("huggingface_hub"):
-            raise HubError("needs the package huggingface_hub", f"Install it: {command}.")
-        # Its warnings hold addresses, which may be signed.
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        name = hub_name(text)
-        pinned = name if name.is_pinned else name.at(_commit(name))
-        _chosen(pinned, bool)
-        if not name.is_pinned and str(pinned) not in _kept:
-            _write(_ref(name), str(pinned.revision))
-        return str(pinned)
-    except HubError as error:
-        return error
-
-
-def _commit(name: HubName) -> str:
-    """Return the commit of a revision."""
-    try:
-        return _asked(name, lambda: _COMMIT.fullmatch(_info(name)["sha"])[0])  # type: ignore[index]
-    except _UnreachableError:
-        with suppress(OSError, UnicodeError):
-            if _COMMIT.fullmatch(commit := _ref(name).read_text().strip()):
-                _kept.add(str(name.at(commit)))
-                return commit
-        raise
-
-
-def _info(name: HubName) -> Any:
-    revision = f"/revision/{quote(name.revision, safe='')}" if name.revision else ""
-    return _answer(f"{name.repo}{revision}", name.kind)[0]
-
-
-def _answer(path: str, kind: str) -> tuple[Any, str | None]:
-    """Return what the hub's API says, and the address of the next page."""
-    url = path if "://" in path else f"{_constants().ENDPOINT}/api/{kind}s/{path}"
-    found = _hub().utils.get_session().get(url, **_asking())
-    _hub().utils.hf_raise_for_status(found)
-    return found.json(), found.links.get("next", {}).get("url")
+    Those of a folder are to fit, by their paths in it.
+    """
+    files, folder = _files(name), f"{name.below}/" if name.below else ""
+    inside = {path[len(folder) :]: file for path, file in files.items() if path.startswith(folder)}
+    found = [path for path in inside if fits(path)]
+    if name.kind == "dataset" and not inside:
+        inside = {path: file for path, file in files.items() if fits_glob(path, name.below)}
+        found = list(inside)
+    if not inside:
+        folders = {str(above) for path in files for above in PurePosixPath(path).parents}
+        near = difflib.get_close_matches(name.below, {*files, *folders}, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Look at {name.page}."
+        raise HubError(f"has no {'such file' if name.kind == 'dataset' else 'such folder'}", hint)
+    found = [path for path in found if path.lower().endswith(_HARMLESS)]
+    if not found or (fits is is_model and all(map(is_small, found))):
+        _forget(name)
+        kinds = sorted({PurePosixPath(path).suffix or path for path in inside})
+        wanted = "model.safetensors" if fits is is_model else "file that is read here"
+        raise HubError(
+            f"holds no {wanted}, but {', '.join(kinds[:8])}",
+            "Code and pickled files are never taken. Name another revision or folder: of many "
+            f"datasets, @refs/convert/parquet; {name.page} shows them.",
+        )
+    return [inside[path] for path in found]
 
 
 def _files(name: HubName) -> dict[str, HubFile]:
     """Return the files of a commit, by their paths."""
-    noted = _list_file(name)
     with suppress(OSError, *_DAMAGED):
-        kept = read_json(noted)
+        kept = read_json(name.listed)
         if kept["format_version"] == _FORMAT:
-            return dict(_entries(kept["files"]))
-    tree = _asked(name, lambda: _listed(name))
-    _write(noted, json.dumps({"format_version": _FORMAT, "files": tree}))
-    return dict(_entries(tree))
+            return _listed(kept["files"])
+    return _listed(_asked(name, lambda: _tree(name))[1])
 
 
-def _entries(tree: Any) -> Iterator[tuple[str, HubFile]]:
-    """Yield the files of a list; raises ValueError for one that no repository has."""
+def _listed(tree: Any) -> dict[str, HubFile]:
+    """Return the files of a list; raises ValueError for one that no repository has."""
+    files = {}
     for path, one in tree.items():
         file = HubFile(path, int(one["size"]), one.get("lfs_sha256") or one["blob_id"])
-        if path.startswith("/") or ".." in path or not _DIGEST.fullmatch(file.digest):
+        if path.startswith("/") or ".." in path.split("/") or not _DIGEST.fullmatch(file.digest):
             raise ValueError(f"{path!r} of {file.digest!r} is no file")
-        yield path, file
+        files[path] = file
+    return files
 
 
-def _listed(name: HubName) -> dict[str, dict[str, Any]]:
-    """Return the list of a commit's files in the form of huggingface_hub's `trees/`."""
-    found = {}
-    page: str | None = f"{name.repo}/tree/{name.revision}?recursive=true"
-    while page:
-        entries, page = _answer(page, name.kind)
-        for one in (one for one in entries if one["type"] == "file"):
-            found[one["path"]] = {"size": one["size"], "blob_id": one["oid"]}
-            if lfs := one.get("lfs"):
-                found[one["path"]] |= {"lfs_sha256": lfs["oid"], "lfs_size": lfs["size"]}
-    dict(_entries(found))
-    return found
+def _tree(name: HubName) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the commit of a revision and its files, after noting those in the cache.
+
+    They have the form of huggingface_hub's `trees/`.
+    """
+    ask = _hub().HfApi().repo_info
+    found = ask(
+        name.repo, repo_type=name.kind, revision=name.revision, files_metadata=True, timeout=_LIMIT
+    )
+    tree = {
+        one.rfilename: {
+            "size": one.size,
+            "blob_id": one.blob_id,
+            **({"lfs_sha256": one.lfs.sha256, "lfs_size": one.size} if one.lfs else {}),
+        }
+        for one in found.siblings
+    }
+    pinned = name._replace(revision=found.sha)
+    if not pinned.is_pinned or not _listed(tree):
+        raise ValueError(f"{found.sha!r} is no commit with files")
+    if len(tree) >= _MOST_FILES:
+        raise HubError("has too many files to be listed", f"Download a part of {name.page}.")
+    _write(pinned.listed, json.dumps({"format_version": _FORMAT, "files": tree}))
+    return found.sha, tree
 
 
-def _ref(name: HubName) -> Path:
-    """Return the file of the commit that a revision had last."""
-    return name.storage / "refs" / (name.revision or "main")
+def _take(name: HubName, file: HubFile, progress: Callable[[int], object]) -> None:
+    """Put a file into the cache, whole or not at all; of several processes one downloads it."""
+    blob, link = name.storage / "blobs" / file.digest, name.snapshot / file.path
+    lock = _cache() / ".locks" / name.storage.name / f"{file.digest}.lock"
+    for folder in (blob.parent, lock.parent, link.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _hub().utils.WeakFileLock(lock):
+        if _size(blob) != file.size:
+            partial = blob.with_name(f"{blob.name}.launcher-part")
+            _download(name, file, partial, progress)
+            os.replace(partial, blob)
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
 
 
-def _list_file(name: HubName) -> Path:
-    return name.storage / "trees" / f"{name.revision}.json"
+def _download(
+    name: HubName, file: HubFile, partial: Path, progress: Callable[[int], object]
+) -> None:
+    """Write a file behind what is there of it, until it is whole by its hash."""
+    for _ in range(_WRONG):
+        partial.touch()
+        while partial.stat().st_size < file.size:
+            _asked(name, lambda: _append(name, file, partial, progress))
+        if _has_hash(partial, file.digest):
+            return
+        partial.unlink()
+        _log.warning(f"{name}: {file.path} arrived damaged, and is downloaded again")
+    _forget(name)
+    why = f"sends {file.path} with other bytes than it lists"
+    raise HubError(why, "Try again; a proxy on the way may be at fault.")
+
+
+def _append(name: HubName, file: HubFile, partial: Path, progress: Callable[[int], object]) -> None:
+    """Write a file's next bytes, as many as come; raises an error of the hub where none does."""
+    place = f"{name.address}/resolve/{name.revision}/{quote(file.path)}"
+    url, session = f"{_constants().ENDPOINT}/{place}", _hub().utils.get_session()
+    with open(partial, "ab") as output:
+        begin = output.tell()
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={begin}-"}
+        if token := _hub().utils.get_token():
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            with session.stream("GET", url, headers=headers, timeout=_LIMIT) as response:
+                _hub().utils.hf_raise_for_status(response)
+                if response.status_code != 206:
+                    begin = output.seek(output.truncate(0))
+                for chunk in response.iter_bytes():
+                    output.write(chunk)
+                    progress(output.tell())
+        except _hub().errors.HTTPError:
+            if output.tell() == begin:
+                raise
+            time.sleep(_SHORTEST_WAIT)
+        else:
+            if output.tell() == begin:
+                raise ValueError("no byte came")
+
+
+def _has_hash(file: Path, digest: str) -> bool:
+    """Return whether a file has a SHA-256, or Git's hash of a file, and is on the disk."""
+    found = hashlib.sha256()
+    if len(digest) == 40:
+        found = hashlib.sha1(f"blob {file.stat().st_size}\0".encode(), usedforsecurity=False)
+    with open(file, "rb") as content:
+        os.fsync(content.fileno())
+        return hashlib.file_digest(content, lambda: found).hexdigest() == digest
+
+
+def _size(file: Path) -> int:
+    """Return the bytes of a file; -1: it is not there."""
+    with suppress(OSError):
+        return file.stat().st_size
+    return -1
 
 
 def _write(file: Path, content: str) -> None:
@@ -309,168 +387,69 @@ def _write(file: Path, content: str) -> None:
         write_whole(file, content)
 
 
-def _chosen(name: HubName, fits: Fits) -> list[HubFile]:
-    """Return the files of a name; raises HubError where there is none.
-
-    Those of a folder are to fit, by their paths in it.
-    """
-    files, below = _files(name), name.below
-    inside = [path for path in files if path.startswith(f"{below}/" if below else "")]
-    if name.kind == "dataset" and not inside:
-        inside = [path for path in files if path == below or fits_glob(path, below)]
-    if not inside:
-        folders = {str(above) for path in files for above in PurePosixPath(path).parents}
-        near = difflib.get_close_matches(below, {*files, *folders}, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Look at {name.page}."
-        raise HubError(f"has no {'such file' if name.kind == 'dataset' else 'such folder'}", hint)
-    at, whole = len(below) + bool(below), inside[0].startswith(f"{below}/" if below else "")
-    found = [path for path in inside if not whole or fits(path[at:])]
-    found = [path for path in found if path.lower().endswith(_HARMLESS)]
-    if not found or (fits is is_model and all(is_small(path[at:]) for path in found)):
-        _list_file(name).unlink(missing_ok=True)  # it may have been damaged on its way
-        kinds = sorted({PurePosixPath(path).suffix or path for path in inside})
-        wanted = "model.safetensors" if fits is is_model else "file that is read here"
-        raise HubError(
-            f"holds no {wanted}, but {', '.join(kinds[:8])}",
-            "Code and pickled files are never taken. Name another revision or folder: of many "
-            f"datasets, @refs/convert/parquet; {name.page} shows them.",
-        )
-    return [files[path] for path in found]
-
-
-def _is_held(name: HubName, file: HubFile) -> bool:
-    with suppress(OSError):
-        return (name.snapshot / file.path).stat().st_size == file.size
-    return False
-
-
-def _taken(name: HubName, file: HubFile) -> Iterator[int]:
-    """Put a file into the cache, whole or not at all; of several processes one downloads it.
-
-    Yields how many of its bytes are here.
-    """
-    from filelock import FileLock
-
-    blob = name.storage / "blobs" / file.digest
-    partial = blob.with_name(f"{blob.name}.launcher-part")
-    lock = name.storage.parent / ".locks" / name.storage.name / f"{blob.name}.lock"
-    link = name.snapshot / file.path
-    for folder in (blob.parent, lock.parent, link.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock):
-        damaged = 0
-        while not (blob.is_file() and blob.stat().st_size == file.size):
-            yield from _transferred(name, file, partial)
-            if _has_hash(partial, file.digest):
-                os.replace(partial, blob)
-                break
-            partial.unlink()
-            if (damaged := damaged + 1) == _WRONG:
-                why = f"sends {file.path} with other bytes than it lists"
-                raise HubError(why, "Try again; a proxy on the way may be at fault.")
-            _log.warning(f"{name}: {file.path} arrived damaged, and is downloaded again")
-        made = link.with_name(f".{link.name}.{os.getpid()}")
-        made.unlink(missing_ok=True)
-        made.symlink_to(os.path.relpath(blob, link.parent))
-        os.replace(made, link)
-
-
-def _transferred(name: HubName, file: HubFile, partial: Path) -> Iterator[int]:
-    """Write a file's bytes behind those that are there, until all are; yield how many are."""
-    kind = "datasets/" if name.kind == "dataset" else ""
-    place = f"{kind}{name.repo}/resolve/{name.revision}/{quote(file.path)}"
-    url = f"{_constants().ENDPOINT}/{place}"
-    _refuse_offline(name)
-    tries, error, reached = 0, None, False
-    with open(partial, "ab") as output:
-        while (begin := output.seek(0, os.SEEK_END)) < file.size:
-            try:
-                for chunk in _chunks(url, begin):
-                    reached = True
-                    if chunk is None:
-                        output.seek(output.truncate(0))
-                    else:
-                        output.write(chunk)
-                        yield output.tell()
-            except Exception as raised:
-                error = raised
-            output.flush()
-            tries = 0 if output.tell() > begin else tries + 1
-            if output.tell() < file.size:
-                _pause(name, error, tries, reached)
-        os.fsync(output.fileno())
-
-
-def _chunks(url: str, begin: int) -> Iterator[bytes | None]:
-    """Yield a file's bytes from one on; None before all of them."""
-    part = {"Range": f"bytes={begin}-"} if begin else {}
-    with _hub().utils.get_session().stream("GET", url, **_asking(**part)) as response:
-        _hub().utils.hf_raise_for_status(response)
-        if response.status_code != 206:
-            yield None
-        yield from response.iter_bytes()
-
-
-def _has_hash(file: Path, digest: str) -> bool:
-    """Return whether a file has a SHA-256, or Git's hash of a file."""
-    found = hashlib.sha256()
-    if len(digest) == 40:
-        found = hashlib.sha1(f"blob {file.stat().st_size}\0".encode(), usedforsecurity=False)
-    with open(file, "rb") as content:
-        while chunk := content.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest() == digest
+def _forget(name: HubName) -> None:
+    """Have the list of a commit's files made anew: it may have been damaged on its way."""
+    if not _silence():
+        with suppress(OSError):
+            name.listed.unlink(missing_ok=True)
 
 
 def _asked(name: HubName, ask: Callable[[], T]) -> T:
     """Return the hub's answer, asked for again where that may help; raises HubError."""
-    _refuse_offline(name)
-    for tries in range(1, _TRIES + 1):
+    said = _silence()
+    for tries in range(0 if said else _TRIES):
         try:
             return ask()
-        except Exception as error:
-            _pause(name, error, tries, tries > 1)
-    raise AssertionError("the last pause raises")
-
-
-def _pause(name: HubName, error: Exception | None, tries: int, reached: bool) -> None:
-    """Wait before the hub is asked again; raises HubError where that is of no use.
-
-    Args:
-        name: what it is asked for.
-        error: the problem; None: the answer ended too early.
-        tries: how many answers in a row were of no use.
-        reached: whether it has answered before.
-    """
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    known = (_hub().errors.HTTPError, ConnectionError, *_DAMAGED)
-    if error is not None and not isinstance(error, known):
-        raise error
-    if status is not None and status not in (408, 429) and status < 500:
-        raise _refusal(name, error, status) from None
-    is_away = type(error).__name__.startswith("Connect") or isinstance(error, ConnectionError)
-    if tries >= _TRIES or (is_away and not reached):
-        said = f"answers {status}" if status else f"does not answer ({type(error).__name__})"
-        raise _away(name, said) from None
-    later = response.headers.get("Retry-After", "") if response is not None else ""
-    time.sleep(min(float(later), _LONGEST_WAIT) if later.isdigit() else 0.25 * 2**tries)
-
-
-def _refuse_offline(name: HubName) -> None:
-    if _constants().HF_HUB_OFFLINE:
-        raise _away(name, "is not to be asked (HF_HUB_OFFLINE)")
-
-
-def _away(name: HubName, said: str) -> _UnreachableError:
-    return _UnreachableError(
-        f"is not in the cache {name.storage.parent}, or not whole, and the hub {said}",
+        except _hub().errors.HFValidationError as error:
+            raise HubError("is not the name of a repository", f"{error}") from None
+        except (_hub().errors.HTTPError, *_DAMAGED) as error:
+            response = getattr(error, "response", None)
+            status = getattr(response, "status_code", None)
+            if status is not None and status not in (408, 429) and status < 500:
+                raise _refusal(name, error, status) from None
+            said = f"answers {status}" if status else f"does not answer ({type(error).__name__})"
+            later = response.headers.get("Retry-After", "") if response is not None else ""
+        if tries < _TRIES - 1:
+            wait = float(later) if later.isdigit() else _SHORTEST_WAIT * 2**tries
+            time.sleep(min(wait, _LONGEST_WAIT))
+    raise _UnreachableError(
+        f"is not in the cache {_cache()}, or not whole, and the hub {said}",
         "Download it where there is a network, such as by task=plan there, or set HF_HUB_CACHE "
         "to a cache that holds it.",
     )
 
 
-def _refusal(name: HubName, error: Any, status: int) -> HubError:
+@functools.cache
+def _silence() -> str:
+    """Return why the hub is not asked; "": it is.
+
+    No connection takes long to fail where name servers or routers drop what they are sent.
+    """
+    if _constants().HF_HUB_OFFLINE:
+        return "is not to be asked (HF_HUB_OFFLINE)"
+    from urllib.request import getproxies, proxy_bypass  # here: it is seldom needed
+
+    url, proxies = urlsplit(_constants().ENDPOINT), getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    place = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    said = [f"does not answer in {_CONNECT_SECONDS:g} s"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection(place, _LIMIT).close()
+            said.append("")
+        except OSError as error:
+            said.append(f"does not answer ({error.strerror or error})")
+
+    looking = threading.Thread(target=connect, daemon=True)
+    looking.start()
+    looking.join(_CONNECT_SECONDS)
+    return said[-1]
+
+
+def _refusal(name: HubName, error: Exception, status: int) -> HubError:
     """Return the error of an answer that will not change; addresses, maybe signed, stay out."""
     token = "set HF_TOKEN to a token that may read it"
     if _hub().utils.get_token():
@@ -480,28 +459,23 @@ def _refusal(name: HubName, error: Any, status: int) -> HubError:
     if isinstance(error, _hub().errors.RevisionNotFoundError):
         return HubError(f"has no revision {name.revision}", _near_revision(name))
     if isinstance(error, _hub().errors.RepositoryNotFoundError) or status == 404:
-        where = f"{_other_kind(name)}Open {name.page}; if it is private, {token}."
+        other = f"; of a dataset, write hf://datasets/{name.repo}" if name.kind == "model" else ""
+        where = f"Open {name.page}; if it is private, {token}{other}."
         return HubError("is not there, or is private", where)
-    if status in (401, 403):
-        return HubError("may not be read", f"Open {name.page}; {token}.")
-    return HubError(f"is refused by the hub, which answers {status}", f"Open {name.page}.")
+    return HubError(f"may not be read: the hub answers {status}", f"Open {name.page}; {token}.")
 
 
 def _near_revision(name: HubName) -> str:
     with suppress(Exception):  # it serves the message alone
-        refs = _answer(f"{name.repo}/refs", name.kind)[0]
-        names = [one["name"] for kind in ("branches", "tags") for one in refs[kind]]
+        refs = _hub().HfApi().list_repo_refs(name.repo, repo_type=name.kind)
+        names = [one.name for one in (*refs.branches, *refs.tags)]
         near = difflib.get_close_matches(name.revision or "", names, n=1)
         return f"Did you mean {quote(near[0], '')}?" if near else f"It has {', '.join(names[:8])}."
     return f"Look at {name.page}/tree/main."
 
 
-def _other_kind(name: HubName) -> str:
-    other = HubName("dataset" if name.kind == "model" else "model", name.repo, None, "")
-    with suppress(Exception):  # it serves the message alone
-        _info(other)
-        return f"There is a {other.kind} {other}. "
-    return ""
+def _cache() -> Path:
+    return Path(_constants().HF_HUB_CACHE).expanduser()
 
 
 def _constants() -> Any:
@@ -515,16 +489,3 @@ def _hub() -> Any:
     import huggingface_hub.utils
 
     return huggingface_hub
-
-
-def _asking(**headers: str) -> dict[str, Any]:
-    """Return the headers of a request and its limits in seconds.
-
-    Where there is no network, that is known soon. The library's own headers take a request first.
-    """
-    if token := _hub().utils.get_token():
-        headers["Authorization"] = f"Bearer {token}"
-    timeout = type(_hub().utils.get_session().timeout)(_ANSWER_SECONDS, connect=_CONNECT_SECONDS)
-    # A connection that is kept may be closed by the time it is used again.
-    headers |= {"Accept-Encoding": "identity", "Connection": "close"}
-    return {"headers": headers, "timeout": timeout}

@@ -84,8 +84,8 @@ def stub(theirs, tmp_path, monkeypatch):
 
 def forget():
     """Forget what this process knows, as another one does."""
-    hub._pinned.cache_clear()
-    hub._kept.clear()
+    hub.pin.cache_clear()
+    hub._silence.cache_clear()
 
 
 def refusal(ask, *arguments):
@@ -138,8 +138,8 @@ def test_a_check_names_the_commits_and_downloads_no_weights_and_no_data(stub, th
     }
     assert (config.model.hidden_size, config.dataset.folder) == (32, "org-talks-data.tokens")
     said = check(config, os.environ)
-    assert f"train.init_from: {pinned}, to be downloaded: 1 file of 0." in "; ".join(said)
-    assert f"dataset.path: {data}, to be downloaded: 4 files of 0.0 MB" in said
+    assert f"train.init_from: {pinned} (0.2 MB to download, files: 1)" in "; ".join(said)
+    assert f"dataset.path: {data} (0.0 MB to download, files: 4)" in said
     names = {file.name for file in (tmp_path / "cache").rglob("snapshots/*/**/*") if file.is_file()}
     assert names == {"config.json", "tokenizer.json"}
     written = to_yaml(to_written(config))
@@ -190,7 +190,7 @@ def test_what_is_no_model_and_no_documents_is_refused(stub, theirs):
     for word, text in (
         (f"{data}/talks/daat", f"has no such file {where} Did you mean data?"),
         (data, f"is not the name of a repository {where}"),
-        ("dataset.path=hf://org/talks", f"is not there, or is private {where} There is a dataset"),
+        ("dataset.path=hf://org/talks", f"is not there, or is private {where} Open "),
     ):
         assert refusal(load, ["dataset=jsonl", word]).startswith(f"{word} {text}")
 
