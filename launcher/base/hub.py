@@ -183,7 +183,8 @@ def pin(text: str) -> str:
         commit = last.read_text().strip() if last.is_file() else ""
         if not _COMMIT.fullmatch(commit):
             raise
-        _log.warning(f"{name}: the hub does not answer; the cache had commit {commit} last")
+        said = _silence() or "does not answer"
+        _log.warning(f"{name}: the hub {said}; the cache had commit {commit} last")
     pinned = name._replace(revision=commit)
     _chosen(pinned, bool)
     _write(last, commit)

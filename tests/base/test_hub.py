@@ -145,8 +145,8 @@ def test_without_a_network(stub, at, monkeypatch, caplog):
     fetch("hf://org/name", is_small)
     at("http://127.0.0.1:9")  # nobody listens
     assert described("hf://org/name", is_small) == f"hf://org/name@{commit} (in the cache)"
-    said = f"hf://org/name: the hub does not answer; the cache had commit {commit} last"
-    assert caplog.messages == [said]
+    said = "hf://org/name: the hub does not answer (Connection refused); the cache had commit"
+    assert caplog.messages == [f"{said} {commit} last"]
     said = "not whole, and the hub does not answer (Connection refused). Download it"
     assert said in refused("hf://org/name")
     assert "is not in the cache" in refused("hf://org/other")

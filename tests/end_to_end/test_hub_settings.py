@@ -150,6 +150,8 @@ def test_a_check_names_the_commits_and_downloads_no_weights_and_no_data(stub, th
 def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_path, capsys):
     config = load(WORDS)
     download(config, make_console())
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))  # to prepare the data
+    download(config, make_console(), 0)
     assert "downloading hf://datasets/org/talks@" in capsys.readouterr().out
     prepare_corpus(config.dataset, 1)
     assert find_start(config, 0).parent.name == "snapshots"
@@ -157,7 +159,7 @@ def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_
     forget()
     again = load(WORDS)
     assert again == config
-    assert "; the hub does not answer" in "; ".join(check(again, os.environ))
+    assert sum("(in the cache)" in line for line in check(again, os.environ)) == 1
     # Tokens need their documents no more.
     for file in (tmp_path / "cache" / "datasets--org--talks" / "blobs").iterdir():
         file.unlink()
@@ -182,7 +184,7 @@ def test_what_is_no_model_and_no_documents_is_refused(stub, theirs):
     old = load([*MODEL[:2], "train.init_from=hf://org/old", "dataset=synthetic"])
     said = "train.init_from=hf://org/old@.* holds no model.safetensors, but .bin, .json. Code and"
     assert re.match(said, refusal(check, old, os.environ))
-    assert re.match(said, refusal(download, old, make_console()))
+    assert re.match(said, refusal(download, old, make_console(), 0))
     tables = load(["dataset=parquet", "dataset.path=hf://datasets/org/talks"])
     said = "dataset.path=hf://datasets/org/talks@.* holds no file that is read here, but .jsonl. "
     assert re.match(said, refusal(check, tables, os.environ))
@@ -228,7 +230,7 @@ def test_a_job_has_all_it_needs_when_it_is_submitted(stub, tmp_path):
     forget()
     frozen = load_frozen(home / "config.yaml")
     assert dict(pins(frozen)) == dict(pins(config))
-    download(frozen, make_console())
+    download(frozen, make_console(), 0)
     assert (find_start(frozen, 0) / "model.safetensors").is_file()
 
 

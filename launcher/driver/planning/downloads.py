@@ -19,13 +19,13 @@ from launcher.report.console import status
 _log = logging.getLogger(__name__)
 
 
-def download(config: Config, console: Console, finished: int = 0) -> None:
+def download(config: Config, console: Console, finished: int | None = None) -> None:
     """Download what a run needs of the hub and the cache lacks; log which commits it takes.
 
     Args:
         config: the settings.
         console: where the progress is shown.
-        finished: how many steps the run has finished.
+        finished: how many steps the run has finished; None: only its data are needed.
 
     Raises:
         ConfigError: a file cannot be had, or the cache cannot be written.
@@ -38,10 +38,10 @@ def download(config: Config, console: Console, finished: int = 0) -> None:
             _log.info(f"{key}: {hub.described(text, fits)}")
 
 
-def hub_needs(config: Config, finished: int) -> Iterator[tuple[str, str, hub.Fits]]:
+def hub_needs(config: Config, finished: int | None) -> Iterator[tuple[str, str, hub.Fits]]:
     """Yield the settings by which a run needs large files of the hub: key, name, and which."""
     start, data = config.train.init_from or "", config.dataset
-    if hub.is_name(start) and not finished and config.run.fork is None:
+    if hub.is_name(start) and finished == 0 and config.run.fork is None:
         yield "train.init_from", start, hub.is_model
     if isinstance(data, Text) and hub.is_name(data.path):
         yield "dataset.path", data.path, wanted_files(data.pattern, "text")
