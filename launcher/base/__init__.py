@@ -1,5 +1,6 @@
 """Foundations that know nothing of JAX or of training: log, output, signals, files, versions."""
 
+from launcher.base import hub_files as hub  # noqa: F401  its face is one name
 from launcher.base.files import FULL as FULL
 from launcher.base.files import DamagedError as DamagedError
 from launcher.base.files import aside as aside

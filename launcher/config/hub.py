@@ -82,5 +82,5 @@ def _of_run(tree: Tree) -> Tree:
 
 def _as_before(text: Any, before: Any) -> str:
     """Return the name with the commit that a run has, if the text says no revision."""
-    same = hub.is_name(before) and hub.HubName.of(before)._replace(revision=None)
+    same = hub.is_name(before) and hub.HubName.of(before).at(None)
     return str(before if same == hub.HubName.of(text) else text)

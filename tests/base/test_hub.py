@@ -1,4 +1,4 @@
-"""`launcher/base/hub.py`: files of the hub arrive whole and once, whatever happens on the way."""
+"""`launcher/base/hub_files.py`: files of the hub arrive whole and once, whatever happens."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ from hub_stub import SIGNATURE, TOKEN, HubStub, digest_of
 from huggingface_hub import constants
 
 from launcher.base import hub
-from launcher.base.hub import HubError, HubName, described, fetch, is_model, is_small, pin
+from launcher.base.hub_files import HubError, HubName, described, fetch, is_model, is_small, pin
 
 PEER = Path(hub.__file__).parents[2] / "tests" / "hub_peer.py"
 WEIGHTS = random.Random(0).randbytes(3_000_000)
@@ -84,7 +84,7 @@ def refused(text, fits=is_model):
 def test_names(text, parts):
     parts = parts or ("dataset", "org/name", "refs/convert/parquet", "a/*.parquet")
     assert HubName.of(text) == parts
-    pinned = HubName.of(text)._replace(revision="0" * 40)
+    pinned = HubName.of(text).at("0" * 40)
     assert HubName.of(str(pinned)) == pinned
 
 
@@ -145,10 +145,10 @@ def test_without_a_network(stub, at, monkeypatch, caplog):
     fetch("hf://org/name", is_small)
     at("http://127.0.0.1:9")  # nobody listens
     assert described("hf://org/name", is_small) == f"hf://org/name@{commit} (in the cache)"
-    said = "hf://org/name: the hub does not answer (Connection refused); the cache had commit"
-    assert caplog.messages == [f"{said} {commit} last"]
-    said = "not whole, and the hub does not answer (Connection refused). Download it"
-    assert said in refused("hf://org/name")
+    silent = "the hub does not answer ([Errno 111] Connection refused)"
+    assert caplog.messages == [f"hf://org/name: {silent}; the cache had commit {commit} last"]
+    assert f"not whole, and {silent}. Download it" in refused("hf://org/name")
+    at("http://127.0.0.1:none")
     assert "is not in the cache" in refused("hf://org/other")
     # What is of another kind is no reason to forget what is there.
     assert "holds no file that is read here" in refused("hf://org/name", lambda path: False)

@@ -96,6 +96,10 @@ class HubName(NamedTuple):
         revision = f"@{self.revision}" if self.revision else ""
         return f"hf://{self.address}{revision}{'/' if self.below else ''}{self.below}"
 
+    def at(self, revision: str | None) -> HubName:
+        """Return the name of another revision."""
+        return self._replace(revision=revision)
+
     @property
     def is_pinned(self) -> bool:
         """Whether it names a commit."""
@@ -185,7 +189,7 @@ def pin(text: str) -> str:
             raise
         said = _silence() or "does not answer"
         _log.warning(f"{name}: the hub {said}; the cache had commit {commit} last")
-    pinned = name._replace(revision=commit)
+    pinned = name.at(commit)
     _chosen(pinned, bool)
     _write(last, commit)
     return str(pinned)
@@ -220,9 +224,13 @@ def fetch(
     """
     name, lacks = HubName.of(pin(text)), missing(text, fits)
     done, total = 0, sum(file.size for file in lacks)
+
+    def so_far(held: int) -> None:
+        progress(done + held, total)
+
     try:
         for file in lacks:
-            _take(name, file, lambda held, before=done: progress(before + held, total))
+            _take(name, file, so_far)
             done += file.size
     except OSError as error:
         raise HubError(
@@ -298,7 +306,7 @@ def _tree(name: HubName) -> tuple[str, dict[str, dict[str, Any]]]:
         }
         for one in found.siblings
     }
-    pinned = name._replace(revision=found.sha)
+    pinned = name.at(found.sha)
     if not pinned.is_pinned or not _listed(tree):
         raise ValueError(f"{found.sha!r} is no commit with files")
     if len(tree) >= _MOST_FILES:
@@ -325,7 +333,7 @@ def _take(name: HubName, file: HubFile, progress: Callable[[int], object]) -> No
 def _download(
     name: HubName, file: HubFile, partial: Path, progress: Callable[[int], object]
 ) -> None:
-    """Write a file behind what is there of it, until it is whole by its hash."""
+    """Write the rest of a file, until it is whole by its hash."""
     for _ in range(_WRONG):
         partial.touch()
         while partial.stat().st_size < file.size:
@@ -430,19 +438,19 @@ def _silence() -> str:
         return "is not to be asked (HF_HUB_OFFLINE)"
     from urllib.request import getproxies, proxy_bypass  # here: it is seldom needed
 
-    url, proxies = urlsplit(_constants().ENDPOINT), getproxies()
-    proxy = proxies.get(url.scheme) or proxies.get("all")
-    if proxy and not proxy_bypass(url.hostname or ""):
-        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    place = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
     said = [f"does not answer in {_CONNECT_SECONDS:g} s"]
 
     def connect() -> None:
         try:
+            url, proxies = urlsplit(_constants().ENDPOINT), getproxies()
+            proxy = proxies.get(url.scheme) or proxies.get("all")
+            if proxy and not proxy_bypass(url.hostname or ""):
+                url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+            place = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection(place, _LIMIT).close()
             said.append("")
-        except OSError as error:
-            said.append(f"does not answer ({error.strerror or error})")
+        except (OSError, ValueError) as error:  # HF_ENDPOINT may be no address
+            said.append(f"does not answer ({error})")
 
     looking = threading.Thread(target=connect, daemon=True)
     looking.start()
