@@ -73,7 +73,7 @@ class HubName(NamedTuple):
         kind: "model" or "dataset".
         repo: `org/name`.
         revision: a branch, a tag or a commit; None: not said.
-        below: a folder or, of a dataset, a file or a glob in it; "": all of it.
+        below: a folder, a file or a glob in it; "": all of it.
     """
 
     kind: str
@@ -248,14 +248,14 @@ def _chosen(name: HubName, fits: Fits) -> list[HubFile]:
     files, folder = _files(name), f"{name.below}/" if name.below else ""
     inside = {path[len(folder) :]: file for path, file in files.items() if path.startswith(folder)}
     found = [path for path in inside if fits(path)]
-    if name.kind == "dataset" and not inside:
+    if not inside:
         inside = {path: file for path, file in files.items() if fits_glob(path, name.below)}
         found = list(inside)
     if not inside:
         folders = {str(above) for path in files for above in PurePosixPath(path).parents}
         near = difflib.get_close_matches(name.below, {*files, *folders}, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Look at {name.page}."
-        raise HubError(f"has no {'such file' if name.kind == 'dataset' else 'such folder'}", hint)
+        raise HubError("has no such file or folder", hint)
     found = [path for path in found if path.lower().endswith(_HARMLESS)]
     if not found or (fits is is_model and all(map(is_small, found))):
         _forget(name)
@@ -263,8 +263,8 @@ def _chosen(name: HubName, fits: Fits) -> list[HubFile]:
         wanted = "model.safetensors" if fits is is_model else "file that is read here"
         raise HubError(
             f"holds no {wanted}, but {', '.join(kinds[:8])}",
-            "Code and pickled files are never taken. Name another revision or folder: of many "
-            f"datasets, @refs/convert/parquet; {name.page} shows them.",
+            f"Code and pickled files are never taken. Open {name.page} for another revision or "
+            "folder, of many datasets @refs/convert/parquet.",
         )
     return [inside[path] for path in found]
 
@@ -354,8 +354,7 @@ def _append(name: HubName, file: HubFile, partial: Path, progress: Callable[[int
     with open(partial, "ab") as output:
         begin = output.tell()
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={begin}-"}
-        if token := _hub().utils.get_token():
-            headers["Authorization"] = f"Bearer {token}"
+        headers |= _hub().utils.build_hf_headers()
         try:
             with session.stream("GET", url, headers=headers, timeout=_LIMIT) as response:
                 _hub().utils.hf_raise_for_status(response)

@@ -33,6 +33,7 @@ FILES = {
     "onnx/model.onnx": b"no",
     "additional_chat_templates/tool.jinja": "{{ x }}",
     "consolidated.safetensors": b"the same weights again",
+    "old..json": "{}",
 }
 TAKEN = {n for n in FILES if n.endswith((".json", ".jinja")) or n == "model.safetensors"}
 
@@ -108,7 +109,7 @@ def test_what_is_no_name(text):
 def test_only_what_is_read_is_taken_and_never_twice(stub, at, tmp_path):
     at(stub.url)
     commit = stub.add("org/name", FILES)
-    assert described("hf://org/name", is_model).endswith(" (3.0 MB to download, files: 4)")
+    assert described("hf://org/name", is_model).endswith(" (3.0 MB to download, files: 5)")
     shares = []
     folder = fetch("hf://org/name", is_model, lambda done, total: shares.append(done / total))
     assert pin("hf://org/name") == f"hf://org/name@{commit}"
@@ -118,7 +119,8 @@ def test_only_what_is_read_is_taken_and_never_twice(stub, at, tmp_path):
     assert shares[-1] == 1
     asked = len(stub.seen())
     assert fetch(f"hf://org/name@{commit}", is_model) == folder
-    assert len(stub.seen()) == asked  # a commit needs no network
+    assert fetch("hf://org/name/tokenizer.json", is_small) == folder / "tokenizer.json"
+    assert len(stub.seen()) == asked + 1  # a commit needs no network
     # The library's own form: it takes our files for its, and its list of them.
     theirs = huggingface_hub.snapshot_download(
         "org/name",
@@ -208,8 +210,9 @@ def test_what_the_hub_refuses(stub, at):
     assert refused("hf://org/name@mian") == "has no revision mian. Did you mean main?"
     assert "; of a dataset, write hf://datasets/org/talks." in refused("hf://org/talks@v1.0")
     assert refused("hf://datasets/org/talks@v1.0/b.jsonl") == (
-        "has no such file. Did you mean a.jsonl?"
+        "has no such file or folder. Did you mean a.jsonl?"
     )
+    assert refused("hf://org/na--me").startswith("is not the name of a repository. Cannot have -- ")
     assert refused("hf://org/pickled").startswith("holds no file that is read here, but .bin, .py.")
 
 
@@ -276,8 +279,7 @@ def killed_after(process, cache, bytes_there, seconds=30):
     """Kill a process once so much of the weights is there, or leave it if it was faster."""
     deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline:
-        parts = list(cache.rglob("*.launcher-part"))
-        if any(part.stat().st_size >= bytes_there for part in parts):
+        if any(hub._size(part) >= bytes_there for part in cache.rglob("*.launcher-part")):
             break
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)

@@ -190,7 +190,7 @@ def test_what_is_no_model_and_no_documents_is_refused(stub, theirs):
     assert re.match(said, refusal(check, tables, os.environ))
     where, data = "(on the command line).", "dataset.path=hf://datasets/org"
     for word, text in (
-        (f"{data}/talks/daat", f"has no such file {where} Did you mean data?"),
+        (f"{data}/talks/daat", f"has no such file or folder {where} Did you mean data?"),
         (data, f"is not the name of a repository {where}"),
         ("dataset.path=hf://org/talks", f"is not there, or is private {where} Open "),
     ):
