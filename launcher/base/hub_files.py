@@ -182,7 +182,7 @@ def pin(text: str) -> str:
         return text
     last = name.storage / "refs" / (name.revision or "main")
     try:
-        commit = _asked(name, lambda: _tree(name))[0]
+        commit = _asked(name, lambda: _found(name))[0]
     except _UnreachableError:
         commit = last.read_text().strip() if last.is_file() else ""
         if not _COMMIT.fullmatch(commit):
@@ -275,7 +275,7 @@ def _files(name: HubName) -> dict[str, HubFile]:
         kept = read_json(name.listed)
         if kept["format_version"] == _FORMAT:
             return _listed(kept["files"])
-    return _listed(_asked(name, lambda: _tree(name))[1])
+    return _asked(name, lambda: _found(name))[1]
 
 
 def _listed(tree: Any) -> dict[str, HubFile]:
@@ -289,10 +289,10 @@ def _listed(tree: Any) -> dict[str, HubFile]:
     return files
 
 
-def _tree(name: HubName) -> tuple[str, dict[str, dict[str, Any]]]:
+def _found(name: HubName) -> tuple[str, dict[str, HubFile]]:
     """Return the commit of a revision and its files, after noting those in the cache.
 
-    They have the form of huggingface_hub's `trees/`.
+    They are noted in the form of huggingface_hub's `trees/`.
     """
     ask = _hub().HfApi().repo_info
     found = ask(
@@ -306,13 +306,13 @@ def _tree(name: HubName) -> tuple[str, dict[str, dict[str, Any]]]:
         }
         for one in found.siblings
     }
-    pinned = name.at(found.sha)
-    if not pinned.is_pinned or not _listed(tree):
-        raise ValueError(f"{found.sha!r} is no commit with files")
-    if len(tree) >= _MOST_FILES:
+    files, pinned = _listed(tree), name.at(found.sha)
+    if not pinned.is_pinned:
+        raise ValueError(f"{found.sha!r} is no commit")
+    if len(files) >= _MOST_FILES:
         raise HubError("has too many files to be listed", f"Download a part of {name.page}.")
     _write(pinned.listed, json.dumps({"format_version": _FORMAT, "files": tree}))
-    return found.sha, tree
+    return found.sha, files
 
 
 def _take(name: HubName, file: HubFile, progress: Callable[[int], object]) -> None:
@@ -419,11 +419,13 @@ def _asked(name: HubName, ask: Callable[[], T]) -> T:
             later = response.headers.get("Retry-After", "") if response is not None else ""
         if tries < _TRIES - 1:
             wait = float(later) if later.isdigit() else _SHORTEST_WAIT * 2**tries
-            time.sleep(min(wait, _LONGEST_WAIT))
+            wait = min(wait, _LONGEST_WAIT)
+            _log.info(f"{name}: the hub {said}; it is asked again in {wait:g} s")
+            time.sleep(wait)
     raise _UnreachableError(
         f"is not in the cache {_cache()}, or not whole, and the hub {said}",
-        "Download it where there is a network, such as by task=plan there, or set HF_HUB_CACHE "
-        "to a cache that holds it.",
+        "Try again, download it where there is a network (task=plan does), or set HF_HUB_CACHE to "
+        "a cache that holds it.",
     )
 
 

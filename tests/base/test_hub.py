@@ -149,7 +149,7 @@ def test_without_a_network(stub, at, monkeypatch, caplog):
     assert described("hf://org/name", is_small) == f"hf://org/name@{commit} (in the cache)"
     silent = "the hub does not answer ([Errno 111] Connection refused)"
     assert caplog.messages == [f"hf://org/name: {silent}; the cache had commit {commit} last"]
-    assert f"not whole, and {silent}. Download it" in refused("hf://org/name")
+    assert f"not whole, and {silent}. Try again, " in refused("hf://org/name")
     at("http://127.0.0.1:none")
     assert "is not in the cache" in refused("hf://org/other")
     # What is of another kind is no reason to forget what is there.
@@ -157,7 +157,7 @@ def test_without_a_network(stub, at, monkeypatch, caplog):
     assert described("hf://org/name", is_small).endswith("(in the cache)")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     at(stub.url)
-    assert "the hub is not to be asked (HF_HUB_OFFLINE). Download it" in refused("hf://org/name")
+    assert "the hub is not to be asked (HF_HUB_OFFLINE). Try again, " in refused("hf://org/name")
     assert refused("hf://org/other").startswith("is not in the cache ")
 
 
@@ -169,12 +169,12 @@ def test_a_network_that_drops_what_it_is_sent_is_not_waited_for(at, monkeypatch)
             client.setblocking(False)
             client.connect_ex(server.getsockname())
         at(f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert "and the hub does not answer in 1 s. Download" in refused("hf://org/other")
+        assert "and the hub does not answer in 1 s. Try again, " in refused("hf://org/other")
         answered = threading.Event()
         stack.callback(answered.set)
         monkeypatch.setattr(socket, "getaddrinfo", lambda *name, **options: answered.wait() and [])
         at("http://nowhere.invalid")
-        assert "and the hub does not answer in 1 s. Download" in refused("hf://org/other")
+        assert "and the hub does not answer in 1 s. Try again, " in refused("hf://org/other")
 
 
 def test_a_cache_that_cannot_be_written_is_named(stub, at, monkeypatch):

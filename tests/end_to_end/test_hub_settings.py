@@ -167,7 +167,7 @@ def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_
     assert not any("dataset.path" in line for line in check(again, os.environ))
     said = refusal(load, [*MODEL, "train.init_from=hf://org/other"])
     assert said.startswith("train.init_from=hf://org/other is not in the cache")
-    assert "(on the command line). Download it where there is a network" in said
+    assert "(on the command line). Try again, download it" in said
     # Of a model that is there in part, that is known before anything starts.
     (weights,) = (tmp_path / "cache").rglob("model.safetensors")
     weights.resolve().unlink()
