@@ -3,7 +3,7 @@
 import hashlib
 import sys
 
-from launcher.base import HubError, fetch, is_model
+from launcher.base.hub_files import HubError, fetch, is_model
 
 try:
     folder = fetch(sys.argv[1], is_model)

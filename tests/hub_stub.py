@@ -19,7 +19,7 @@ SIGNATURE = "signed0123456789"  # of the addresses that files are redirected to
 LARGE = (".safetensors", ".parquet", ".bin")
 _PATHS = re.compile(
     r"/(?:api/)?(models/|datasets/|)([\w.-]+/[\w.-]+)"
-    r"(?:/(revision|tree|refs|resolve)(?:/([^/]+)(?:/(.*))?)?)?"
+    r"(?:/(revision|refs|resolve)(?:/([^/]+)(?:/(.*))?)?)?"
 )
 
 
@@ -87,8 +87,12 @@ class _Handler(BaseHTTPRequestHandler):
         repo = json.loads((home / "repo.json").read_text())
         what, revision = found[3], urllib.parse.unquote(found[4] or "main")
         if what == "refs":
-            names = [{"name": name} for name in repo["refs"]]
-            return self.answer(200, json.dumps({"branches": names, "tags": []}).encode())
+            names = [
+                {"name": ref, "ref": f"refs/heads/{ref}", "targetCommit": commit}
+                for ref, commit in repo["refs"].items()
+            ]
+            kinds = {"branches": names, "tags": [], "converts": []}
+            return self.answer(200, json.dumps(kinds).encode())
         if repo["closed"] and token != TOKEN and (what == "resolve" or repo["closed"] == "private"):
             code = {"private": "RepoNotFound", "gated": "GatedRepo"}.get(repo["closed"])
             headers = {"X-Error-Code": code} if code else {}
@@ -96,10 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo["refs"].get(revision, revision)
         if not (home / commit).is_dir():
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        if what == "tree":
-            return self.tree(home / commit, path, query)
         if what != "resolve":
-            return self.answer(200, json.dumps({"id": found[2], "sha": commit}).encode())
+            about = {"id": found[2], "sha": commit, "siblings": siblings(home / commit)}
+            return self.answer(200, json.dumps(about).encode())
         file = home / commit / urllib.parse.unquote(found[5])
         if not file.is_file():
             return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -111,21 +114,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self.send(file, headers)
 
     do_HEAD = do_GET
-
-    def tree(self, home, path, query):
-        files = sorted(file for file in home.rglob("*") if file.is_file())
-        page = int(urllib.parse.parse_qs(query).get("cursor", ["0"])[0])
-        entries = []
-        for file in files[page : page + 3]:
-            name, size = file.relative_to(home).as_posix(), file.stat().st_size
-            entry = {"type": "file", "path": name, "size": size, "oid": git_hash(file)}
-            if file.suffix in LARGE:
-                entry["lfs"] = {"oid": digest_of(file), "size": size, "pointerSize": 134}
-            entries.append(entry)
-        more = f"http://{self.headers['Host']}{path}?recursive=true&cursor={page + 3}"
-        headers = {"Link": f'<{more}>; rel="next"'} if files[page + 3 :] else {}
-        folders = [{"type": "directory", "path": "folder", "size": 0, "oid": "0" * 40}]
-        return self.answer(200, json.dumps(folders + entries).encode(), headers)
 
     def send(self, file, headers=None):
         content, wanted = file.read_bytes(), self.headers.get("Range")
@@ -148,6 +136,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *said):
         pass
+
+
+def siblings(home):
+    """Return the files of a commit, as the hub lists them."""
+    found = []
+    for file in sorted(file for file in home.rglob("*") if file.is_file()):
+        name, size = file.relative_to(home).as_posix(), file.stat().st_size
+        found.append({"rfilename": name, "size": size, "blobId": git_hash(file)})
+        if file.suffix in LARGE:
+            found[-1]["lfs"] = {"sha256": digest_of(file), "size": size, "pointerSize": 134}
+    return found
 
 
 def git_hash(file):

@@ -1,5 +1,6 @@
 """Foundations that know nothing of JAX or of training: log, output, signals, files, versions."""
 
+from launcher.base import hub_files as hub  # noqa: F401  its face is one name
 from launcher.base.files import FULL as FULL
 from launcher.base.files import DamagedError as DamagedError
 from launcher.base.files import aside as aside
@@ -19,18 +20,6 @@ from launcher.base.files import read_text as read_text
 from launcher.base.files import set_aside as set_aside
 from launcher.base.files import sync_folder as sync_folder
 from launcher.base.files import write_whole as write_whole
-from launcher.base.hub import Fits as Fits
-from launcher.base.hub import HubError as HubError
-from launcher.base.hub import described as described
-from launcher.base.hub import fetch as fetch
-from launcher.base.hub import fits_glob as fits_glob
-from launcher.base.hub import hub_name as hub_name
-from launcher.base.hub import is_hub as is_hub
-from launcher.base.hub import is_model as is_model
-from launcher.base.hub import is_small as is_small
-from launcher.base.hub import missing as missing
-from launcher.base.hub import pin as pin
-from launcher.base.hub import size_text as size_text
 from launcher.base.libraries import CONF as CONF
 from launcher.base.libraries import DISTRIBUTION as DISTRIBUTION
 from launcher.base.libraries import installing as installing

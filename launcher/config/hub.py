@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launcher.base import HubError, fetch, hub_name, is_hub, is_small, pin
+from launcher.base import hub
 from launcher.config.errors import ConfigError
 from launcher.config.fields import Place, key_of, settings_of
 from launcher.config.schema import Config
@@ -33,7 +33,7 @@ def hub_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def pins(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the settings that name a repository, and what they name."""
     for section, name, _ in hub_settings(dataclasses.asdict(config)):
-        if is_hub(text := getattr(getattr(config, section), name)):
+        if hub.is_name(text := getattr(getattr(config, section), name)):
             yield f"{section}.{name}", text
 
 
@@ -42,7 +42,7 @@ def naming(key: str, text: object) -> Iterator[None]:
     """Raise a ConfigError about a setting where its repository cannot be had inside."""
     try:
         yield
-    except HubError as error:
+    except hub.HubError as error:
         problem = f"{key}={text} {error.problem}"
         raise ConfigError(problem, error.remedy, [key], code="input") from None
 
@@ -61,12 +61,12 @@ def with_commits(tree: Tree, texts: dict[Place, str]) -> Tree:
         ConfigError: a repository cannot be had.
     """
     for section, name, holds in hub_settings(tree):
-        if is_hub(text := (tree.get(section) or {}).get(name)):
+        if hub.is_name(text := (tree.get(section) or {}).get(name)):
             key, before = f"{section}.{name}", _of_run(tree).get(section, {}).get(name)
             with naming(key, text):
-                pinned = pin(_as_before(text, before))
+                pinned = hub.pin(_as_before(text, before))
                 if holds == "model":
-                    fetch(pinned, is_small)
+                    hub.fetch(pinned, hub.is_small)
             tree = {**tree, section: {**tree[section], name: pinned}}
             texts.pop((section, name), None)
     return tree
@@ -82,6 +82,5 @@ def _of_run(tree: Tree) -> Tree:
 
 def _as_before(text: Any, before: Any) -> str:
     """Return the name with the commit that a run has, if the text says no revision."""
-    if is_hub(before) and hub_name(before).at(None) == hub_name(text):
-        return str(before)
-    return str(text)
+    same = hub.is_name(before) and hub.HubName.of(before).at(None)
+    return str(before if same == hub.HubName.of(text) else text)

@@ -23,7 +23,7 @@ from lm_eval.api.model import LM
 
 from launcher import checkpoint
 from launcher.arrays.stacked_array import spec_at
-from launcher.base import is_model
+from launcher.base import hub
 from launcher.checkpoint.train_state import flat_name, map_named
 from launcher.config.compose import load, load_frozen
 from launcher.config.errors import ConfigError
@@ -60,7 +60,7 @@ class LanguageModel(LM):
 
     def __init__(self, where: str, batch_size: int = 8) -> None:
         super().__init__()
-        path = folder_of(where, is_model) or Path(where).expanduser().absolute()
+        path = folder_of(where, hub.is_model) or Path(where).expanduser().absolute()
         found = _theirs(path) if (path / CONFIG).exists() else _run(path)
         self._decoder = build_decoder(found.options, "fp32")
         self._params, self._places = found.params, found.places

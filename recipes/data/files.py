@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base import Fits, HubError, fetch, fits_glob, is_hub, is_stored, missing_path, to_type
+from launcher.base import hub, is_stored, missing_path, to_type
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
@@ -83,7 +83,7 @@ class NamedFiles(NamedTuple):
         return f"; left out: {', '.join(said[:_MOST_NAMED])}{more}" if said else ""
 
 
-def local_path(key: str, text: str, fits: Fits) -> str:
+def local_path(key: str, text: str, fits: hub.Fits) -> str:
     """Return the path that a setting names; files of the hub are downloaded first.
 
     Args:
@@ -95,8 +95,8 @@ def local_path(key: str, text: str, fits: Fits) -> str:
         InputError: they cannot be had.
     """
     try:
-        return str(fetch(text, fits)) if is_hub(text) else text
-    except HubError as error:
+        return str(hub.fetch(text, fits)) if hub.is_name(text) else text
+    except hub.HubError as error:
         remedy = f"{error.remedy[0].lower()}{error.remedy[1:].rstrip('.')}"
         raise InputError(f"{key}={text} {error.problem}; {remedy}") from None
 
@@ -298,7 +298,7 @@ def find_text(path: str, pattern: str) -> tuple[list[FileSlice], str]:
         InputError: there is none, or one may not be read.
     """
     named = f"dataset.path={path}"
-    path = local_path("dataset.path", path, lambda file: fits_glob(file, pattern))
+    path = local_path("dataset.path", path, lambda file: hub.fits_glob(file, pattern))
     root = Path(path).expanduser()
     remedy = "name a text file, or a folder whose files fit dataset.pattern"
     found = named_files(named, path, fitting(root, pattern), remedy, _TRAIN)

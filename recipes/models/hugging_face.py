@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 import launcher.recipes.models
-from launcher.base import DamagedError, Fits, is_hub, is_small, missing_path, read_json
+from launcher.base import DamagedError, hub, missing_path, read_json
 from launcher.config.errors import ConfigError
 from launcher.config.families import modules_of_families
 from launcher.recipes.data.files import local_path
@@ -133,7 +133,7 @@ class Tensor:
         return padded(self.split[0]) - self.split[0] if self.of_vocabulary else 0
 
 
-def folder_of(named: str, fits: Fits = is_small) -> Path | None:
+def folder_of(named: str, fits: hub.Fits = hub.is_small) -> Path | None:
     """Return the folder that `hf:<folder>` or `hf://org/name` names; None of other words.
 
     Args:
@@ -143,7 +143,7 @@ def folder_of(named: str, fits: Fits = is_small) -> Path | None:
     Raises:
         InputError: they cannot be had.
     """
-    if is_hub(named):
+    if hub.is_name(named):
         return Path(local_path("the model", named, fits))
     return Path(named.removeprefix(PREFIX)).expanduser() if named.startswith(PREFIX) else None
 

@@ -84,8 +84,8 @@ def stub(theirs, tmp_path, monkeypatch):
 
 def forget():
     """Forget what this process knows, as another one does."""
-    hub._pinned.cache_clear()
-    hub._kept.clear()
+    hub.pin.cache_clear()
+    hub._silence.cache_clear()
 
 
 def refusal(ask, *arguments):
@@ -138,8 +138,8 @@ def test_a_check_names_the_commits_and_downloads_no_weights_and_no_data(stub, th
     }
     assert (config.model.hidden_size, config.dataset.folder) == (32, "org-talks-data.tokens")
     said = check(config, os.environ)
-    assert f"train.init_from: {pinned}, to be downloaded: 1 file of 0." in "; ".join(said)
-    assert f"dataset.path: {data}, to be downloaded: 4 files of 0.0 MB" in said
+    assert f"train.init_from: {pinned} (0.2 MB to download, files: 1)" in "; ".join(said)
+    assert f"dataset.path: {data} (0.0 MB to download, files: 4)" in said
     names = {file.name for file in (tmp_path / "cache").rglob("snapshots/*/**/*") if file.is_file()}
     assert names == {"config.json", "tokenizer.json"}
     written = to_yaml(to_written(config))
@@ -150,6 +150,8 @@ def test_a_check_names_the_commits_and_downloads_no_weights_and_no_data(stub, th
 def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_path, capsys):
     config = load(WORDS)
     download(config, make_console())
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))  # to prepare the data
+    download(config, make_console(), 0)
     assert "downloading hf://datasets/org/talks@" in capsys.readouterr().out
     prepare_corpus(config.dataset, 1)
     assert find_start(config, 0).parent.name == "snapshots"
@@ -157,7 +159,7 @@ def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_
     forget()
     again = load(WORDS)
     assert again == config
-    assert "; the hub does not answer" in "; ".join(check(again, os.environ))
+    assert sum("(in the cache)" in line for line in check(again, os.environ)) == 1
     # Tokens need their documents no more.
     for file in (tmp_path / "cache" / "datasets--org--talks" / "blobs").iterdir():
         file.unlink()
@@ -165,7 +167,7 @@ def test_what_is_downloaded_is_used_where_there_is_no_network(stub, theirs, tmp_
     assert not any("dataset.path" in line for line in check(again, os.environ))
     said = refusal(load, [*MODEL, "train.init_from=hf://org/other"])
     assert said.startswith("train.init_from=hf://org/other is not in the cache")
-    assert "(on the command line). Download it where there is a network" in said
+    assert "(on the command line). Try again, download it" in said
     # Of a model that is there in part, that is known before anything starts.
     (weights,) = (tmp_path / "cache").rglob("model.safetensors")
     weights.resolve().unlink()
@@ -182,15 +184,15 @@ def test_what_is_no_model_and_no_documents_is_refused(stub, theirs):
     old = load([*MODEL[:2], "train.init_from=hf://org/old", "dataset=synthetic"])
     said = "train.init_from=hf://org/old@.* holds no model.safetensors, but .bin, .json. Code and"
     assert re.match(said, refusal(check, old, os.environ))
-    assert re.match(said, refusal(download, old, make_console()))
+    assert re.match(said, refusal(download, old, make_console(), 0))
     tables = load(["dataset=parquet", "dataset.path=hf://datasets/org/talks"])
     said = "dataset.path=hf://datasets/org/talks@.* holds no file that is read here, but .jsonl. "
     assert re.match(said, refusal(check, tables, os.environ))
     where, data = "(on the command line).", "dataset.path=hf://datasets/org"
     for word, text in (
-        (f"{data}/talks/daat", f"has no such file {where} Did you mean data?"),
+        (f"{data}/talks/daat", f"has no such file or folder {where} Did you mean data?"),
         (data, f"is not the name of a repository {where}"),
-        ("dataset.path=hf://org/talks", f"is not there, or is private {where} There is a dataset"),
+        ("dataset.path=hf://org/talks", f"is not there, or is private {where} Open "),
     ):
         assert refusal(load, ["dataset=jsonl", word]).startswith(f"{word} {text}")
 
@@ -228,7 +230,7 @@ def test_a_job_has_all_it_needs_when_it_is_submitted(stub, tmp_path):
     forget()
     frozen = load_frozen(home / "config.yaml")
     assert dict(pins(frozen)) == dict(pins(config))
-    download(frozen, make_console())
+    download(frozen, make_console(), 0)
     assert (find_start(frozen, 0) / "model.safetensors").is_file()
 
 

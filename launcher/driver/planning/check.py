@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.base import described, lines_to, missing
+from launcher.base import hub, lines_to
 from launcher.base.measurements import cache_file, read_cached
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.kinds import kind_of
@@ -107,8 +107,8 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     is_here = True
     for key, text, fits in hub_needs(config, finished):
         with naming(key, text):
-            said.append(f"{key}: {described(text, fits)}")
-            is_here = is_here and not (key == "dataset.path" and missing(text, fits))
+            said.append(f"{key}: {hub.described(text, fits)}")
+            is_here = is_here and not (key == "dataset.path" and hub.missing(text, fits))
     if is_here and not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     with lines_to(said.append):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from launcher.base import Fits, described, fetch, is_hub, is_model, missing, size_text
+from launcher.base import hub
 from launcher.config.hub import naming
 from launcher.config.schema import Config
 from launcher.recipes import needs_preparing
@@ -19,32 +19,31 @@ from launcher.report.console import status
 _log = logging.getLogger(__name__)
 
 
-def download(config: Config, console: Console, finished: int = 0) -> None:
+def download(config: Config, console: Console, finished: int | None = None) -> None:
     """Download what a run needs of the hub and the cache lacks; log which commits it takes.
 
     Args:
         config: the settings.
         console: where the progress is shown.
-        finished: how many steps the run has finished.
+        finished: how many steps the run has finished; None: only its data are needed.
 
     Raises:
-        ConfigError: a file cannot be had.
-        OSError: the cache cannot be written.
+        ConfigError: a file cannot be had, or the cache cannot be written.
     """
     for key, text, fits in hub_needs(config, finished):
         with naming(key, text):
-            if lacks := missing(text, fits):
-                with status(console, f"downloading {text}, {size_text(lacks)}") as advance:
-                    fetch(text, fits, lambda n, of: advance(n // 10**6, of // 10**6, "MB"))
-            _log.info(f"{key}: {described(text, fits)}")
+            if hub.missing(text, fits):
+                with status(console, f"downloading {hub.described(text, fits)}") as advance:
+                    hub.fetch(text, fits, lambda n, of: advance(n // 10**6, of // 10**6, "MB"))
+            _log.info(f"{key}: {hub.described(text, fits)}")
 
 
-def hub_needs(config: Config, finished: int) -> Iterator[tuple[str, str, Fits]]:
+def hub_needs(config: Config, finished: int | None) -> Iterator[tuple[str, str, hub.Fits]]:
     """Yield the settings by which a run needs large files of the hub: key, name, and which."""
     start, data = config.train.init_from or "", config.dataset
-    if is_hub(start) and not finished and config.run.fork is None:
-        yield "train.init_from", start, is_model
-    if isinstance(data, Text) and is_hub(data.path):
+    if hub.is_name(start) and finished == 0 and config.run.fork is None:
+        yield "train.init_from", start, hub.is_model
+    if isinstance(data, Text) and hub.is_name(data.path):
         yield "dataset.path", data.path, wanted_files(data.pattern, "text")
-    if isinstance(data, Documents) and is_hub(data.path) and needs_preparing(data):
+    if isinstance(data, Documents) and hub.is_name(data.path) and needs_preparing(data):
         yield "dataset.path", data.path, wanted_files(data.pattern, data.format)

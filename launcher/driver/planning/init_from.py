@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import checkpoint
-from launcher.base import DamagedError, is_hub, is_model, is_small, to_type
+from launcher.base import DamagedError, hub, to_type
 from launcher.checkpoint.layout import METADATA
 from launcher.config.errors import ConfigError
 from launcher.config.reader import from_dict
@@ -77,7 +77,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         _log.warning(f"{key} is not used: run {config.run.id} resumes from its own step {finished}")
     if finished or named is None:
         return None
-    theirs = folder_of(named, is_model if thorough else is_small)
+    theirs = folder_of(named, hub.is_model if thorough else hub.is_small)
     try:
         path, damaged = checkpoint.resolve(theirs or Path(named), thorough)
         if (path / CONFIG).exists():
@@ -106,7 +106,7 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
         InitError: its `config.json` cannot be used.
     """
     name = config.model.name
-    size = named if is_hub(named) else f"{PREFIX}{path}"
+    size = named if hub.is_name(named) else f"{PREFIX}{path}"
     words = to_type(("model", name), ("model.size", size))
     remedy = f"Take them from there: {words}"
     try:
@@ -235,8 +235,8 @@ def check_tokenizer(dataset: Any, named: str, path: Path) -> None:
     if share < 0.5:
         raise ConfigError(
             f"{differs}, which are others for the same text: the model would know none of them",
-            f"{_tokenizer_remedy(dataset, named if is_hub(named) else path)} To train it on these "
-            "tokens all the same, move its tokenizer to another folder.",
+            f"{_tokenizer_remedy(dataset, named if hub.is_name(named) else path)} To train it on "
+            "these tokens all the same, move its tokenizer to another folder.",
         )
     if share < 1:
         _log.warning(f"{differs}: of a sample text only {share:.0%} of the tokens are the same")

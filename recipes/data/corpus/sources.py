@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from launcher.base import DamagedError, Fits, fits_glob, lacking, read_json
+from launcher.base import DamagedError, hub, lacking, read_json
 from launcher.recipes.data.file_access import FileAccess
 from launcher.recipes.data.files import NamedFiles, local_path, with_ending
 from launcher.recipes.protocols import InputError
@@ -73,12 +73,12 @@ def find_sources(
     return found
 
 
-def wanted_files(pattern: str | None, format: str) -> Fits:
+def wanted_files(pattern: str | None, format: str) -> hub.Fits:
     """Return which files of a folder fit, by their paths in it; see `find_sources`."""
     endings = (*SUFFIXES[format], *([".json"] if format == "arrow" else []))  # lists of its files
     if pattern is None:
         return lambda path: path.lower().endswith(endings)
-    return lambda path: fits_glob(path, pattern)
+    return lambda path: hub.fits_glob(path, pattern)
 
 
 def pieces_of(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.base import is_small, lacking, missing_path
+from launcher.base import hub, lacking, missing_path
 from launcher.recipes.data.files import local_path
 from launcher.recipes.protocols import InputError, Tokenizer
 
@@ -97,7 +97,7 @@ def file_in(folder: Path) -> Path:
 
 def tokenizer_path(name: str) -> Path:
     """Return the file or folder of a tokenizer; raises InputError if it cannot be downloaded."""
-    return Path(local_path("dataset.tokenizer", name, is_small)).expanduser()
+    return Path(local_path("dataset.tokenizer", name, hub.is_small)).expanduser()
 
 
 def _file(name: str) -> Path:

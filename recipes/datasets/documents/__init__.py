@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dataclasses import field as _field  # a setting is called so, too
 from pathlib import Path
 
-from launcher.base import hub_name, is_hub, is_stored
+from launcher.base import hub, is_stored
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
 from launcher.config.fields import choice
@@ -46,8 +46,8 @@ class Documents(TokenRows):
     def folder(self) -> str:
         """The folder of tokens."""
         path = self.path.rstrip("/")
-        if is_hub(path):  # here, not in the cache
-            name = hub_name(path)
+        if hub.is_name(path):  # here, not in the cache
+            name = hub.HubName.of(path)
             path = re.sub(r"[^\w.-]+", "-", f"{name.repo}/{name.below}").strip("-")
         return self.tokens or f"{path}.tokens"
 
@@ -63,7 +63,7 @@ class Documents(TokenRows):
                 ["dataset.path", "dataset.format"],
             )
         is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
-        if self.tokens is None and (is_remote or (is_glob and not is_hub(self.path))):
+        if self.tokens is None and (is_remote or (is_glob and not hub.is_name(self.path))):
             yield ConfigError(
                 f"dataset.path={self.path} is {'a URL' if is_remote else 'a glob'}, which implies "
                 "no folder for its tokens",

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from launcher.base import FULL, is_hub, write_whole
+from launcher.base import FULL, hub, write_whole
 from launcher.recipes.data.corpus.chat import Encoded, chat_encoder
 from launcher.recipes.data.corpus.documents import FoundDocument, documents_in
 from launcher.recipes.data.corpus.files import META, CorpusMeta, TokenPart, read_meta, write_meta
@@ -209,7 +209,7 @@ def _source(options: Documents) -> str:
 
     A commit's files never change, and need not be here.
     """
-    if is_hub(options.path):
+    if hub.is_name(options.path):
         return _digest([options.path, options.pattern])
     access, paths = _sources(options)
     return _digest([access.stamp(path) for path in paths])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.base import is_hub
+from launcher.base import hub
 from launcher.config.errors import ConfigError
 from launcher.config.families import DatasetOptions, ModelOptions, register
 from launcher.config.fields import Switch, number
@@ -63,7 +63,7 @@ class Text(Bytes):
         Switch(
             ("dataset.pattern",),
             ("dataset.path",),
-            lambda c: is_hub(c.dataset.path) or Path(c.dataset.path).expanduser().is_dir(),
+            lambda c: hub.is_name(c.dataset.path) or Path(c.dataset.path).expanduser().is_dir(),
             "dataset.path is no folder",
             "name a folder",
         ),
