@@ -23,7 +23,8 @@ def hub_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for section in dataclasses.fields(Config):
         kind: Any = section.default_factory
         if variants := section.metadata.get("variants"):
-            kind = variants.classes.get((tree.get(section.name) or {}).get(variants.key))
+            chosen = _section(tree, section.name).get(variants.key)
+            kind = variants.classes.get(chosen) if isinstance(chosen, str) else None
         if dataclasses.is_dataclass(kind):
             for one in settings_of(kind):
                 if "hub" in one.metadata:
@@ -61,8 +62,8 @@ def with_commits(tree: Tree, texts: dict[Place, str]) -> Tree:
         ConfigError: a repository cannot be had.
     """
     for section, name, holds in hub_settings(tree):
-        if hub.is_name(text := (tree.get(section) or {}).get(name)):
-            key, before = f"{section}.{name}", _of_run(tree).get(section, {}).get(name)
+        if hub.is_name(text := _section(tree, section).get(name)):
+            key, before = f"{section}.{name}", _section(_of_run(tree), section).get(name)
             with naming(key, text):
                 pinned = hub.pin(_as_before(text, before))
                 if holds == "model":
@@ -72,9 +73,15 @@ def with_commits(tree: Tree, texts: dict[Place, str]) -> Tree:
     return tree
 
 
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section as it was written; one that is none, which the reader refuses, is empty."""
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
 def _of_run(tree: Tree) -> Tree:
     """Return the settings of the run of this name, if it is there."""
-    run = tree.get("run") or {}
+    run = _section(tree, "run")
     if None in (run.get("dir"), run.get("id")):
         return {}
     return settings_beside(str(Path(str(run["dir"]), str(run["id"]), "plan.json")))

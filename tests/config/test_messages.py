@@ -58,6 +58,11 @@ COMMAND_LINES = [
     ),
     # Bad choices and values out of bounds.
     (
+        "optimizer.name=[a]",
+        "optimizer.name must be one of adamw, adam, sgd, lion, adafactor, muon, custom, not ['a'] "
+        f"{CLI}. Choose one with optimizer=OPTION.",
+    ),
+    (
         "parallel.schedule=1fb1",
         "parallel.schedule must be one of auto, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, "
         f"zero_bubble, not '1fb1' {CLI}. Did you mean 1f1b?",
@@ -406,7 +411,7 @@ COMMAND_LINES = [
         "-m parallel.num_micro_batches=2,5",
         "parallel.num_micro_batches=5: train.global_batch_size=32 cannot be cut into "
         "parallel.num_micro_batches=5 equal microbatches (train.global_batch_size in "
-        f"{CONF}/config.yaml:44, parallel.num_micro_batches on the command line). "
+        f"{CONF}/config.yaml:45, parallel.num_micro_batches on the command line). "
         "Use train.global_batch_size=30 or 35.",
     ),
 ]
