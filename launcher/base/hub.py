@@ -16,9 +16,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -206,10 +206,19 @@ def size_text(files: list[HubFile]) -> str:
 
 
 def fits_glob(path: str, pattern: str) -> bool:
-    """Return whether a path fits a glob; where that holds `**`, whether it may."""
-    if "**" in pattern:
-        return fnmatch(path, pattern.replace("**/", "*"))
-    return path.count("/") == pattern.count("/") and fnmatch(path, pattern)
+    """Return whether a path fits a glob, as one on a disk; `**` stands for folders at any depth."""
+    return _fit(path.split("/"), pattern.split("/"))
+
+
+def _fit(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns or not parts:
+        return not parts and all(pattern == "**" for pattern in patterns)
+    first, *others = patterns
+    if first == "**":
+        is_shown = not parts[0].startswith(".")
+        return _fit(parts, others) or (is_shown and _fit(parts[1:], patterns))
+    is_shown = parts[0].startswith(".") == first.startswith(".")
+    return is_shown and fnmatchcase(parts[0], first) and _fit(parts[1:], others)
 
 
 @functools.cache

@@ -111,17 +111,28 @@ class Store:
         if (command := _lacking(module)) is not None:
             raise StoreError(f"{url} needs {module}; {command}")
         kind = _S3 if scheme == "s3" else _Google
-        self._bucket: _Bucket = self._explained(lambda: kind(bucket), kind)
+        try:
+            self._bucket: _Bucket = self._explained(lambda: kind(bucket), kind)
+        except ValueError as error:  # of AWS_ENDPOINT_URL, say
+            raise StoreError(f"{url} cannot be reached: {error}") from None
 
     def get(
         self, name: str, start: int = 0, stop: int | None = None, version: str | None = None
     ) -> bytes:
-        """Return an object's bytes from `start` up to `stop`, or to its end.
+        """Return an object's bytes from `start` up to `stop`, which it has, or to its end.
 
         Raises:
             ChangedError: it is another version than `version`.
         """
-        return self._persist(lambda: self._bucket.get(self._key(name), start, stop, version), name)
+
+        def call() -> bytes:
+            content = self._bucket.get(self._key(name), start, stop, version)
+            if stop is not None and len(content) != stop - start:
+                size = f"{len(content):,} bytes of {stop - start:,}"
+                raise UnavailableError(f"{self.url}/{name} arrives cut short, {size}")
+            return content
+
+        return self._persist(call, name)
 
     def stat(self, name: str) -> Stat:
         """Return an object's size and version."""

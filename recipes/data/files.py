@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base import Fits, HubError, fetch, fits_glob, is_hub, is_stored, missing_path, to_type
+from launcher.base import Fits, HubError, fetch, fits_glob, is_hub, missing_path, to_type
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
@@ -127,10 +127,10 @@ def named_files(
         OSError: a folder cannot be read.
     """
     root = Path(path).expanduser()
-    if is_stored(path):
+    if re.match(r"\w+:/", path) and not root.exists():
         raise InputError(
-            f"{named} is in an object store, which dataset=tokens, mixture and parquet read; copy "
-            "the files and name the copy"
+            f"{named} is a URL; dataset=tokens, mixture and parquet read s3://bucket/… and "
+            "gs://bucket/…: of others, copy the files and name the copy"
         )
     if root.is_dir():
         return without_splits(named, root, _walked(root, fits), splits)

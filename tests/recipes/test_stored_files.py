@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from fault_proxy import Fault, FaultProxy
 from object_servers import SECRET, object_server
 
-from launcher.base.object_store import Store
+from launcher.base import fits_glob
+from launcher.base.object_store import NotFoundError, Stat, Store
+from launcher.config.compose import load, load_frozen, to_written
 from launcher.inference.export_tokenizer import run_tokenizer
 from launcher.recipes import (
     InputError,
@@ -31,6 +35,7 @@ from launcher.recipes import (
 )
 from launcher.recipes.data import stored_files
 from launcher.recipes.data.block_cache import BlockCache
+from launcher.recipes.data.corpus.files import find_corpus
 from launcher.recipes.data.corpus.tokenizers import BYTES
 from launcher.recipes.data.files import find_text
 from launcher.recipes.datasets.documents import Documents
@@ -249,12 +254,13 @@ def test_what_cannot_be_read_is_told_with_what_to_do(served, proxy):
     assert "names no bucket" in refused(lambda: Tokens(path="s3://").pinned(dict))
     pinned = Tokens(path=f"{served.url}/bins").pinned(dict)
     proxy.fail(Fault("status", "GET", 1000, 503))
-    said = refused(lambda: batches_of(pinned))
+    read = functools.partial(batches_of, pinned)
+    said = refused(read)
     assert "is not available" in said
     assert "see that the store can be reached" in said
     proxy.heal()
     proxy.fail(Fault("shorten", "GET", 1000, after=10))
-    assert "the store gives 10 bytes" in refused(lambda: batches_of(pinned))
+    assert re.search(r"bin arrives cut short, 10 bytes of \d.*; see that", refused(read))
 
 
 def test_other_data_and_missing_libraries_are_refused_with_what_to_do(monkeypatch):
@@ -264,12 +270,42 @@ def test_other_data_and_missing_libraries_are_refused_with_what_to_do(monkeypatc
     assert "documents are read in Parquet, not in dataset.format=jsonl" in str(
         next(lines.check(MODEL))
     )
+    rows = Documents(path="web", format="parquet", tokens="s3://bucket/tokens")
+    assert "tokens are written to a folder" in str(next(rows.check(MODEL)))
+    for url in ("S3://bucket/a", "gcs://bucket/a", "https://bucket.s3.amazonaws.com/a", "s3:/b/a"):
+        assert "is a URL; dataset=tokens" in refused(lambda url=url: find_corpus(url))
+    typed = Tokens(path="s3://bucket/a", objects=["s3://bucket/a.bin"])
+    assert "'s3://bucket/a.bin' is no line of a run" in refused(lambda: typed.pinned(dict))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
+    assert "Invalid endpoint: nonsense; see" in refused(lambda: Tokens(path="s3://b").pinned(dict))
     said = refused(lambda: find_text("s3://bucket/books", "*.txt"))
-    assert said.startswith("dataset.path=s3://bucket/books is in an object store, which")
+    assert said.startswith("dataset.path=s3://bucket/books is a URL; dataset=tokens, mixture and")
     monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
     for url, library in (("s3://b/a", "'boto3>=1.36'"), ("gs://b/a", "'google-cloud-storage")):
         said = refused(lambda url=url: Tokens(path=url).pinned(dict))
         assert said.split()[-1].startswith(library)  # the command ends it
+
+
+def test_a_run_keeps_very_many_objects_and_says_how_many_are_too_many(tmp_path, monkeypatch):
+    class Many(Store):
+        def objects(self, begin=""):
+            version = '"d41d8cd98f00b204e9800998ecf8427e"'
+            return ((f"{begin}{n:05}.bin", Stat(2**20, version, 1.0)) for n in range(5000))
+
+        def stat(self, name):
+            raise NotFoundError(name)
+
+    monkeypatch.setattr(stored_files.stores, "Store", Many)
+    words = ["dataset=tokens", "dataset.path=s3://bucket/web", "task=check"]
+    config = load(words)
+    config = replace(config, dataset=config.dataset.pinned(dict))
+    written = tmp_path / "config.yaml"
+    written.write_text(yaml.safe_dump(to_written(config)))
+    assert len(load_frozen(written).dataset.objects) == 5000
+    assert load_frozen(written).dataset == config.dataset
+    monkeypatch.setattr(stored_files, "_MOST_OBJECTS", 4999)
+    said = refused(lambda: Tokens(path="s3://bucket/web").pinned(dict))
+    assert "names 5,000 objects, and a run reads 4,999 at most" in said
 
 
 @pytest.mark.slow
@@ -395,6 +431,5 @@ def test_globs_fit_as_on_a_disk(tmp_path):
             p.relative_to(tmp_path)
             for p in map(Path, glob.glob(str(tmp_path / pattern), recursive=True))
         }
-        fits = stored_files._fits
-        ours = {Path(n) for n in names if fits(Path(n).parts, Path(pattern).parts)}
+        ours = {Path(name) for name in names if fits_glob(name, pattern)}
         assert ours == {one for one in found if (tmp_path / one).is_file()}, pattern
