@@ -26,6 +26,7 @@ PART = 64 << 20  # bytes of a large object in memory at a time
 PATIENCE = 120.0  # seconds in which a request is repeated
 _FIRST_WAIT, _MOST_WAIT = 0.5, 30.0  # seconds
 _TIMEOUTS = (3.0, 30.0)  # seconds to connect, and between bytes of an answer
+_CONNECTIONS = 32  # that are kept open
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another conditional request is under way
 # A machine without a metadata server must not cost more than a second.
 _SHORT = {"GCE_METADATA_TIMEOUT": "1", "GCE_METADATA_DETECT_RETRIES": "1"}
@@ -267,7 +268,7 @@ class _S3(_Bucket):
             connect_timeout=connect,
             read_timeout=read,
             retries={"total_max_attempts": 1},
-            max_pool_connections=32,
+            max_pool_connections=_CONNECTIONS,
             s3={"addressing_style": "path"} if own else {},
         )
         # Not the session of the module: files with credentials are read anew.
@@ -376,6 +377,7 @@ class _Google(_Bucket):
         import google.auth
         from google.auth.credentials import AnonymousCredentials
         from google.cloud import storage
+        from requests.adapters import HTTPAdapter
 
         if os.environ.get("STORAGE_EMULATOR_HOST"):
             credentials: Any = AnonymousCredentials()  # type: ignore[no-untyped-call]
@@ -383,7 +385,10 @@ class _Google(_Bucket):
             scope = "https://www.googleapis.com/auth/devstorage.read_write"
             credentials, _ = google.auth.default(scopes=[scope])
         # The project matters to those who make buckets.
-        self._bucket = storage.Client("-", credentials=credentials).bucket(bucket)
+        client = storage.Client("-", credentials=credentials)
+        for scheme in ("http://", "https://"):
+            client._http.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+        self._bucket = client.bucket(bucket)
 
     def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes:
         if stop is not None and stop <= start:
