@@ -376,6 +376,7 @@ class _Google(_Bucket):
             os.environ.setdefault(name, value)
         import google.auth
         from google.auth.credentials import AnonymousCredentials
+        from google.auth.transport.requests import AuthorizedSession
         from google.cloud import storage
         from requests.adapters import HTTPAdapter
 
@@ -384,11 +385,11 @@ class _Google(_Bucket):
         else:
             scope = "https://www.googleapis.com/auth/devstorage.read_write"
             credentials, _ = google.auth.default(scopes=[scope])
-        # The project matters to those who make buckets.
-        client = storage.Client("-", credentials=credentials)
+        session = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
         for scheme in ("http://", "https://"):
-            client._http.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
-        self._bucket = client.bucket(bucket)
+            session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+        # The project matters to those who make buckets.
+        self._bucket = storage.Client("-", credentials=credentials, _http=session).bucket(bucket)
 
     def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes:
         if stop is not None and stop <= start:

@@ -39,6 +39,8 @@ class BlockCache:
 
     def get(self, name: str) -> bytes | None:
         """Return a block; None if it is not there, or damaged."""
+        if not self._share:
+            return None
         try:
             path = self._root / name[:2] / name
             content = read_bytes(path)

@@ -274,7 +274,7 @@ def _listed(path: str, reads: tuple[str, ...], named: str) -> _Objects:
     if not found:
         raise InputError(f"{named} names no object; {_NAME}")
     wanted = {one: stat for one, stat in found.items() if str(one).lower().endswith(reads)}
-    return (reads and wanted) or found  # of others it is said what they are
+    return (reads and wanted) or found  # an error will name what there is instead
 
 
 def _beside(
