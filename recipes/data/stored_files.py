@@ -37,7 +37,7 @@ _AT_ONCE = 16  # requests
 _LOCKS = 1024
 _NAME = "name an object, a folder of some, or a glob"
 _MOST_OBJECTS = 50_000  # a run's config.yaml lists them
-_CHECK_SECONDS = 10.0  # in which a request is repeated before the run starts
+_CHECK_SECONDS = 30.0  # in which a request is repeated before the run starts
 _REMEDIES = {
     stores.MissingCredentialsError: "give some, or copy the files and name the copy",
     stores.ExpiredError: "renew them",
