@@ -356,11 +356,12 @@ def test_the_cache_keeps_within_its_bound_what_was_used_last(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.0, 0.1])
-def test_any_bound_gives_the_same_batches(served, bound, tmp_path, caplog):
+def test_any_bound_gives_the_same_batches(served, bound, tmp_path, caplog, monkeypatch):
     options = Tokens(path=f"{served.url}/bins", cache_gib=bound).pinned(dict)
     same(batches_of(options), batches_of(Tokens(path=str(served.folder / "bins"))))
     assert bool(blocks(tmp_path / "cache")) == bool(bound)
-    build_dataset(options, MODEL, 64, seed=1).train(0)
+    monkeypatch.setattr(stored_files, "BLOCK", 4096)
+    build_dataset(options, MODEL, 64, seed=1).train(0)  # of many blocks at once
     assert not caplog.records  # such as a library's, of too many connections
 
 
