@@ -6,6 +6,7 @@ from launcher.base.files import DamagedError as DamagedError
 from launcher.base.files import aside as aside
 from launcher.base.files import clear_partial as clear_partial
 from launcher.base.files import exposed as exposed
+from launcher.base.files import fits_glob as fits_glob
 from launcher.base.files import make_private as make_private
 from launcher.base.files import missing_path as missing_path
 from launcher.base.files import named as named

@@ -16,8 +16,9 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -331,3 +332,19 @@ def missing_path(path: Path) -> str:
         there = []
     near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
     return f"does not exist ({path.with_name(near[0])} does)" if near else "does not exist"
+
+
+def fits_glob(path: str, pattern: str) -> bool:
+    """Return whether a path fits a glob, as one on a disk; `**` stands for folders at any depth."""
+    return _fit(path.split("/"), pattern.split("/"))
+
+
+def _fit(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns or not parts:
+        return not parts and all(pattern == "**" for pattern in patterns)
+    first, *others = patterns
+    if first == "**":
+        is_shown = not parts[0].startswith(".")
+        return _fit(parts, others) or (is_shown and _fit(parts[1:], patterns))
+    is_shown = parts[0].startswith(".") == first.startswith(".")
+    return is_shown and fnmatchcase(parts[0], first) and _fit(parts[1:], others)

@@ -19,12 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from launcher.base.files import read_json, write_whole
+from launcher.base.files import fits_glob, read_json, write_whole
 from launcher.base.libraries import lacking
 
 _NAME = re.compile(
@@ -152,13 +151,6 @@ def is_small(path: str) -> bool:
 def is_model(path: str) -> bool:
     """Return whether a file of a model's folder is read of it."""
     return is_small(path) or _WEIGHTS.fullmatch(path) is not None
-
-
-def fits_glob(path: str, pattern: str) -> bool:
-    """Return whether a path fits a glob; where that holds `**`, whether it may."""
-    if "**" in pattern:
-        return fnmatch(path, pattern.replace("**/", "*"))
-    return path.count("/") == pattern.count("/") and fnmatch(path, pattern)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ PART = 64 << 20  # bytes of a large object in memory at a time
 PATIENCE = 120.0  # seconds in which a request is repeated
 _FIRST_WAIT, _MOST_WAIT = 0.5, 30.0  # seconds
 _TIMEOUTS = (3.0, 30.0)  # seconds to connect, and between bytes of an answer
+_CONNECTIONS = 32  # that are kept open
 _BUSY = (408, 409, 429, 500, 502, 503, 504)  # 409: another conditional request is under way
 # A machine without a metadata server must not cost more than a second.
 _SHORT = {"GCE_METADATA_TIMEOUT": "1", "GCE_METADATA_DETECT_RETRIES": "1"}
@@ -110,17 +111,28 @@ class Store:
         if (command := _lacking(module)) is not None:
             raise StoreError(f"{url} needs {module}; {command}")
         kind = _S3 if scheme == "s3" else _Google
-        self._bucket: _Bucket = self._explained(lambda: kind(bucket), kind)
+        try:
+            self._bucket: _Bucket = self._explained(lambda: kind(bucket), kind)
+        except ValueError as error:  # of AWS_ENDPOINT_URL, say
+            raise StoreError(f"{url} cannot be reached: {error}") from None
 
     def get(
         self, name: str, start: int = 0, stop: int | None = None, version: str | None = None
     ) -> bytes:
-        """Return an object's bytes from `start` up to `stop`, or to its end.
+        """Return an object's bytes from `start` up to `stop`, which it has, or to its end.
 
         Raises:
             ChangedError: it is another version than `version`.
         """
-        return self._persist(lambda: self._bucket.get(self._key(name), start, stop, version), name)
+
+        def call() -> bytes:
+            content = self._bucket.get(self._key(name), start, stop, version)
+            if stop is not None and len(content) != stop - start:
+                size = f"{len(content):,} bytes of {stop - start:,}"
+                raise UnavailableError(f"{self.url}/{name} arrives cut short, {size}")
+            return content
+
+        return self._persist(call, name)
 
     def stat(self, name: str) -> Stat:
         """Return an object's size and version."""
@@ -250,7 +262,7 @@ class _S3(_Bucket):
             connect_timeout=connect,
             read_timeout=read,
             retries={"total_max_attempts": 1},
-            max_pool_connections=32,
+            max_pool_connections=_CONNECTIONS,
             s3={"addressing_style": "path"} if own else {},
         )
         # Not the session of the module: files with credentials are read anew.
@@ -349,15 +361,20 @@ class _Google(_Bucket):
             os.environ.setdefault(name, value)
         import google.auth
         from google.auth.credentials import AnonymousCredentials
+        from google.auth.transport.requests import AuthorizedSession
         from google.cloud import storage
+        from requests.adapters import HTTPAdapter
 
         if os.environ.get("STORAGE_EMULATOR_HOST"):
             credentials: Any = AnonymousCredentials()  # type: ignore[no-untyped-call]
         else:
             scope = "https://www.googleapis.com/auth/devstorage.read_write"
             credentials, _ = google.auth.default(scopes=[scope])
+        session = AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
         # The project matters to those who make buckets.
-        self._bucket = storage.Client("-", credentials=credentials).bucket(bucket)
+        self._bucket = storage.Client("-", credentials=credentials, _http=session).bucket(bucket)
 
     def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes:
         if stop is not None and stop <= start:

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 _LARGEST = 2**63  # bound on whole numbers
 _LARGEST_YAML = 2**18  # bytes; PyYAML reads as many in a second
+_LARGEST_LISTS = 2**23  # bytes, with dataset.objects; libyaml reads as many in a second
 TYPE_NAMES: Mapping[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -165,7 +166,9 @@ def read_yaml(path: Path) -> Any:
         yaml.YAMLError: it is not YAML.
     """
     try:
-        return yaml.safe_load(read_text(path, _LARGEST_YAML))
+        text = read_text(path, _LARGEST_LISTS)
+        loader = yaml.SafeLoader if len(text) <= _LARGEST_YAML else yaml.CSafeLoader
+        return loader(text).get_single_data()
     except RecursionError:
         raise DamagedError("it is nested too deeply") from None
     except ValueError as error:  # such as a date of no calendar

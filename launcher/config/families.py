@@ -91,6 +91,11 @@ class DatasetOptions:
     switches: ClassVar[tuple[Switch, ...]] = ()
     holds: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def patience(self) -> float:
+        """How many seconds a batch may be waited for, where its place may be busy for a while."""
+        return 0.0
+
     def pinned(self, before: Callable[[], Mapping[str, Any]]) -> Self:
         """Return the settings with what they name elsewhere, so that all see the same.
 

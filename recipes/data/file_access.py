@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+import numpy as np
+
 from launcher.recipes.data.files import NamedFiles, fingerprint_of, fitting, named_files
 from launcher.recipes.protocols import InputError
 
 T = TypeVar("T")
 R = TypeVar("R")
-_OPEN_FILES = 64
+OPEN_FILES = 64
 
 
 class _Opened:
@@ -27,11 +29,20 @@ class _Opened:
             close(self.descriptor)  # as a process ends, `os` may be gone
 
 
+def _mapped(path: PurePath) -> np.ndarray:
+    return np.memmap(path, np.int64, "r")
+
+
 class FileAccess:
-    """Finds and reads files on the disk, by their paths; a subclass does so elsewhere."""
+    """Finds and reads files on the disk, by their paths; a subclass does so elsewhere.
+
+    Attributes:
+        array: returns the numbers that a file holds, int64; a file on the disk is mapped.
+    """
 
     def __init__(self) -> None:
-        self._open = functools.lru_cache(_OPEN_FILES)(_Opened)
+        self._open = functools.lru_cache(OPEN_FILES)(_Opened)
+        self.array: Callable[[PurePath], np.ndarray] = functools.lru_cache(OPEN_FILES)(_mapped)
 
     def root(self, path: str) -> Path:
         """Return the path that a setting names."""

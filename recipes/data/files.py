@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher.base import hub, is_stored, missing_path, to_type
+from launcher.base import fits_glob, hub, missing_path, to_type
 from launcher.recipes.protocols import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
@@ -127,10 +127,10 @@ def named_files(
         OSError: a folder cannot be read.
     """
     root = Path(path).expanduser()
-    if is_stored(path):
+    if re.match(r"\w+:/", path) and not root.exists():
         raise InputError(
-            f"{named} is in an object store, which dataset=tokens, mixture and parquet read; copy "
-            "the files and name the copy"
+            f"{named} is a URL; dataset=tokens, mixture and parquet read s3://bucket/… and "
+            "gs://bucket/…: of others, copy the files and name the copy"
         )
     if root.is_dir():
         return without_splits(named, root, _walked(root, fits), splits)
@@ -298,7 +298,7 @@ def find_text(path: str, pattern: str) -> tuple[list[FileSlice], str]:
         InputError: there is none, or one may not be read.
     """
     named = f"dataset.path={path}"
-    path = local_path("dataset.path", path, lambda file: hub.fits_glob(file, pattern))
+    path = local_path("dataset.path", path, lambda file: fits_glob(file, pattern))
     root = Path(path).expanduser()
     remedy = "name a text file, or a folder whose files fit dataset.pattern"
     found = named_files(named, path, fitting(root, pattern), remedy, _TRAIN)

@@ -12,19 +12,21 @@ import glob
 import hashlib
 import io
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from launcher.base import is_stored
+import numpy as np
+
+from launcher.base import fits_glob, is_stored
 from launcher.base import object_store as stores
 from launcher.base.measurements import cache_folder
 from launcher.recipes.data.block_cache import BlockCache
-from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.file_access import OPEN_FILES, FileAccess
 from launcher.recipes.data.files import NamedFiles, files_below, without_splits
 from launcher.recipes.protocols import InputError
 
@@ -34,8 +36,14 @@ BLOCK = 2**18  # bytes that are asked for, and kept, as one
 _AT_ONCE = 16  # requests
 _LOCKS = 1024
 _NAME = "name an object, a folder of some, or a glob"
-_TRIES = 4  # of a range that comes short
+_MOST_OBJECTS = 50_000  # a run's config.yaml lists them
 _CHECK_SECONDS = 30.0  # in which a request is repeated before the run starts
+_REMEDIES = {
+    stores.MissingCredentialsError: "give some, or copy the files and name the copy",
+    stores.ExpiredError: "renew them",
+    stores.NotFoundError: _NAME,
+}
+_Objects = dict[Any, stores.Stat]  # by their paths
 
 
 class StoredPath(PurePosixPath):
@@ -67,20 +75,30 @@ def access_to(path: str, options: Any) -> FileAccess:
     """
     if not is_stored(path):
         return FileAccess()
-    lines = options.objects if options.objects is not None else _listed(path, options.reads)
-    cache = BlockCache(cache_folder() / "objects", int(options.cache_gib * 2**30))
-    return _StoredFiles({StoredPath(url): stat for url, stat in map(_parsed, lines)}, cache)
+    lines = options.objects
+    if lines is None:
+        lines = pinned({"dataset.path": path}, options.reads, None)
+    return _access(tuple(lines), cache_folder(), int(options.cache_gib * 2**30))
+
+
+@functools.lru_cache(1)  # a corpus may have very many
+def _access(lines: tuple[str, ...], folder: Path, most: int) -> FileAccess:
+    return _StoredFiles(dict(map(_parsed, lines)), BlockCache(folder / "objects", most))
 
 
 class _StoredFiles(FileAccess):
     """Finds and reads objects, blocks of them by a cache."""
 
-    def __init__(self, objects: Mapping[StoredPath, stores.Stat], cache: BlockCache) -> None:
+    def __init__(self, objects: _Objects, cache: BlockCache) -> None:
+        super().__init__()
         self._objects, self._cache = objects, cache
         self._turns = [threading.Lock() for _ in range(_LOCKS)]
+        self.array = functools.lru_cache(OPEN_FILES)(
+            lambda path: np.frombuffer(self.whole(path), np.int64)
+        )
 
-    def root(self, path: str) -> Path:
-        return cast(Path, StoredPath(path))
+    def root(self, path: str) -> Any:
+        return StoredPath(path)
 
     def named(
         self,
@@ -90,28 +108,25 @@ class _StoredFiles(FileAccess):
         remedy: str,
         splits: str = "refused",
     ) -> NamedFiles:
-        root, all_paths = StoredPath(path), cast(list[Path], sorted(self._objects))
+        root, listed = self.root(path), list[Any](self._objects)
         if root in self._objects:
-            return NamedFiles([cast(Path, root)], {}, {})
+            return NamedFiles([root], {}, {})
         if glob.has_magic(path):
-            parts = root.parts
-            return NamedFiles([one for one in all_paths if _fits(one.parts, parts)], {}, {})
-        found = files_below(cast(Path, root), all_paths, fits)
-        return without_splits(named, cast(Path, root), found, splits)
+            fit = [one for one in listed if fits_glob(str(one), str(root))]
+            return NamedFiles(sorted(fit), {}, {})
+        return without_splits(named, root, files_below(root, listed, fits), splits)
 
     def fitting(self, root: Path, pattern: str) -> Callable[[Path], bool]:
-        parts = PurePosixPath(pattern).parts
-        return lambda path: _fits(path.relative_to(root).parts, parts)
+        return lambda path: fits_glob(path.relative_to(root).as_posix(), pattern)
 
     def check_readable(self, named: str, path: Path) -> None:
         pass  # said where it is read
 
     def size(self, path: PurePath) -> int | None:
-        found = self._objects.get(cast(StoredPath, path))
+        found = self._objects.get(path)
         return None if found is None else found.size
 
     def read(self, path: PurePath, start: int, size: int) -> bytes:
-        path = cast(StoredPath, path)
         stop = min(start + size, self._objects[path].size)
         if stop <= start:
             return b""
@@ -120,15 +135,14 @@ class _StoredFiles(FileAccess):
         return blocks[start - first * BLOCK : stop - first * BLOCK]
 
     def opened(self, path: PurePath) -> Any:
-        path = cast(StoredPath, path)
-        return io.BufferedReader(_StoredFile(path, self._objects[path]), BLOCK)
+        return _StoredFile(path, self._objects[path])
 
     def stamp(self, path: PurePath) -> str:
-        size, version, _ = self._objects[cast(StoredPath, path)]
+        size, version, _ = self._objects[path]
         return f"{path} {size} {version}"
 
     def modified(self, path: PurePath) -> float:
-        return self._objects[cast(StoredPath, path)].modified
+        return self._objects[path].modified
 
     def fingerprint(self, paths: Sequence[PurePath]) -> str:
         return hashlib.sha256("\n".join(map(self.stamp, paths)).encode()).hexdigest()[:32]
@@ -137,11 +151,10 @@ class _StoredFiles(FileAccess):
         with ThreadPoolExecutor(_AT_ONCE, "stored-files") as pool:
             yield from pool.map(function, given)
 
-    def _block(self, path: StoredPath, number: int) -> bytes:
+    def _block(self, path: PurePath, number: int) -> bytes:
         stat = self._objects[path]
-        start = number * BLOCK
-        stop = min(start + BLOCK, stat.size)
-        name = hashlib.sha256(f"{path} {stat.version} {start} {stop}".encode()).hexdigest()[:40]
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, stat.size)
+        name = hashlib.sha256(f"{self.stamp(path)} {start} {stop}".encode()).hexdigest()[:40]
         with self._turns[number % _LOCKS]:  # rows that share a block ask for it once
             block = self._cache.get(name)
             if block is None or len(block) != stop - start:
@@ -153,7 +166,7 @@ class _StoredFiles(FileAccess):
 class _StoredFile(io.RawIOBase):
     """An object as a file to read, for libraries."""
 
-    def __init__(self, path: StoredPath, stat: stores.Stat) -> None:
+    def __init__(self, path: Any, stat: stores.Stat) -> None:
         self._path, self._stat, self._at = path, stat, 0
 
     def readable(self) -> bool:
@@ -163,27 +176,21 @@ class _StoredFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stat.size}[whence]
-        self._at = base + offset
+        self._at = offset + (0, self._at, self._stat.size)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._stat.size)
-        if stop <= self._at:
-            return 0
+        stop = max(self._at, min(self._at + len(buffer), self._stat.size))
         content = _range(self._path, self._stat, self._at, stop)
         buffer[: len(content)] = content
         self._at = stop
         return len(content)
 
 
-def _range(path: StoredPath, stat: stores.Stat, start: int, stop: int) -> bytes:
+def _range(path: Any, stat: stores.Stat, start: int, stop: int) -> bytes:
     """Return bytes of an object, of this very version; raises InputError."""
     try:
-        for _ in range(_TRIES):
-            content = _store(path.bucket).get(path.key, start, stop, stat.version)
-            if len(content) == stop - start:
-                return content
+        return _store(path.bucket).get(path.key, start, stop, stat.version)
     except (stores.ChangedError, stores.NotFoundError):
         raise InputError(
             f"{path} has changed or gone since the run began, with {stat.size:,} bytes and the "
@@ -191,10 +198,6 @@ def _range(path: StoredPath, stat: stores.Stat, start: int, stop: int) -> bytes:
         ) from None
     except stores.StoreError as error:
         raise InputError(_with_remedy(error)) from None
-    raise InputError(
-        f"{path}: the store gives {len(content):,} bytes for bytes {start:,} to {stop:,}, again "
-        "and again; look at what is between it and this machine"
-    )
 
 
 @functools.cache
@@ -215,18 +218,19 @@ def pinned(
     Raises:
         InputError: they cannot be listed, or one of `before` has changed.
     """
-    now: dict[str, str] = {}
+    known = None if before is None else [_parsed(line) for line in before]
+    now: _Objects = {}
     for key, path in paths.items():
-        found = {line.rsplit(" ", 3)[0]: line for line in _listed(path, reads, f"{key}={path}")}
-        if not found:
-            raise InputError(f"{key}={path} names no object; {_NAME}")
-        now |= found
-    if before is None:
-        urls = (url for url in sorted(now) if not reads or url.lower().endswith(reads))
-        return [now[url] for url in urls]
-    for line in before:
-        url, stat = _parsed(line)
-        new = _parsed(now[url])[1] if url in now else None
+        now |= _listed(path, reads, f"{key}={path}")
+    if len(now) > _MOST_OBJECTS:
+        raise InputError(
+            f"{', '.join(f'{key}={path}' for key, path in paths.items())} names {len(now):,} "
+            f"objects, and a run reads {_MOST_OBJECTS:,} at most; join them into larger ones"
+        )
+    if known is None:
+        return [_line(*one) for one in sorted(now.items())]
+    for url, stat in known:
+        new = now.get(url)
         if new is None or new[:2] != stat[:2]:
             what = "is gone" if new is None else f"now holds {new.size:,}, version {new.version}"
             raise InputError(
@@ -234,67 +238,60 @@ def pinned(
                 f"{stat.version}; it {what}; put it back to resume the run, or choose another "
                 "run.id"
             )
-    return list(before)
+    return [_line(*one) for one in known]
 
 
 def _with_remedy(error: stores.StoreError) -> str:
     """Return a store's error with what to do."""
-    remedy = "see that the store can be reached and read from here"
-    if isinstance(error, stores.MissingCredentialsError):
-        remedy = "give some, or copy the files and name the copy"
-    elif isinstance(error, stores.NotFoundError):
-        remedy = _NAME
+    remedy = _REMEDIES.get(type(error), "see that the store can be reached and read from here")
     return str(error) if "pip install" in str(error) else f"{error}; {remedy}"
 
 
-def _parsed(line: str) -> tuple[str, stores.Stat]:
-    url, size, version, modified = line.rsplit(" ", 3)
-    return url, stores.Stat(int(size), version, float(modified))
+def _line(path: PurePath, stat: stores.Stat) -> str:
+    return f"{path} {stat.size} {stat.version} {stat.modified:.0f}"
 
 
-def _listed(path: str, reads: tuple[str, ...], named: str = "dataset.path") -> list[str]:
+def _parsed(line: str) -> tuple[PurePath, stores.Stat]:
+    try:
+        url, size, version, modified = line.rsplit(" ", 3)
+        return StoredPath(url), stores.Stat(int(size), version, float(modified))
+    except ValueError:
+        raise InputError(f"dataset.objects: {line!r} is no line of a run; leave it out") from None
+
+
+def _listed(path: str, reads: tuple[str, ...], named: str) -> _Objects:
     """Return the object that a URL names and those that say what it is, or those below it."""
     root = StoredPath(path)
-    if len(root.parts) < 2:
+    if not re.fullmatch(r"\w+://[\w.-]+(/.*)?", path):
         raise InputError(f"{named} names no bucket; write s3://bucket/folder, or gs://")
     try:
         store = stores.Store(root.bucket, _CHECK_SECONDS)
         is_one = root.key and not glob.has_magic(path)
-        one = list(_beside(store, root, reads)) if is_one else []
-        return one or list(_below(store, root))
+        found = dict(_beside(store, root, reads)) if is_one else {}
+        found = found or dict(_below(store, root))
     except stores.StoreError as error:
         raise InputError(f"{named}: {_with_remedy(error)}") from None
+    if not found:
+        raise InputError(f"{named} names no object; {_NAME}")
+    wanted = {one: stat for one, stat in found.items() if str(one).lower().endswith(reads)}
+    return (reads and wanted) or found  # an error will name what there is instead
 
 
-def _beside(store: stores.Store, root: StoredPath, reads: tuple[str, ...]) -> Iterator[str]:
+def _beside(
+    store: stores.Store, root: StoredPath, reads: tuple[str, ...]
+) -> Iterator[tuple[PurePath, stores.Stat]]:
     with suppress(stores.NotFoundError):
-        yield _line(root, store.stat(root.key))
+        yield root, store.stat(root.key)
         named = (root.with_suffix(e) if e[0] == "." else root.parent / e for e in reads)
         for path in (path for path in named if path != root):
             # For one who may not list, what is not there is forbidden.
             with suppress(stores.NotFoundError, stores.ForbiddenError):
-                yield _line(path, store.stat(path.key))
+                yield path, store.stat(path.key)
 
 
-def _below(store: stores.Store, root: StoredPath) -> Iterator[str]:
+def _below(store: stores.Store, root: StoredPath) -> Iterator[tuple[PurePath, stores.Stat]]:
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parts[2:])
     for key, stat in store.objects("".join(f"{part}/" for part in fixed)):
         path = StoredPath(f"{root.bucket}/{key}")
         if path.key == key:  # others are no files: they end in a /, say
-            yield _line(path, stat)
-
-
-def _line(path: StoredPath, stat: stores.Stat) -> str:
-    return f"{path} {stat.size} {stat.version} {stat.modified:.0f}"
-
-
-def _fits(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether the parts of a path fit those of a glob."""
-    if not patterns or not parts:
-        return not parts and all(pattern == "**" for pattern in patterns)
-    first, *others = patterns
-    if first == "**":
-        is_shown = not parts[0].startswith(".")
-        return _fits(parts, others) or (is_shown and _fits(parts[1:], patterns))
-    is_shown = parts[0].startswith(".") == first.startswith(".")
-    return is_shown and fnmatchcase(parts[0], first) and _fits(parts[1:], others)
+            yield path, stat

@@ -8,7 +8,7 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.recipes import InputError, build_dataset, check_dataset
-from launcher.recipes.data.corpus.files import CorpusMeta, TokenPart, write_meta
+from launcher.recipes.data.corpus.files import CorpusMeta, TokenPart, find_corpus, write_meta
 from launcher.recipes.datasets.mixture import Mixture
 from launcher.recipes.datasets.text import Text
 from launcher.recipes.datasets.tokens import Tokens
@@ -71,8 +71,10 @@ def test_the_last_tokens_are_held_out_or_another_file(tmp_path):
     dataset = build_dataset(Tokens(path=str(train), validation_fraction=0.2), model(), 4, 0)
     assert max(max(row) for row in rows_of(dataset.train, 10)) < 80
     assert min(min(row) for row in rows_of(dataset.validation, 1)) >= 80
-    options = Tokens(path=str(train), validation_path=str(val))
-    assert rows_of(build_dataset(options, model(), 4, 0).validation, 1) == [(7,) * 5] * 2
+    options = Tokens(path=str(train), validation_path=str(val), packing="documents", end_token=9)
+    held = build_dataset(options, model(), 4, 0).validation
+    assert rows_of(held, 1) == [(7,) * 5] * 2
+    assert {array.shape for array in held(1).values()} == {(0, 4)}  # none is left
 
 
 def test_batches_are_pure_and_processes_make_their_own_rows(tmp_path):
@@ -111,6 +113,8 @@ def test_a_prepared_folders_file_has_the_folders_type(tmp_path):
     options = Tokens(path=str(tmp_path / "*.bin"), validation_fraction=0.0)
     batch = build_dataset(options, model(), 10, 0).train(0)
     assert sorted(batch["tokens"].ravel()) == list(range(100, 140))
+    ends = find_corpus(str(tmp_path)).access.array(tmp_path / "00000.ends")
+    assert isinstance(ends, np.memmap)  # there may be more than memory holds
 
 
 @pytest.mark.parametrize(

@@ -199,13 +199,11 @@ def pinned(config: Config) -> Config:
     """
 
     def before() -> Mapping[str, Any]:
-        path = check_folder(config)
-        if path is None:
-            return {}
-        with suppress(OSError):  # `check` says it
-            run = checkpoint.newest(RunFolder(path).checkpoints, False, path.name).run
-            return {} if run is None else run.config["dataset"]
-        return {}
+        run = None
+        if path := check_folder(config):
+            with suppress(OSError):  # `check` reports it
+                run = checkpoint.newest(RunFolder(path).checkpoints, False, path.name).run
+        return run.config["dataset"] if run else {}
 
     return replace(config, dataset=config.dataset.pinned(before))
 

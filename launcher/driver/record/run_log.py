@@ -151,7 +151,7 @@ class RunLog:
         )
         timelines = Timelines(home.path, steps, traced, self.accounting.record)
         by_pace = machines_of(config.cluster).step_timeout is None
-        pace = Pace(self._warm_up) if by_pace else None
+        pace = Pace(self._warm_up, config.dataset.patience) if by_pace else None
         tell = home.status.tell if home.status else lambda **fields: None
         self._slowness = Slowness(plan, self._warm_up, tell)
         own = home.status, self.accounting.wall, self.best, timelines, samples, pace, self._slowness

@@ -223,10 +223,11 @@ class Pace(Callback):
 
     Args:
         unusual: steps that say nothing of the pace and are not judged by it; it may grow.
+        least: the seconds that every step may take.
     """
 
-    def __init__(self, unusual: Collection[int] = ()) -> None:
-        self._unusual = unusual
+    def __init__(self, unusual: Collection[int] = (), least: float = 0.0) -> None:
+        self._unusual, self._least = unusual, max(least, _LEAST_SECONDS)
         self._seconds: deque[float] = deque(maxlen=_PACE_STEPS)
         self._newest = self._failed_by = 0
 
@@ -234,7 +235,7 @@ class Pace(Callback):
         """Return the seconds that `step` may take; None before enough steps are known."""
         if step in self._unusual or len(self._seconds) < _FEWEST:
             return None
-        seconds = max(_LEAST_SECONDS, round(_PATIENCE * max(self._seconds), 1))
+        seconds = max(self._least, round(_PATIENCE * max(self._seconds), 1))
         return seconds * (_PATIENCE if step <= self._failed_by else 1)
 
     def forget(self) -> None:

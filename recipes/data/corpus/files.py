@@ -1,7 +1,7 @@
 """Token files: which there are, how long they are, and reading a range of them.
 
-Ranges are read and nothing is mapped: a corpus may be larger than memory, a file that is cut short
-gives an error and no signal, and pages are the kernel's to keep or drop.
+Ranges of tokens are read and not mapped: a corpus may be larger than memory, a file that is cut
+short gives an error and no signal, and pages are the kernel's to keep or drop.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ def read_meta(root: PurePath, source: str, access: FileAccess | None = None) -> 
 
 ENDINGS = (".bin", ".npy")
 _HEADER = 2**14  # bytes of a .npy file that hold its header: NumPy reads none above 10,000
-_KEPT_ENDS = 64  # files
 _REMEDY = "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"
 
 
@@ -205,13 +204,6 @@ class Corpus:
         """The number of the first token of each file, and of the one behind the last, int64."""
         return np.array([0, *itertools.accumulate(file.count for file in self.files)], np.int64)
 
-    @functools.cached_property
-    def _ends(self) -> Callable[[PurePath], np.ndarray]:
-        return functools.lru_cache(_KEPT_ENDS)(self._whole)
-
-    def _whole(self, path: PurePath) -> np.ndarray:
-        return np.frombuffer(self.access.whole(path), np.int64)
-
     def place(self, position: int) -> tuple[TokenFile, int]:
         """Return the file that holds a token, and the token's number in it."""
         index = int(np.searchsorted(self.starts, position, "right")) - 1
@@ -244,7 +236,7 @@ class Corpus:
         for file, first, number, _ in self._ranges(start, count):
             if file.ends is None or file.text is None:
                 return None
-            ends, text = self._ends(file.ends), self._whole(file.text)
+            ends, text = self.access.array(file.ends), self.access.array(file.text)
             if len(ends) != len(text):
                 raise InputError(f"{file.text} is cut short; run task=prepare_data again")
             places = np.interp([first, first + number], [0, *ends], [0, *text])
@@ -265,7 +257,7 @@ class Corpus:
             if first == 0:
                 found[at] = True
             if file.ends is not None:
-                ends = self._ends(file.ends)
+                ends = self.access.array(file.ends)
                 low, high = np.searchsorted(ends, [first, first + number])
                 inside = ends[low:high] - first
                 found[at + inside[inside < number]] = True

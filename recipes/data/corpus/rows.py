@@ -50,6 +50,7 @@ class RowMaker:
         Raises:
             InputError: a token is not in the model's vocabulary.
         """
+        width = self.length + 1
         read = self._row if self.skipping is None else functools.partial(self.skipping, self._row)
         try:
             rows = [*self.corpus.access.each(read, map(int, which))]
@@ -58,11 +59,11 @@ class RowMaker:
                 f"{error}; enlarge that, check dataset.dtype and the file, or leave such examples "
                 "out with dataset.bad=skip"
             ) from None
-        tokens, learned, begins = (np.array(arrays) for arrays in zip(*rows, strict=True))
-        batch = next_token_batch(tokens)
-        weights = learned[:, 1:]
+        batch = next_token_batch(np.array([row[0] for row in rows], np.int64).reshape(-1, width))
+        weights = np.array([row[1] for row in rows], bool).reshape(-1, width)[:, 1:]
         if self.packed:
-            places = np.arange(self.length + 1)
+            begins = np.array([row[2] for row in rows], bool).reshape(-1, width)
+            places = np.arange(width)
             positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
             weights &= ~begins[:, 1:]
             batch["segments"] = np.cumsum(begins, axis=1)[:, :-1].astype(np.int32)
@@ -71,7 +72,7 @@ class RowMaker:
             batch["weights"] = weights.astype(np.float32)
         return batch
 
-    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _row(self, number: int) -> tuple[np.ndarray, ...]:
         """Return a row's tokens, which are to be learned, and where documents begin if `packed`.
 
         Raises:
@@ -82,9 +83,9 @@ class RowMaker:
         bad = (tokens < 0) | (tokens >= self.vocab_size)
         if not bad.any():
             learned = self.corpus.learned(start, width) if self.masked else np.ones(width, bool)
-            is_packed = self.packed
-            begins = self.corpus.begins(start, tokens, self.end_token) if is_packed else learned
-            return tokens, learned, begins
+            if not self.packed:
+                return tokens, learned
+            return tokens, learned, self.corpus.begins(start, tokens, self.end_token)
         place = int(bad.argmax())
         file, position = self.corpus.place(start + place)
         raise BadSampleError(

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from launcher.base import DamagedError, hub, lacking, read_json
+from launcher.base import DamagedError, fits_glob, hub, lacking, read_json
 from launcher.recipes.data.file_access import FileAccess
 from launcher.recipes.data.files import NamedFiles, local_path, with_ending
 from launcher.recipes.protocols import InputError
@@ -40,9 +40,7 @@ class SourcePiece(NamedTuple):
     size: int
 
 
-def find_sources(
-    path: str, pattern: str | None, format: str, access: FileAccess | None = None
-) -> NamedFiles:
+def find_sources(path: str, pattern: str | None, format: str, access: FileAccess) -> NamedFiles:
     """Return the source files: one file, those that a glob fits, or those below a folder, by name.
 
     Of several splits it is `train`.
@@ -51,12 +49,11 @@ def find_sources(
         path: what `dataset.path` names.
         pattern: which files of a folder; None: those with an ending of the format.
         format: text, jsonl, parquet or arrow.
-        access: how files are read; None: they are on the disk.
+        access: how files are read.
 
     Raises:
         InputError: there are none.
     """
-    access = access or FileAccess()
     named, endings = f"dataset.path={path}", SUFFIXES[format]
     path = local_path("dataset.path", path, wanted_files(pattern, format))
     root = access.root(path)
@@ -78,7 +75,7 @@ def wanted_files(pattern: str | None, format: str) -> hub.Fits:
     endings = (*SUFFIXES[format], *([".json"] if format == "arrow" else []))  # lists of its files
     if pattern is None:
         return lambda path: path.lower().endswith(endings)
-    return lambda path: hub.fits_glob(path, pattern)
+    return lambda path: fits_glob(path, pattern)
 
 
 def pieces_of(

@@ -62,6 +62,12 @@ class Documents(TokenRows):
                 "Copy the files and name the copy, or use dataset=parquet.",
                 ["dataset.path", "dataset.format"],
             )
+        if is_stored(self.tokens or ""):
+            yield ConfigError(
+                f"dataset.tokens={self.tokens} is a URL, and tokens are written to a folder",
+                "Name one, such as dataset.tokens=talks.tokens, and copy it afterwards.",
+                ["dataset.tokens"],
+            )
         is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
         if self.tokens is None and (is_remote or (is_glob and not hub.is_name(self.path))):
             yield ConfigError(

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.recipes import Dataset, InputError, Tokenizer
-from launcher.recipes.data.corpus.sources import find_sources
 from launcher.recipes.data.corpus.tokenizers import load_tokenizer
-from launcher.recipes.data.files import NamedFiles
-from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.datasets.documents import Documents
-from launcher.recipes.datasets.documents.prepare import prepare_corpus, up_to_date
+from launcher.recipes.datasets.documents.prepare import prepare_corpus, sources_of, up_to_date
 from launcher.recipes.datasets.tokens import Tokens
 from launcher.recipes.datasets.tokens import dataset as tokens
 
@@ -34,7 +31,7 @@ def check(options: Documents, model_options: Any, validation: bool) -> None:
     if up_to_date(options) is not None:
         tokens.check(_tokens(options), model_options, validation)
         return
-    _sources(options)
+    sources_of(options)
     tokens.check_vocabulary(
         f"dataset.tokenizer={options.tokenizer}",
         load_tokenizer(options.tokenizer).vocab_size,
@@ -59,13 +56,8 @@ def prepare(options: Documents, processes: int, progress: Callable[[float], None
     return (
         f"{left_out if meta.skipped else ''}{_several(meta.documents, 'document')}, "
         f"{meta.tokens:,} tokens of {meta.vocab_size:,} are in {options.folder}"
-        f"{_sources(options).left_out}"
+        f"{sources_of(options)[1].left_out}"
     )
-
-
-def _sources(options: Documents) -> NamedFiles:
-    access = access_to(options.path, options)
-    return find_sources(options.path, options.pattern, options.format, access)
 
 
 def _several(count: int, what: str) -> str:

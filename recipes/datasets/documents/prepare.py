@@ -41,6 +41,7 @@ from launcher.recipes.data.corpus.tokenizers import (
     tokenizer_fingerprint,
 )
 from launcher.recipes.data.file_access import FileAccess
+from launcher.recipes.data.files import NamedFiles
 from launcher.recipes.data.stored_files import access_to
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.protocols import InputError, Tokenizer
@@ -199,9 +200,10 @@ def _settings(options: Documents) -> str:
     return _digest([options.format, options.field, template, options.bad, tokenizer])
 
 
-def _sources(options: Documents) -> tuple[FileAccess, list[Path]]:
+def sources_of(options: Documents) -> tuple[FileAccess, NamedFiles]:
+    """Return the source files, and what reads them; raises InputError if there are none."""
     access = access_to(options.path, options)
-    return access, find_sources(options.path, options.pattern, options.format, access).paths
+    return access, find_sources(options.path, options.pattern, options.format, access)
 
 
 def _source(options: Documents) -> str:
@@ -211,8 +213,8 @@ def _source(options: Documents) -> str:
     """
     if hub.is_name(options.path):
         return _digest([options.path, options.pattern])
-    access, paths = _sources(options)
-    return _digest([access.stamp(path) for path in paths])
+    access, found = sources_of(options)
+    return _digest([access.stamp(path) for path in found.paths])
 
 
 def prepare_corpus(
@@ -231,8 +233,8 @@ def prepare_corpus(
     """
     tokenizer, folder = load_tokenizer(options.tokenizer), _folder(options)
     source, settings, dtype = _source(options), _settings(options), _dtype(tokenizer)
-    access, paths = _sources(options)
-    groups, stamp = pieces_of(paths, options.format, access), access.stamp
+    access, found = sources_of(options)
+    groups, stamp = pieces_of(found.paths, options.format, access), access.stamp
     keys = {
         f"{index:05}": _digest([settings, [[stamp(p.path), p.start, p.stop] for p in group]])
         for index, group in enumerate(groups)
@@ -428,8 +430,8 @@ def train_tokenizer(options: Documents, vocab_size: int, path: Path) -> int:
 
 
 def _texts(options: Documents) -> Iterator[str]:
-    access, paths = _sources(options)
-    for group in pieces_of(paths, options.format, access):
+    access, sources = sources_of(options)
+    for group in pieces_of(sources.paths, options.format, access):
         for piece in group:
             for found in documents_in(piece, options.format, options.field, access):
                 if isinstance(found.value, str):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from launcher.base import is_stored
+from launcher.base.object_store import PATIENCE
 from launcher.config.errors import ConfigError
 from launcher.config.families import HOLDS_OUT, DatasetOptions, ModelOptions, register, taken_by
 from launcher.config.fields import Switch, choice, number
@@ -48,6 +49,11 @@ class TokenRows(DatasetOptions):
     def paths(self) -> dict[str, str]:
         """What names files, by its setting."""
         return {}
+
+    @property
+    def patience(self) -> float:
+        """How many seconds a batch may be waited for: a store is asked again for most of them."""
+        return 1.5 * PATIENCE if self.objects else 0.0
 
     def pinned(self, before: Callable[[], Mapping[str, Any]]) -> Self:
         """Return the settings with the objects that they name, those of a run that is resumed."""

@@ -2,13 +2,15 @@
 
 import pytest
 
+from launcher.base.object_store import PATIENCE
 from launcher.driver.record.step_log import Pace
+from launcher.recipes.datasets.tokens import Tokens
 
 UNUSUAL = {1, 2, 3, 40, 41}
 
 
-def paced(seconds, first=4):
-    pace = Pace(UNUSUAL)
+def paced(seconds, first=4, least=0.0):
+    pace = Pace(UNUSUAL, least)
     for step, each in enumerate(seconds, first):
         pace.on_step(step, {"perf/step_seconds": each})
     return pace
@@ -26,6 +28,16 @@ def paced(seconds, first=4):
 )
 def test_a_step_may_take_ten_times_the_slowest_of_the_newest_hundred(seconds, limit):
     assert paced(seconds).limit(500) == limit
+
+
+def test_a_batch_of_an_object_store_may_be_waited_for():
+    stored = Tokens(path="s3://bucket/a", objects=["s3://bucket/a/x.bin 9 v 0"])
+    assert [
+        paced([0.1] * 3, least=it.patience).limit(500) for it in (stored, Tokens(path="a"))
+    ] == [
+        1.5 * PATIENCE,
+        10.0,
+    ]
 
 
 def test_unusual_steps_neither_count_nor_are_judged():

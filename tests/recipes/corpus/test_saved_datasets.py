@@ -7,6 +7,7 @@ import pytest
 
 from launcher.recipes import InputError
 from launcher.recipes.data.corpus.sources import find_sources
+from launcher.recipes.data.file_access import FileAccess
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.documents.dataset import prepare
 
@@ -37,13 +38,13 @@ def splits(folder, *names):
 
 
 def found(folder, pattern=None):
-    paths = find_sources(str(folder), pattern, "arrow").paths
+    paths = find_sources(str(folder), pattern, "arrow", FileAccess()).paths
     return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def refusal(folder):
     with pytest.raises(InputError) as error:
-        find_sources(str(folder), None, "arrow")
+        find_sources(str(folder), None, "arrow", FileAccess())
     assert "\n" not in str(error.value)
     return str(error.value)
 
