@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ from launcher.base import (
     write_whole,
 )
 from launcher.base.reading import read
-from launcher.checkpoint import Commit, Mirror, Mirroring, RunIdentity, newest, steps_in
+from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, RunIdentity, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
@@ -39,8 +39,8 @@ _MIB = 2**20
 _log = logging.getLogger(__name__)
 
 
-def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
-    """Return a run's mirror, and its commits if this disk lacks the newest; None if it does not.
+def look_at_mirror(config: Config) -> tuple[Mirror, Sequence[MirrorCopy]] | None:
+    """Return a run's mirror, and its copies if this disk lacks the newest; None if it does not.
 
     Raises:
         ConfigError: the mirror cannot be used, or is another run's.
@@ -57,7 +57,7 @@ def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
         owner = mirror.owner()
         if owner is not None:
             _check_owner(config, owner, known, here)
-        commits = mirror.commits() if owner else []
+        copies = mirror.copies() if owner else ()
     except UnavailableError as error:
         if known is None or not here:
             raise OSError(f"run.mirror: {error}") from None
@@ -65,8 +65,8 @@ def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
         return None
     except StoreError as error:
         raise _unusable(url, error) from None
-    if commits and commits[0].step > here:
-        return mirror, commits
+    if copies and copies[0].step > here:
+        return mirror, copies
     if run.resume == "must" and not here:
         raise ConfigError(
             f"run.resume=must finds nothing to resume from: neither {home} nor {url} holds a "
@@ -112,44 +112,44 @@ def bring_back(config: Config, console: Console) -> None:
     """
     if (found := look_at_mirror(config)) is None or config.task == "preflight":
         return
-    mirror, commits = found
+    mirror, copies = found
     mirror.store.patience = PATIENCE
     with claim(config) as home, delete_on_error(home.created, on=ConfigError):
         for line in home.damaged:
             _log.warning(line)
-        problem, here = "", home.finished_steps
-        for commit in commits:
-            if commit.step <= here:
+        here = home.finished_steps
+        for copy in copies:
+            if copy.step <= here:
                 return
             try:
-                problem = _fetch(mirror, commit, home.path, console) or ""
+                problem = _fetch(mirror, copy, home.path, console)
             except StoreError as error:
                 raise OSError(f"run.mirror: {error}") from None
-            if not problem:
+            if problem is None:
                 return
-            _log.warning(f"checkpoint {commit.step} of {mirror.store.url} is damaged: {problem}")
+            _log.warning(f"checkpoint {copy.step} of {mirror.store.url} is damaged: {problem}")
         if not here:
             raise ConfigError(
                 f"run.id={home.id} cannot be resumed: no checkpoint in {mirror.store.url} is "
-                f"intact (in {commits[-1].step}, {problem})",
+                f"intact (in {copy.step}, {problem})",
                 "Choose another prefix and run.id to start afresh.",
             )
 
 
-def _fetch(mirror: Mirror, commit: Commit, home: Path, console: Console) -> str | None:
+def _fetch(mirror: Mirror, copy: MirrorCopy, home: Path, console: Console) -> str | None:
     owner = mirror.owner()
     assert owner is not None
     _note(home, owner)
     lock, done = threading.Lock(), 0
-    with status(console, f"fetching step {commit.step} from {mirror.store.url}") as advance:
+    with status(console, f"fetching step {copy.step} from {mirror.store.url}") as advance:
 
         def count(size: int) -> None:
             nonlocal done
             with lock:
                 done += size
-                advance(done // _MIB, commit.size // _MIB, "MiB")
+                advance(done // _MIB, copy.size // _MIB, "MiB")
 
-        return mirror.fetch(commit, home, count)
+        return mirror.fetch(copy, home, count)
 
 
 def _note(home: Path, owner: RunIdentity) -> None:
@@ -203,12 +203,10 @@ def mirroring(config: Config, home: RunFolder, console: Console, stop: Stop) -> 
         raise
     finally:
         process.kill()
-        here = [step for step in steps_in(home.checkpoints)[-1:] if step != process.mirrored]
-        left = here if process.left is None else process.left
-        if left:
-            steps = ", ".join(map(str, left))
+        step = max(steps_in(home.checkpoints), default=0)
+        if step != process.mirrored:
             complain(
-                f"not mirrored to {url}: step {steps}; the next start of run {home.id} tries again"
+                f"not mirrored to {url}: step {step}; the next start of run {home.id} tries again"
             )
 
 
@@ -225,5 +223,5 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
     ):
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
-                sent, size, _ = process.progress
+                sent, size = process.progress
                 advance(sent // _MIB, size // _MIB, "MiB")
