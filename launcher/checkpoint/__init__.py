@@ -33,7 +33,6 @@ from launcher.checkpoint.layout import steps_in as steps_in
 from launcher.checkpoint.layout import write_best as write_best
 from launcher.checkpoint.mirror import Mirror as Mirror
 from launcher.checkpoint.mirror import MirrorCopy as MirrorCopy
-from launcher.checkpoint.mirror import RunIdentity as RunIdentity
 from launcher.checkpoint.mirroring import Mirroring as Mirroring
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The copies of a run's checkpoints in an object store: `run.mirror`.
 
-    owner.json          the run that the prefix belongs to; made once
+    owner               the run that the prefix belongs to, <id>/<token>; made once
     copies/<number>/…   files as in the run's folder: a checkpoint, metrics, plan, settings, …
     commits/<number>    made once, when all of these are there: from then on the copy counts
 
@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,7 @@ from launcher.checkpoint.layout import (
     steps_in,
 )
 
-Count = Callable[[int], None]  # takes the bytes that were copied since its last call
+Progress = Callable[[int, int], None]  # takes the bytes that are copied, and all there are
 _THREADS = 4
 _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
@@ -59,19 +60,6 @@ _log = logging.getLogger(__name__)
 
 class SupersededError(StoreError):
     """Another process mirrors to the prefix now."""
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """The run that a prefix belongs to.
-
-    Attributes:
-        run_id: the run's id.
-        identity: drawn when the run first used its mirror; tells runs of one id apart.
-    """
-
-    run_id: str
-    identity: str
 
 
 @dataclass(frozen=True)
@@ -109,32 +97,29 @@ class Mirror:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def owner(self) -> RunIdentity | None:
-        """Return the run that the prefix belongs to; None if it is nobody's."""
+    def owner(self) -> str | None:
+        """Return the run that the prefix belongs to, `<id>/<token>`; None if it is nobody's."""
         try:
-            return read(RunIdentity, self._read("owner.json"))
+            return self.store.get("owner").decode(errors="replace")
         except NotFoundError:
             return None
-        except DamagedError:
-            raise StoreError(f"{self.store.url}/owner.json is damaged") from None
 
-    def own(self, owner: RunIdentity) -> bool:
+    def own(self, owner: str) -> bool:
         """Return whether the prefix belongs to `owner`, from now on if it was nobody's."""
-        data = _sealed(asdict(owner))
-        return self.store.put_if_absent("owner.json", data) or self.owner() == owner
+        return self.store.put_if_absent("owner", owner.encode())
 
     def copies(self) -> tuple[MirrorCopy, ...]:
         """Return the copies that count, newest first."""
         return self._newest()[1].copies
 
-    def upload(self, home: Path, step: int, keep: int, count: Count = lambda size: None) -> None:
+    def upload(self, home: Path, step: int, keep: int, progress: Progress) -> None:
         """Copy the checkpoint `home/checkpoints/<step>`, then delete what need not be kept.
 
         Args:
             home: the run's folder.
             step: the checkpoint's step.
             keep: how many checkpoints to keep besides those that stay.
-            count: called from several threads.
+            progress: called for each file, or part of a large one.
 
         Raises:
             OSError: the checkpoint is gone, or cannot be read.
@@ -153,7 +138,8 @@ class Mirror:
             own = {name: (home / name).read_bytes() for name in _own_files(home)}
             names = {path: f"copies/{number}/{path.relative_to(home)}" for path in paths}
             size = sum(os.fstat(file.fileno()).st_size for file in files.values())
-            _each(lambda path: self.store.put_file(names[path], files[path], count), paths)
+            sent = _summed(progress, size)
+            _each(lambda path: self.store.put_file(names[path], files[path], sent), paths)
         for name, data in {**own, f"{_CHECKPOINTS}/{step}/{CHECKSUMS}": manifest}.items():
             self.store.put(f"copies/{number}/{name}", data)
         sums = {name: _digest(data) for name, data in own.items()}
@@ -166,7 +152,7 @@ class Mirror:
         for one in dropped:
             self._clear(one)
 
-    def fetch(self, copy: MirrorCopy, home: Path, count: Count = lambda size: None) -> str | None:
+    def fetch(self, copy: MirrorCopy, home: Path, progress: Progress) -> str | None:
         """Write a checkpoint and the run's files to the disk; return what is wrong with it, if so.
 
         Nothing is left on the disk of a checkpoint that is not whole.
@@ -182,7 +168,7 @@ class Mirror:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 try:
-                    own = self._fetch(copy, partial, count)
+                    own = self._fetch(copy, partial, _summed(progress, copy.size))
                     problem = damage(partial)
                 except (NotFoundError, ChangedError, DamagedError) as error:
                     problem = str(error)
@@ -198,7 +184,9 @@ class Mirror:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _fetch(self, copy: MirrorCopy, partial: Path, count: Count) -> dict[str, bytes]:
+    def _fetch(
+        self, copy: MirrorCopy, partial: Path, got: Callable[[int], None]
+    ) -> dict[str, bytes]:
         """Write a checkpoint's files; return the run's own; raise DamagedError and OSError, too."""
 
         def get(name: str, checksum: str) -> bytes:
@@ -215,7 +203,7 @@ class Mirror:
         for folder in {(partial / name).parent for name in names}:
             folder.mkdir(parents=True, exist_ok=True)
         root, download = f"copies/{copy.number}/{prefix}", self.store.download
-        _each(lambda name: download(f"{root}/{name}", partial / name, count), names)
+        _each(lambda name: download(f"{root}/{name}", partial / name, got), names)
         return {name: get(name, checksum) for name, checksum in copy.files.items()}
 
     def _clear(self, number: int) -> None:
@@ -298,6 +286,19 @@ def _own_files(home: Path) -> list[str]:
     kept = [name for name in _KEPT if (home / name).is_file()]
     chosen = files_below(home / _KEPT_FOLDER)
     return kept + [str(path.relative_to(home)) for path in chosen]
+
+
+def _summed(progress: Progress, size: int) -> Callable[[int], None]:
+    """Return what several threads tell the bytes that they have copied, of `size`."""
+    done, lock = 0, threading.Lock()
+
+    def add(more: int) -> None:
+        nonlocal done
+        with lock:
+            done = min(done + more, size)  # the library may send a part twice
+            progress(done, size)
+
+    return add
 
 
 def _each(function: Callable[[Any], Any], items: Iterable[Any]) -> None:

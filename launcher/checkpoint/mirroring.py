@@ -15,19 +15,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from launcher.base import Store, StoreError, end_with_parent
-from launcher.checkpoint.layout import files_below, is_step, steps_in
-from launcher.checkpoint.mirror import Count, Mirror, RunIdentity, SupersededError, unmirrored
+from launcher.checkpoint.layout import is_step, steps_in
+from launcher.checkpoint.mirror import Mirror, SupersededError, unmirrored
 from launcher.stop import ENDINGS
 
 _LOOK_SECONDS = 1.0
-_TELL_SECONDS = 0.5
 _KILL_SECONDS = 0.1
 _NICENESS = 19
 _PROGRAM = f"from {__name__} import upload_all; upload_all()"
@@ -49,10 +46,10 @@ class Mirroring:
     """
 
     def __init__(
-        self, url: str, home: Path, owner: RunIdentity, keep: int, say: Callable[[str], None]
+        self, url: str, home: Path, owner: str, keep: int, say: Callable[[str], None]
     ) -> None:
         self._url, self._home, self._say = url, home.absolute(), say
-        about = {"url": url, "home": str(self._home), "owner": asdict(owner), "keep": keep}
+        about = {"url": url, "home": str(self._home), "owner": owner, "keep": keep}
         self._about = json.dumps(about)
         self._log = self._home / "logs" / "mirror.log"
         self._log.parent.mkdir(exist_ok=True)
@@ -144,40 +141,24 @@ def upload_all() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     about = json.loads(sys.argv[1])
-    url, home, owner = about["url"], Path(about["home"]), RunIdentity(**about["owner"])
+    home = Path(about["home"])
     try:
-        mirror = Mirror(Store(url))
-        if not mirror.own(owner):
-            raise SupersededError(f"{url} belongs to another run now")
+        mirror = Mirror(Store(about["url"]))
+        if not mirror.own(about["owner"]):
+            raise SupersededError(f"{about['url']} belongs to another run now")
         while True:
             newest = max(steps_in(home / "checkpoints"), default=0)
             left = unmirrored(home, mirror.copies())
             if not left:
                 break
-            mirror.upload(home, left[0], about["keep"], _counter(home, left[0]))
+            keep = about["keep"]
+            mirror.upload(home, left[0], keep, lambda *done: _tell(progress=done))
         _tell(mirrored=newest)
     except FileNotFoundError:  # the run has saved another and deleted this one: that one is next
         return
     except (StoreError, OSError) as error:
         text = str(error) if isinstance(error, StoreError) else error.strerror
         _tell(failure=(type(error).__name__, text))
-
-
-def _counter(home: Path, step: int) -> Count:
-    """Return what tells the progress of an upload."""
-    files = files_below(home / "checkpoints" / str(step))
-    size, sent, told_at = sum(path.stat().st_size for path in files), 0, 0.0
-    lock = threading.Lock()
-
-    def count(more: int) -> None:
-        nonlocal sent, told_at
-        with lock:
-            sent = min(sent + more, size)
-            if time.monotonic() - told_at > _TELL_SECONDS:
-                told_at = time.monotonic()
-                _tell(progress=(sent, size))
-
-    return count
 
 
 def _tell(**message: Any) -> None:

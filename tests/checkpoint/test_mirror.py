@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ from launcher.base import object_store
 from launcher.base.object_store import Store, StoreError
 from launcher.checkpoint import damage, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
-from launcher.checkpoint.mirror import Mirror, RunIdentity, SupersededError, unmirrored
+from launcher.checkpoint.mirror import Mirror, SupersededError, unmirrored
 from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
 
-OWNER = RunIdentity("run", "1234")
+OWNER = "run/1234"
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -73,6 +72,10 @@ def content_of(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in files_below(root)}
 
 
+def quiet(done: int, size: int) -> None:
+    """Take the progress of a copy."""
+
+
 def mirror_of(url: str, patience: float = 20.0) -> Mirror:
     return Mirror(Store(url, patience))
 
@@ -81,7 +84,7 @@ def fetched(url: str, home: Path) -> tuple[int, list[str]]:
     """Fetch the newest intact checkpoint; return its step, and what was wrong with newer ones."""
     mirror, problems = mirror_of(url), []
     for copy in mirror.copies():
-        if (problem := mirror.fetch(copy, home)) is None:
+        if (problem := mirror.fetch(copy, home, quiet)) is None:
             return copy.step, problems
         assert not (home / "checkpoints" / str(copy.step)).exists()
         problems.append(problem)
@@ -97,7 +100,7 @@ def test_what_was_uploaded_comes_back(url: str, proxy: FaultProxy, tmp_path: Pat
     for step in (1, 2, 3):
         save(home, step)
         assert unmirrored(home, mirror.copies()) == [step]
-        mirror.upload(home, step, keep=2)
+        mirror.upload(home, step, 2, quiet)
         assert unmirrored(home, mirror.copies()) == []
     assert [copy.step for copy in mirror_of(url).copies()] == [3, 2]
     assert fetched(url, empty) == (3, [])
@@ -113,9 +116,9 @@ def test_large_files_go_in_parts(
     monkeypatch.setattr(object_store, "PART", 5 << 20)
     save(tmp_path, 1, size=12 << 20)
     proxy.fail(Fault("status", "partNumber=2|PUT /upload", retry_after=0))
-    sent: list[int] = []
-    mirror_of(url).upload(tmp_path, 1, 2, sent.append)
-    assert sum(sent) >= 3 * (12 << 20)
+    sent: list[tuple[int, int]] = []
+    mirror_of(url).upload(tmp_path, 1, 2, lambda *done: sent.append(done))
+    assert sent[-1][0] == sent[-1][1] > 3 * (12 << 20)
     proxy.fail(Fault("truncate", "default", after=1000))
     assert fetched(url, tmp_path / "empty") == (1, [])
     found = content_of(tmp_path / "empty/checkpoints/1")
@@ -126,7 +129,7 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
     mirror = mirror_of(url)
     for step in (10, 12, 20, 22, 24):  # those of every_steps=10 stay
         save(tmp_path, step, every_steps=10)
-        mirror.upload(tmp_path, step, keep=1)
+        mirror.upload(tmp_path, step, 1, quiet)
     assert [copy.step for copy in mirror.copies()] == [24, 20, 10]
     assert_no_rest(url)
     # An older one that lacks its copy is not made the newest.
@@ -135,12 +138,12 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
     for step in (12, 22, 24):
         shutil.rmtree(tmp_path / f"checkpoints/{step}")
     save(tmp_path, 21, every_steps=10)
-    mirror.upload(tmp_path, 21, keep=1)
+    mirror.upload(tmp_path, 21, 1, quiet)
     assert [copy.step for copy in mirror.copies()] == [21, 20, 10]
     # Saved again: the newer one counts.
     save(tmp_path, 21, every_steps=10)
     assert unmirrored(tmp_path, mirror.copies()) == [21]
-    mirror.upload(tmp_path, 21, keep=1)
+    mirror.upload(tmp_path, 21, 1, quiet)
     assert fetched(url, tmp_path / "empty") == (21, [])
     found = content_of(tmp_path / "empty/checkpoints/21")
     assert found == content_of(tmp_path / "checkpoints/21")
@@ -150,7 +153,7 @@ def test_of_damaged_objects_the_next_older_is_taken(url: str, tmp_path: Path) ->
     mirror, array = mirror_of(url), "copies/3/checkpoints/3/default/d/b"
     for step in (1, 2, 3):
         save(tmp_path, step)
-        mirror.upload(tmp_path, step, keep=3)
+        mirror.upload(tmp_path, step, 3, quiet)
     store = mirror.store
     flipped = store.get(array)[:7] + bytes([store.get(array)[7] ^ 1]) + store.get(array)[8:]
     damages = {
@@ -176,15 +179,15 @@ def test_a_prefix_has_one_owner_and_a_number_one_commit(url: str, tmp_path: Path
     assert first.owner() is None
     assert first.own(OWNER)
     assert second.own(OWNER)
-    assert not second.own(RunIdentity("run", "5678"))
+    assert not second.own("run/5678")
     assert second.owner() == OWNER
     save(tmp_path, 1)
     before = first._newest()
-    second.upload(tmp_path, 1, keep=2)
+    second.upload(tmp_path, 1, 2, quiet)
     first._newest = lambda: before
     save(tmp_path, 1)
     with pytest.raises(SupersededError):
-        first.upload(tmp_path, 1, keep=2)
+        first.upload(tmp_path, 1, 2, quiet)
 
 
 KINDS = ("status", "lost", "reset", "reset_upload", "truncate", "flip", "shorten", "delay")
@@ -215,7 +218,7 @@ def check_faults(url: str, proxy: FaultProxy, home: Path, seed: int) -> None:
         proxy.heal()
         proxy.fail(*faults(chance))
         try:
-            mirror_of(url, chance.choice((0.1, 5.0))).upload(home, step, keep=2)
+            mirror_of(url, chance.choice((0.1, 5.0))).upload(home, step, 2, quiet)
             committed = step
         except StoreError as error:
             shown.append(str(error))
@@ -253,7 +256,7 @@ def test_many_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> 
 
 def start(url: str, home: Path) -> subprocess.Popen:
     """Start the process that mirrors, as a run does."""
-    about = {"url": url, "home": str(home), "owner": asdict(OWNER), "keep": 2}
+    about = {"url": url, "home": str(home), "owner": OWNER, "keep": 2}
     command = [sys.executable, "-c", _PROGRAM, json.dumps(about)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
@@ -299,14 +302,14 @@ def test_killed_at_any_moment_nothing_half_counts(
 def assert_no_rest(url: str) -> None:
     """Fail if the store holds objects that no copy needs."""
     store = mirror_of(url).store
-    needed = {"owner.json", *(f"commits/{n}" for n in range(1, mirror_of(url)._newest()[0] + 1))}
+    needed = {f"commits/{n}" for n in range(1, mirror_of(url)._newest()[0] + 1)}
     for copy in mirror_of(url).copies():
         root = f"copies/{copy.number}"
         sums = f"{root}/checkpoints/{copy.step}/checksums.json"
         files = json.loads(store.get(sums))["files"]
         needed |= {sums, *(f"{root}/{name}" for name in copy.files)}
         needed |= {f"{root}/checkpoints/{copy.step}/{name}" for name in files}
-    assert {name for name, _ in store.objects()} - {"owner.json"} == needed - {"owner.json"}
+    assert {name for name, _ in store.objects()} - {"owner"} == needed
 
 
 def until(condition, seconds: float = 60) -> None:
@@ -348,7 +351,7 @@ def test_the_process_tells_retries_and_is_replaced(
     assert process.mirrored == 4
     assert fetched(url, tmp_path / "empty") == (4, [])
     # Another run has taken the prefix over: this one ends, and says so.
-    other = Mirroring(url, tmp_path, RunIdentity("run", "other"), 2, lines.append)
+    other = Mirroring(url, tmp_path, "run/other", 2, lines.append)
     assert other.wait(60)
     assert other.mirrored == 0
     assert "belongs to another run" in lines[-1]
