@@ -85,8 +85,12 @@ class Mirroring:
         while not self._ended:
             is_last, saved = self._last.is_set(), self._saved()
             if saved and (saved != tried or (is_last and not self.mirrored)):
-                tried = saved
-                self._upload(saved[0])
+                tried, self.mirrored = saved, 0
+                try:
+                    failure = self._upload()
+                except OSError as error:  # no log, or no process
+                    failure = type(error).__name__, error.strerror or str(error)
+                self._report(saved[0], failure)
             if is_last:
                 return
             self._last.wait(_LOOK_SECONDS)
@@ -100,10 +104,9 @@ class Mirroring:
             return None
         return max(steps, default=None)
 
-    def _upload(self, step: int) -> None:
-        """Start the process, wait for its end and report its result; `step` is the newest."""
+    def _upload(self) -> tuple[str, str] | None:
+        """Start the process and wait for its end; return the kind and the text of its failure."""
         result: dict[str, Any] = {}
-        self.mirrored = 0
         with (
             open(self._log, "a") as log,
             subprocess.Popen(
@@ -115,21 +118,24 @@ class Mirroring:
                 text=True,
             ) as self._process,
         ):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 result = json.loads(line)
                 self.progress = result.get("progress", self.progress)
-        if (mirrored := result.get("mirrored")) is not None:
-            if self._failed:
-                self._say(f"step {mirrored} is mirrored to {self._url} again")
-            self.mirrored, self._failed = mirrored, ""
-            return
-        kind, text = result.get("failure", ("", ""))
+        self.mirrored = result.get("mirrored", 0)
         if code := self._process.returncode:
-            kind, text = "killed", f"the process for it ended ({code}); see {self._log}"
-        if self._ended or kind in ("", self._failed):
+            return "killed", f"the process for it ended ({code}); see {self._log}"
+        return result.get("failure")
+
+    def _report(self, step: int, failure: tuple[str, str] | None) -> None:
+        if self.mirrored and self._failed:
+            self._say(f"step {self.mirrored} is mirrored to {self._url} again")
+            self._failed = ""
+        if self._ended or failure is None or failure[0] == self._failed:
             return
-        self._failed, self._ended = kind, kind == SupersededError.__name__
+        self._failed, text = failure
+        self._ended = self._failed == SupersededError.__name__
         later = "; no checkpoint is any more" if self._ended else "; the next save tries again"
         self._say(f"step {step} is not mirrored: {text}{later}")
 
@@ -137,7 +143,6 @@ class Mirroring:
 def upload_all() -> None:
     """Mirror what the mirror lacks: the whole process."""
     end_with_parent()
-    os.nice(_NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     about = json.loads(sys.argv[1])
