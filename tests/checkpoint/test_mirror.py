@@ -178,10 +178,8 @@ def test_of_damaged_objects_the_next_older_is_taken(
             empty = tmp_path / f"empty-{name.replace('/', '-')}-{number}"
             step, problems = fetched(url, empty)
             store.put(name, before)
-            said = [*problems, *caplog.messages]
-            assert (step, len(said)) == (2, 0 if (name, content) == ("commits/3", None) else 1), (
-                name
-            )
+            is_unseen = (name, content) == ("commits/3", None)
+            assert (step, len([*problems, *caplog.messages])) == (2, 1 - is_unseen), name
             caplog.clear()
             found = content_of(empty / f"checkpoints/{step}")
             assert found == content_of(tmp_path / f"checkpoints/{step}")
