@@ -7,6 +7,7 @@ what it would answer to the name `launcher` is other people's code.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 DISTRIBUTION = "jax-plan-launcher"  # as pyproject.toml has it
@@ -45,5 +46,7 @@ def installing(*modules: str) -> str:
 
 def lacking(*modules: str) -> str | None:
     """Return the command that installs those of these modules that are not here; None for none."""
-    absent = [module for module in modules if find_spec(module) is None]
+    # Its parents first: without one, a search raises.
+    chains = {module: accumulate(module.split("."), "{}.{}".format) for module in modules}
+    absent = [module for module, chain in chains.items() if not all(map(find_spec, chain))]
     return installing(*absent) if absent else None

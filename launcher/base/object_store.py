@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from launcher.base.libraries import installing, lacking
+from launcher.base.libraries import lacking
 
 T = TypeVar("T")
 SCHEMES = ("s3", "gs")
@@ -108,7 +108,7 @@ class Store:
         scheme, _, path = self.url.partition("://")
         bucket, _, self._prefix = path.partition("/")
         module = "boto3" if scheme == "s3" else "google.cloud.storage"
-        if (command := _lacking(module)) is not None:
+        if (command := lacking(module)) is not None:
             raise StoreError(f"{url} needs {module}; {command}")
         kind = _S3 if scheme == "s3" else _Google
         try:
@@ -225,33 +225,9 @@ class Store:
                 wait = min(2 * wait, _MOST_WAIT)
 
 
-def _lacking(module: str) -> str | None:
-    try:
-        return lacking(module)
-    except ModuleNotFoundError:  # not even its parent
-        return installing(module)
+class _S3:
+    """A bucket of S3's; each method sends a request, and once."""
 
-
-class _Bucket(Protocol):
-    """What a cloud's library does for a bucket; each method sends a request, and once."""
-
-    def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes: ...
-
-    def stat(self, key: str) -> Stat: ...
-
-    def page(self, begin: str, after: str) -> tuple[list[tuple[str, Stat]], str]: ...
-
-    def put(self, key: str, data: bytes, absent: bool) -> None: ...
-
-    def put_large(self, key: str, file: BinaryIO, sent: Callable[[int], None]) -> None: ...
-
-    def delete(self, key: str) -> None: ...
-
-    @staticmethod
-    def explain(error: Exception, what: str) -> StoreError | None: ...
-
-
-class _S3(_Bucket):
     def __init__(self, bucket: str) -> None:
         from boto3.session import Session
         from botocore.client import Config
@@ -355,7 +331,9 @@ class _S3(_Bucket):
         return None
 
 
-class _Google(_Bucket):
+class _Google:
+    """The same of Google's."""
+
     def __init__(self, bucket: str) -> None:
         for name, value in _SHORT.items():
             os.environ.setdefault(name, value)
@@ -440,6 +418,9 @@ class _Google(_Bucket):
         if isinstance(error, auth.GoogleAuthError | broken):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         return None
+
+
+_Bucket = _S3 | _Google
 
 
 @contextmanager

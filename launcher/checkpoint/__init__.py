@@ -31,9 +31,8 @@ from launcher.checkpoint.layout import damage as damage
 from launcher.checkpoint.layout import read_metadata as read_metadata
 from launcher.checkpoint.layout import steps_in as steps_in
 from launcher.checkpoint.layout import write_best as write_best
-from launcher.checkpoint.mirror import Commit as Commit
 from launcher.checkpoint.mirror import Mirror as Mirror
-from launcher.checkpoint.mirror import RunIdentity as RunIdentity
+from launcher.checkpoint.mirror import MirrorCopy as MirrorCopy
 from launcher.checkpoint.mirroring import Mirroring as Mirroring
 
 if TYPE_CHECKING:

@@ -1,25 +1,25 @@
-"""The copy of a run's checkpoints in an object store: `run.mirror`.
+"""The copies of a run's checkpoints in an object store: `run.mirror`.
 
-    owner.json               the run that the prefix belongs to; made once
-    checkpoints/<step>/…     a checkpoint's files as on the disk, its checksums.json last
-    run/<number>/…           the run's own files when it was copied: metrics, plan, settings, …
-    commits/<number>         made once, when all of these are there: from then on it counts
-    latest-0, latest-1       the commits there are; written in turn, after the newest
-    pending                  the names that an upload or a deletion under way may leave behind
+    owner               the run that the prefix belongs to, <id>/<token>; made once
+    copies/<number>/…   files as in the run's folder: a checkpoint, metrics, plan, settings, …
+    commits/<number>    made once, when all of these are there: from then on the copy counts
 
-Commits are numbered from 1 on. A reader takes the higher number of the two lists and asks for the
-next numbers until there is none: a list that is late, damaged or was never written hides nothing.
-It never asks the store which objects there are. What a commit says is checked by checksums, of
-itself, of checksums.json and so of every file. Only one process writes, and one that comes later
-makes the next commit, which the earlier one then cannot make.
+Commits are numbered from 1 on and are never deleted, so a few requests for single ones find the
+newest. It lists all the copies that count. The store is asked for a list only of what to delete:
+copies that count no longer, and what a killed upload left under the next number. What is read is
+checked by checksums, of the commit, of checksums.json and so of every file. Only one process
+writes, and one that comes later makes the next commit, which the earlier one then cannot make.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
+import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -48,33 +48,22 @@ from launcher.checkpoint.layout import (
     steps_in,
 )
 
-Count = Callable[[int], None]  # takes the bytes that were copied since its last call
+Progress = Callable[[int, int], None]  # takes the bytes that are copied, and all there are
 _THREADS = 4
 _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
 _KEPT = ("config.yaml", "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{BEST}")
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
 
+_log = logging.getLogger(__name__)
+
 
 class SupersededError(StoreError):
-    """Another process has made the commit that was to be made."""
+    """Another process mirrors to the prefix now."""
 
 
 @dataclass(frozen=True)
-class RunIdentity:
-    """The run that a prefix belongs to.
-
-    Attributes:
-        run_id: the run's id.
-        identity: drawn when the run first used its mirror; tells runs of one id apart.
-    """
-
-    run_id: str
-    identity: str
-
-
-@dataclass(frozen=True)
-class Commit:
+class MirrorCopy:
     """A complete copy of a checkpoint.
 
     Attributes:
@@ -94,101 +83,76 @@ class Commit:
     files: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _Commit:
+    """The copies that count, newest first, and the numbers of those that it has dropped."""
+
+    copies: tuple[MirrorCopy, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+
 class Mirror:
     """The objects of one run; every method raises StoreError."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._next = 1  # the number of the next commit, once `commits` was called
 
-    def owner(self) -> RunIdentity | None:
-        """Return the run that the prefix belongs to; None if it is nobody's."""
+    def owner(self) -> str | None:
+        """Return the run that the prefix belongs to, `<id>/<token>`; None if it is nobody's."""
         try:
-            tree = self._read("owner.json")
-            return read(RunIdentity, tree) if tree else None
-        except DamagedError:
-            raise StoreError(f"{self.store.url}/owner.json is damaged") from None
+            return self.store.get("owner").decode(errors="replace")
+        except NotFoundError:
+            return None
 
-    def own(self, owner: RunIdentity) -> bool:
+    def own(self, owner: str) -> bool:
         """Return whether the prefix belongs to `owner`, from now on if it was nobody's."""
-        data = _sealed(asdict(owner))
-        return self.store.put_if_absent("owner.json", data) or self.owner() == owner
+        return self.store.put_if_absent("owner", owner.encode())
 
-    def commits(self) -> list[Commit]:
-        """Return the commits that can be read, newest first.
+    def copies(self) -> tuple[MirrorCopy, ...]:
+        """Return the copies that count, newest first."""
+        return self._newest()[1].copies
 
-        Raises:
-            StoreError: there are some, and none can be read.
-        """
-        listed, damaged = {}, ""
-        for name in ("latest-0", "latest-1"):
-            try:
-                tree = self._read(name) or {"number": 0, "live": []}
-                listed[tree["number"]] = {one["number"]: read(Commit, one) for one in tree["live"]}
-            except (DamagedError, KeyError, TypeError):
-                damaged = f"{self.store.url}/{name} is damaged"
-        newest = max(listed, default=0)
-        found: dict[int, Commit | None] = {**listed.get(newest, {})}
-        self._next = newest + 1
-        while self._exists(self._next):
-            found[self._next] = self._commit(self._next)
-            self._next += 1
-        readable = [one for _, one in sorted(found.items(), reverse=True) if one]
-        if (damaged or found) and not readable:  # not as if nothing had ever been copied
-            raise StoreError(damaged or f"{self.store.url}/commits holds damaged ones alone")
-        return readable
-
-    def upload(self, home: Path, step: int, keep: int, count: Count = lambda size: None) -> None:
+    def upload(self, home: Path, step: int, keep: int, progress: Progress) -> None:
         """Copy the checkpoint `home/checkpoints/<step>`, then delete what need not be kept.
 
         Args:
             home: the run's folder.
             step: the checkpoint's step.
             keep: how many checkpoints to keep besides those that stay.
-            count: called from several threads.
+            progress: called for each file, or part of a large one.
 
         Raises:
             OSError: the checkpoint is gone, or cannot be read.
             SupersededError: another process writes here.
         """
-        commits, root = self.commits(), home / _CHECKPOINTS / str(step)
-        number = self._next
-        self._clear(number)
+        newest, last = self._newest()
+        number, root = newest + 1, home / _CHECKPOINTS / str(step)
+        for one in (*last.dropped, number):  # perhaps not to the end, last time
+            self._clear(one)
+        # First: if the run saves this step again meanwhile, this copy is not that one's.
+        manifest, lasting = (root / CHECKSUMS).read_bytes(), stays(root.parent, step)
         with ExitStack() as stack:
             # Open files can be read to their end, even if the run deletes the checkpoint.
-            paths = [path for path in files_below(root) if path.name != CHECKSUMS]
-            files = {f"{step}/{path.relative_to(root)}": path for path in paths}
-            opened = {name: stack.enter_context(path.open("rb")) for name, path in files.items()}
-            manifest, lasting = (root / CHECKSUMS).read_bytes(), stays(home / _CHECKPOINTS, step)
+            paths = [path for path in files_below(root) if path != root / CHECKSUMS]
+            files = {path: stack.enter_context(path.open("rb")) for path in paths}
             own = {name: (home / name).read_bytes() for name in _own_files(home)}
-            names = [f"{_CHECKPOINTS}/{name}" for name in (*opened, f"{step}/{CHECKSUMS}")]
-            names += [f"run/{number}/{name}" for name in own]
-            same = [commit for commit in commits if commit.step == step]
-            for commit in same:  # it is about to be overwritten
-                self.store.delete(f"commits/{commit.number}")
-            self._put("pending", {"number": number, "names": names})
-            size = sum(os.fstat(file.fileno()).st_size for file in opened.values())
-            put = self.store.put_file
-            _each(lambda name: put(f"{_CHECKPOINTS}/{name}", opened[name], count), opened)
-        for name, data in own.items():
-            self.store.put(f"run/{number}/{name}", data)
-        self.store.put(f"{_CHECKPOINTS}/{step}/{CHECKSUMS}", manifest)
+            names = {path: f"copies/{number}/{path.relative_to(home)}" for path in paths}
+            size = sum(os.fstat(file.fileno()).st_size for file in files.values())
+            sent = _summed(progress, size)
+            _each(lambda path: self.store.put_file(names[path], files[path], sent), paths)
+        for name, data in {**own, f"{_CHECKPOINTS}/{step}/{CHECKSUMS}": manifest}.items():
+            self.store.put(f"copies/{number}/{name}", data)
         sums = {name: _digest(data) for name, data in own.items()}
-        commit = Commit(number, step, _digest(manifest), size, lasting, sums)
-        if not self.store.put_if_absent(f"commits/{number}", _sealed(asdict(commit))):
+        copy = MirrorCopy(number, step, _digest(manifest), size, lasting, sums)
+        dropped = _superfluous([copy, *last.copies], root.parent, keep)
+        kept = tuple(one for one in (copy, *last.copies) if one.number not in dropped)
+        commit = _sealed(asdict(_Commit(kept, dropped)))
+        if not self.store.put_if_absent(f"commits/{number}", commit):
             raise SupersededError(f"{self.store.url}: another process mirrors this run now")
-        live = [commit, *(one for one in commits if one not in same)]
-        old = _superfluous(live, home / _CHECKPOINTS, keep)
-        gone = [f"commits/{one.number}" for one in old]
-        gone += [name for one in old for name in self._names(one)]
-        gone += [f"run/{one.number}/{name}" for one in same for name in one.files]
-        self._put("pending", {"number": 0, "names": gone})
-        live = [one for one in live if one not in old]
-        tree = {"number": number, "live": [asdict(one) for one in live]}
-        self._put(f"latest-{number % 2}", tree)
-        self._clear(number)
+        for one in dropped:
+            self._clear(one)
 
-    def fetch(self, commit: Commit, home: Path, count: Count = lambda size: None) -> str | None:
+    def fetch(self, copy: MirrorCopy, home: Path, progress: Progress) -> str | None:
         """Write a checkpoint and the run's files to the disk; return what is wrong with it, if so.
 
         Nothing is left on the disk of a checkpoint that is not whole.
@@ -196,74 +160,77 @@ class Mirror:
         Raises:
             OSError: the disk is full or broken.
         """
-        final = home / _CHECKPOINTS / str(commit.step)
+        final = home / _CHECKPOINTS / str(copy.step)
         partial = partial_path(final, "mirror")
-        own: dict[str, bytes] = {}
-        for _ in range(_TRIES):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            try:
-                own = self._fetch(commit, partial, count)
-                problem = damage(partial)
-            except (NotFoundError, ChangedError, DamagedError) as error:
-                problem = str(error)
-            if problem is None:
-                break
-        else:
-            shutil.rmtree(partial)
+        problem: str | None = None
+        try:
+            for _ in range(_TRIES):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                try:
+                    own = self._fetch(copy, partial, _summed(progress, copy.size))
+                    problem = damage(partial)
+                except (NotFoundError, ChangedError, DamagedError) as error:
+                    problem = str(error)
+                if problem is None:
+                    for name, data in own.items():
+                        (home / name).parent.mkdir(parents=True, exist_ok=True)
+                        write_whole(home / name, data)
+                    shutil.rmtree(final, ignore_errors=True)  # a damaged one, or an empty folder
+                    partial.rename(final)
+                    sync_folder(final.parent)
+                    return None
             return problem
-        for name, data in own.items():
-            (home / name).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(home / name, data)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        sync_folder(final.parent)
-        return None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
-    def _fetch(self, commit: Commit, partial: Path, count: Count) -> dict[str, bytes]:
+    def _fetch(
+        self, copy: MirrorCopy, partial: Path, got: Callable[[int], None]
+    ) -> dict[str, bytes]:
         """Write a checkpoint's files; return the run's own; raise DamagedError and OSError, too."""
-        if self._commit(commit.number) != commit:
-            raise DamagedError("its commit is gone")
-        prefix = f"{_CHECKPOINTS}/{commit.step}"
-        manifest = self.store.get(f"{prefix}/{CHECKSUMS}")
-        if _digest(manifest) != commit.manifest:
-            raise DamagedError(f"{CHECKSUMS} is not what was written")
+
+        def get(name: str, checksum: str) -> bytes:
+            data = self.store.get(f"copies/{copy.number}/{name}")
+            if _digest(data) != checksum:
+                raise DamagedError(f"{name} is not what was written")
+            return data
+
+        prefix = f"{_CHECKPOINTS}/{copy.step}"
+        manifest = get(f"{prefix}/{CHECKSUMS}", copy.manifest)
         write_whole(partial / CHECKSUMS, manifest)
         names = list(parse_json(manifest)["files"])
-        _check_names([*names, *commit.files])
+        _check_names([*names, *copy.files])
         for folder in {(partial / name).parent for name in names}:
             folder.mkdir(parents=True, exist_ok=True)
-        _each(lambda name: self.store.download(f"{prefix}/{name}", partial / name, count), names)
-        own = {}
-        for name, checksum in commit.files.items():
-            own[name] = self.store.get(f"run/{commit.number}/{name}")
-            if _digest(own[name]) != checksum:
-                raise DamagedError(f"{name} is not what was written")
-        return own
-
-    def _names(self, commit: Commit) -> list[str]:
-        """Return the names of a commit's objects, without its own."""
-        prefix = f"{_CHECKPOINTS}/{commit.step}"
-        try:
-            files = parse_json(self.store.get(f"{prefix}/{CHECKSUMS}"))["files"]
-        except (NotFoundError, DamagedError, KeyError, TypeError):
-            files = []
-        own = [f"run/{commit.number}/{name}" for name in commit.files]
-        return own + [f"{prefix}/{name}" for name in (CHECKSUMS, *files)]
+        root, download = f"copies/{copy.number}/{prefix}", self.store.download
+        _each(lambda name: download(f"{root}/{name}", partial / name, got), names)
+        return {name: get(name, checksum) for name, checksum in copy.files.items()}
 
     def _clear(self, number: int) -> None:
-        """Delete what an upload or a deletion has left, before commit `number` is made."""
-        try:
-            pending = self._read("pending")
-        except DamagedError:
-            pending = None
-        if pending and not 0 < pending["number"] < number:  # else it was committed
-            commits = [name for name in pending["names"] if name.startswith("commits/")]
-            _each(self.store.delete, commits)
-            _each(self.store.delete, [name for name in pending["names"] if name not in commits])
-        if pending:
-            self.store.delete("pending")
+        _each(self.store.delete, [name for name, _ in self.store.objects(f"copies/{number}/")])
+
+    def _newest(self) -> tuple[int, _Commit]:
+        """Return the newest commit's number, and the newest commit that can be read.
+
+        Raises:
+            StoreError: there are some, and none can be read.
+        """
+        above = 1
+        while self._exists(above):
+            above *= 2
+        inside = range(1, above)
+        newest = bisect_left(inside, True, above // 2, key=lambda one: not self._exists(one))
+        for number in range(newest, 0, -1):
+            try:
+                commit = read(_Commit, self._read(f"commits/{number}"))
+                if commit.copies and commit.copies[0].number == number:
+                    return newest, commit
+            except DamagedError:
+                pass
+            _log.warning(f"{self.store.url}/commits/{number} is damaged")
+        if newest:  # not as if nothing had ever been copied
+            raise StoreError(f"all of {self.store.url}/commits are damaged")
+        return 0, _Commit()
 
     def _exists(self, number: int) -> bool:
         try:
@@ -272,28 +239,15 @@ class Mirror:
             return False
         return True
 
-    def _commit(self, number: int) -> Commit | None:
-        """Return a commit; None if it is missing or damaged."""
-        try:
-            tree = self._read(f"commits/{number}")
-            return read(Commit, tree) if tree else None
-        except DamagedError:
-            return None
-
-    def _put(self, name: str, tree: dict[str, Any]) -> None:
-        self.store.put(name, _sealed(tree))
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        """Return an object's content, None if there is none; raise DamagedError."""
+    def _read(self, name: str) -> Any:
+        """Return an object's content; raise NotFoundError and DamagedError."""
         try:
             return _opened(self.store.get(name))
-        except NotFoundError:
-            return None
         except DamagedError:  # perhaps on its way
             return _opened(self.store.get(name))
 
 
-def unmirrored(home: Path, commits: Iterable[Commit]) -> list[int]:
+def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
     """Return the steps to upload, oldest first: of those after the last copy, which are to stay.
 
     The newest counts among these.
@@ -301,38 +255,50 @@ def unmirrored(home: Path, commits: Iterable[Commit]) -> list[int]:
     Raises:
         OSError: a checkpoint is gone, or cannot be read.
     """
-    there = {(commit.step, commit.manifest) for commit in commits}
+    there = {(copy.step, copy.manifest) for copy in copies}
     folder = home / _CHECKPOINTS
     steps = steps_in(folder)
     wanted = [step for step in steps if step == steps[-1] or stays(folder, step)]
-    last = 0
-    for place, step in enumerate(wanted, start=1):
-        if (step, _digest((folder / str(step) / CHECKSUMS).read_bytes())) in there:
-            last = place
-    return wanted[last:]
+    paths = {step: folder / str(step) / CHECKSUMS for step in wanted}
+    # No run resumes from one without.
+    sums = {step: _digest(path.read_bytes()) for step, path in paths.items() if path.exists()}
+    done = [number for number, one in enumerate(sums.items(), start=1) if one in there]
+    return list(sums)[max(done, default=0) :]
 
 
-def _superfluous(commits: list[Commit], folder: Path, keep: int) -> list[Commit]:
-    """Return the commits to delete, given all of them, newest first.
+def _superfluous(copies: list[MirrorCopy], folder: Path, keep: int) -> tuple[int, ...]:
+    """Return the numbers of the copies to delete, given all of them, newest first.
 
     Those of later steps are of a past that the run has gone back on.
     """
-    newest, *others = commits
+    newest, *others = copies
     here = set(steps_in(folder))
-    later = [commit for commit in others if commit.step > newest.step]
+    later = [copy for copy in others if copy.step >= newest.step]
     counted = [
-        commit
-        for commit in commits
-        if commit not in later
-        and not (stays(folder, commit.step) if commit.step in here else commit.stays)
+        copy
+        for copy in copies
+        if copy not in later and not (stays(folder, copy.step) if copy.step in here else copy.stays)
     ]
-    return later + counted[keep:]
+    return tuple(copy.number for copy in later + counted[keep:])
 
 
 def _own_files(home: Path) -> list[str]:
     kept = [name for name in _KEPT if (home / name).is_file()]
     chosen = files_below(home / _KEPT_FOLDER)
     return kept + [str(path.relative_to(home)) for path in chosen]
+
+
+def _summed(progress: Progress, size: int) -> Callable[[int], None]:
+    """Return what several threads tell the bytes that they have copied, of `size`."""
+    done, lock = 0, threading.Lock()
+
+    def add(more: int) -> None:
+        nonlocal done
+        with lock:
+            done = min(done + more, size)  # the library may send a part twice
+            progress(done, size)
+
+    return add
 
 
 def _each(function: Callable[[Any], Any], items: Iterable[Any]) -> None:

@@ -28,7 +28,6 @@ from saving_cost import Timed  # noqa: E402
 from turns import ratio, table  # noqa: E402
 
 from launcher.checkpoint.layout import checksums, files_below, write_checksums  # noqa: E402
-from launcher.checkpoint.mirror import RunIdentity  # noqa: E402
 from launcher.checkpoint.mirroring import Mirroring  # noqa: E402
 
 MIB = 2**20
@@ -59,7 +58,7 @@ def main() -> None:
             process.nice(19)
         os.environ |= {**server.environ(), "NO_PROXY": "127.0.0.1"}
         home = Path(folder)
-        mirroring = Mirroring(f"{server.bucket}/a", home, RunIdentity("a", "b"), 1, lines.append)
+        mirroring = Mirroring(f"{server.bucket}/a", home, "a/b", 1, lines.append)
         timed.block(3, None)
         for block in range(1, 2 * args.blocks + 1):
             copies = block % 2 == 0

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ from launcher.base import object_store
 from launcher.base.object_store import Store, StoreError
 from launcher.checkpoint import damage, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
-from launcher.checkpoint.mirror import Mirror, RunIdentity, SupersededError, unmirrored
+from launcher.checkpoint.mirror import Mirror, SupersededError, unmirrored
 from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
 
-OWNER = RunIdentity("run", "1234")
+OWNER = "run/1234"
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -73,6 +72,10 @@ def content_of(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in files_below(root)}
 
 
+def quiet(done: int, size: int) -> None:
+    """Take the progress of a copy."""
+
+
 def mirror_of(url: str, patience: float = 20.0) -> Mirror:
     return Mirror(Store(url, patience))
 
@@ -80,10 +83,10 @@ def mirror_of(url: str, patience: float = 20.0) -> Mirror:
 def fetched(url: str, home: Path) -> tuple[int, list[str]]:
     """Fetch the newest intact checkpoint; return its step, and what was wrong with newer ones."""
     mirror, problems = mirror_of(url), []
-    for commit in mirror.commits():
-        if (problem := mirror.fetch(commit, home)) is None:
-            return commit.step, problems
-        assert not (home / "checkpoints" / str(commit.step)).exists()
+    for copy in mirror.copies():
+        if (problem := mirror.fetch(copy, home, quiet)) is None:
+            return copy.step, problems
+        assert not (home / "checkpoints" / str(copy.step)).exists()
         problems.append(problem)
     return 0, problems
 
@@ -93,20 +96,21 @@ def test_what_was_uploaded_comes_back(url: str, proxy: FaultProxy, tmp_path: Pat
     (home / "autotune/worker_0").mkdir(parents=True)
     (home / "autotune/worker_0/kernel").write_bytes(b"chosen")
     (home / "config.yaml").write_text("run: {id: run}")
-    assert mirror.commits() == []
+    assert mirror.copies() == ()
     for step in (1, 2, 3):
         save(home, step)
-        assert unmirrored(home, mirror.commits()) == [step]
-        mirror.upload(home, step, keep=2)
-        assert unmirrored(home, mirror.commits()) == []
-    assert [commit.step for commit in mirror_of(url).commits()] == [3, 2]
+        assert unmirrored(home, mirror.copies()) == [step]
+        mirror.upload(home, step, 2, quiet)
+        assert unmirrored(home, mirror.copies()) == []
+    before = len(proxy.seen())
+    assert [copy.step for copy in mirror_of(url).copies()] == [3, 2]
     assert fetched(url, empty) == (3, [])
     assert content_of(empty / "checkpoints/3") == content_of(home / "checkpoints/3")
     for name in ("metrics.jsonl", "config.yaml", "autotune/worker_0/kernel"):
         assert (empty / name).read_bytes() == (home / name).read_bytes()
-    assert not list((empty / "checkpoints").glob("*partial*"))
+    assert [path.name for path in (empty / "checkpoints").iterdir()] == ["3"]
     # No LIST decides anything.
-    assert not [seen for seen in proxy.seen() if "list-type" in seen or "prefix=" in seen]
+    assert not [seen for seen in proxy.seen()[before:] if "prefix=" in seen]
 
 
 def test_large_files_go_in_parts(
@@ -115,9 +119,9 @@ def test_large_files_go_in_parts(
     monkeypatch.setattr(object_store, "PART", 5 << 20)
     save(tmp_path, 1, size=12 << 20)
     proxy.fail(Fault("status", "partNumber=2|PUT /upload", retry_after=0))
-    sent: list[int] = []
-    mirror_of(url).upload(tmp_path, 1, 2, sent.append)
-    assert sum(sent) >= 3 * (12 << 20)
+    sent: list[tuple[int, int]] = []
+    mirror_of(url).upload(tmp_path, 1, 2, lambda *done: sent.append(done))
+    assert sent[-1][0] == sent[-1][1] > 3 * (12 << 20)
     proxy.fail(Fault("truncate", "default", after=1000))
     assert fetched(url, tmp_path / "empty") == (1, [])
     found = content_of(tmp_path / "empty/checkpoints/1")
@@ -128,43 +132,44 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
     mirror = mirror_of(url)
     for step in (10, 12, 20, 22, 24):  # those of every_steps=10 stay
         save(tmp_path, step, every_steps=10)
-        mirror.upload(tmp_path, step, keep=1)
-    assert [commit.step for commit in mirror.commits()] == [24, 20, 10]
-    for step in (12, 22):
-        with pytest.raises(StoreError):
-            mirror.store.get(f"checkpoints/{step}/checksums.json")
-    deletions = [seen for seen in proxy.seen() if seen.startswith("DELETE") and url[-8:] in seen]
-    assert "commits" in next(seen for seen in deletions if "pending" not in seen)
+        mirror.upload(tmp_path, step, 1, quiet)
+    assert [copy.step for copy in mirror.copies()] == [24, 20, 10]
+    assert_no_rest(url)
     # An older one that lacks its copy is not made the newest.
-    assert unmirrored(tmp_path, mirror.commits()[:1]) == []
+    assert unmirrored(tmp_path, mirror.copies()[:1]) == []
     # After a roll-back, what it has gone back on is no part of the run any more.
     for step in (12, 22, 24):
         shutil.rmtree(tmp_path / f"checkpoints/{step}")
     save(tmp_path, 21, every_steps=10)
-    mirror.upload(tmp_path, 21, keep=1)
-    assert [commit.step for commit in mirror.commits()] == [21, 20, 10]
+    mirror.upload(tmp_path, 21, 1, quiet)
+    assert [copy.step for copy in mirror.copies()] == [21, 20, 10]
     # Saved again: the newer one counts.
     save(tmp_path, 21, every_steps=10)
-    assert unmirrored(tmp_path, mirror.commits()) == [21]
-    mirror.upload(tmp_path, 21, keep=1)
+    assert unmirrored(tmp_path, mirror.copies()) == [21]
+    mirror.upload(tmp_path, 21, 1, quiet)
     assert fetched(url, tmp_path / "empty") == (21, [])
     found = content_of(tmp_path / "empty/checkpoints/21")
     assert found == content_of(tmp_path / "checkpoints/21")
+    # One that lost its checksums is no reason to copy nothing more.
+    (tmp_path / "checkpoints/10/checksums.json").unlink()
+    save(tmp_path, 22)
+    assert unmirrored(tmp_path, mirror.copies()) == [22]
 
 
-def test_of_damaged_objects_the_next_older_is_taken(url: str, tmp_path: Path) -> None:
-    mirror, array = mirror_of(url), "checkpoints/3/default/d/b"
+def test_of_damaged_objects_the_next_older_is_taken(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror, array = mirror_of(url), "copies/3/checkpoints/3/default/d/b"
     for step in (1, 2, 3):
         save(tmp_path, step)
-        mirror.upload(tmp_path, step, keep=3)
+        mirror.upload(tmp_path, step, 3, quiet)
     store = mirror.store
     flipped = store.get(array)[:7] + bytes([store.get(array)[7] ^ 1]) + store.get(array)[8:]
     damages = {
         array: (None, flipped, store.get(array)[:-1]),
         "commits/3": (None, b"garbage", store.get("commits/2")),
-        "latest-1": (None, b"garbage"),  # the other list, and the next commit, say it all
-        "checkpoints/3/checksums.json": (None, b"garbage"),
-        "run/3/metrics.jsonl": (None, b"garbage"),
+        "copies/3/checkpoints/3/checksums.json": (None, b"garbage"),
+        "copies/3/metrics.jsonl": (None, b"garbage"),
     }
     for name, contents in damages.items():
         before = store.get(name)
@@ -173,10 +178,9 @@ def test_of_damaged_objects_the_next_older_is_taken(url: str, tmp_path: Path) ->
             empty = tmp_path / f"empty-{name.replace('/', '-')}-{number}"
             step, problems = fetched(url, empty)
             store.put(name, before)
-            if name == "latest-1":
-                assert (step, problems) == (3, [])
-            else:
-                assert (step, len(problems)) == (2, 1), name
+            is_unseen = (name, content) == ("commits/3", None)
+            assert (step, len([*problems, *caplog.messages])) == (2, 1 - is_unseen), name
+            caplog.clear()
             found = content_of(empty / f"checkpoints/{step}")
             assert found == content_of(tmp_path / f"checkpoints/{step}")
 
@@ -186,21 +190,19 @@ def test_a_prefix_has_one_owner_and_a_number_one_commit(url: str, tmp_path: Path
     assert first.owner() is None
     assert first.own(OWNER)
     assert second.own(OWNER)
-    assert not second.own(RunIdentity("run", "5678"))
+    assert not second.own("run/5678")
     assert second.owner() == OWNER
     save(tmp_path, 1)
-    first.commits()
-    number = first._next
-    second.upload(tmp_path, 1, keep=2)
-    first.commits = list  # as of before
-    first._next = number
+    before = first._newest()
+    second.upload(tmp_path, 1, 2, quiet)
+    first._newest = lambda: before
     save(tmp_path, 1)
     with pytest.raises(SupersededError):
-        first.upload(tmp_path, 1, keep=2)
+        first.upload(tmp_path, 1, 2, quiet)
 
 
-KINDS = ("status", "lost", "reset", "reset_upload", "truncate", "flip", "shorten", "delay")
-OBJECTS = ("", "checkpoints", "checksums", "commits", "latest", "pending", "run", "owner")
+KINDS = ("status", "lost", "reset", "reset_upload", "truncate", "flip", "shorten", "hide")
+OBJECTS = ("", "checkpoints", "checksums", "commits", "copies", "prefix=", "metrics", "owner")
 
 
 def faults(chance: random.Random) -> list[Fault]:
@@ -213,7 +215,6 @@ def faults(chance: random.Random) -> list[Fault]:
             status=chance.choice((429, 500, 503)),
             retry_after=chance.choice((None, 0, 1 if kind == "status" else 0)),
             after=chance.choice((0, 1, 50, 900)),
-            seconds=0.05 * (kind == "delay"),
         )
         for _ in range(chance.randint(1, 4))
     ]
@@ -227,7 +228,7 @@ def check_faults(url: str, proxy: FaultProxy, home: Path, seed: int) -> None:
         proxy.heal()
         proxy.fail(*faults(chance))
         try:
-            mirror_of(url, chance.choice((0.1, 5.0))).upload(home, step, keep=2)
+            mirror_of(url, chance.choice((0.1, 5.0))).upload(home, step, 2, quiet)
             committed = step
         except StoreError as error:
             shown.append(str(error))
@@ -237,6 +238,7 @@ def check_faults(url: str, proxy: FaultProxy, home: Path, seed: int) -> None:
     try:
         step, _ = fetched(url, empty)
     except StoreError:
+        assert not [*empty.glob("checkpoints/*")]
         proxy.heal()
         step, _ = fetched(url, empty)
     assert step >= committed - 1  # damaged on its way twice: the next older
@@ -265,10 +267,10 @@ def test_many_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> 
 
 def start(url: str, home: Path) -> subprocess.Popen:
     """Start the process that mirrors, as a run does."""
-    about = {"url": url, "home": str(home), "owner": asdict(OWNER), "keep": 2}
+    about = {"url": url, "home": str(home), "owner": OWNER, "keep": 2}
     command = [sys.executable, "-c", _PROGRAM, json.dumps(about)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.slow
@@ -284,7 +286,6 @@ def test_killed_at_any_moment_nothing_half_counts(
             shutil.rmtree(home / f"checkpoints/{step - 2}")
         last = len(proxy.seen()) + chance.randrange(1, 60)
         process = start(url, home)
-        process.stdin.close()  # it ends when it is done
         while len(proxy.seen()) < last and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
@@ -298,34 +299,28 @@ def test_killed_at_any_moment_nothing_half_counts(
         if newest:
             assert content_of(empty / f"checkpoints/{newest}") == saved[newest]
     process = start(url, home)
-    out, _ = process.communicate("")
-    assert json.loads(out.splitlines()[-1]) == {"left": []}
+    out, _ = process.communicate()
+    assert json.loads(out.splitlines()[-1]) == {"mirrored": 16}
     assert found == sorted(found)
     assert killed >= 8
     assert len(set(found)) > 3  # and some of them came through
-    assert [commit.step for commit in mirror_of(url).commits()] == [16, 15, 14, 10, 5]
+    assert [copy.step for copy in mirror_of(url).copies()] == [16, 15, 14, 10, 5]
     assert fetched(url, tmp_path / "last") == (16, [])
     # What was left by killed uploads and deletions is gone: what is there belongs to a commit.
     assert_no_rest(url)
 
 
 def assert_no_rest(url: str) -> None:
-    """Fail if the store holds objects that no commit needs."""
-    mirror = mirror_of(url)
-    needed = {"owner.json", "latest-0", "latest-1"}
-    for commit in mirror.commits():
-        needed |= {f"commits/{commit.number}", *mirror._names(commit)}
-    bucket, prefix = mirror.store._bucket, url.split("/", 3)[3] + "/"
-    if url.startswith("s3"):
-        pages = bucket._client.get_paginator("list_objects_v2")
-        keys = [
-            item["Key"]
-            for page in pages.paginate(Bucket="bucket", Prefix=prefix)
-            for item in page.get("Contents", [])
-        ]
-    else:
-        keys = [blob.name for blob in bucket._bucket.list_blobs(prefix=prefix)]
-    assert {key.removeprefix(prefix) for key in keys} == needed
+    """Fail if the store holds objects that no copy needs."""
+    store = mirror_of(url).store
+    needed = {f"commits/{n}" for n in range(1, mirror_of(url)._newest()[0] + 1)}
+    for copy in mirror_of(url).copies():
+        root = f"copies/{copy.number}"
+        sums = f"{root}/checkpoints/{copy.step}/checksums.json"
+        files = json.loads(store.get(sums))["files"]
+        needed |= {sums, *(f"{root}/{name}" for name in copy.files)}
+        needed |= {f"{root}/checkpoints/{copy.step}/{name}" for name in files}
+    assert {name for name, _ in store.objects()} - {"owner"} == needed
 
 
 def until(condition, seconds: float = 60) -> None:
@@ -339,11 +334,13 @@ def test_the_process_tells_retries_and_is_replaced(
     url: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("launcher.checkpoint.mirroring._AGAIN_SECONDS", 0.1)
     save(tmp_path, 1)
+    monkeypatch.setattr("launcher.checkpoint.mirroring._LOOK_SECONDS", 0.05)
+    proxy.fail(Fault("delay", "PUT|POST", seconds=0.5))
     process = Mirroring(url, tmp_path, OWNER, 2, lines.append)
+    until(lambda: process._process is not None)
+    until(lambda: os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19)
     until(lambda: process.mirrored == 1)
-    assert os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19
     proxy.fail(Fault("status", status=401, times=9999))
     save(tmp_path, 2)
     until(lambda: lines)
@@ -353,19 +350,23 @@ def test_the_process_tells_retries_and_is_replaced(
     proxy.heal()
     save(tmp_path, 3)  # the next save tries again
     until(lambda: process.mirrored == 3)
-    assert len(lines) == 2
-    assert "step 3 is mirrored" in lines[1]
+    assert lines[1:] == [f"step 3 is mirrored to {url} again"]
+    proxy.fail(Fault("delay", "PUT|POST", times=9999, seconds=60.0))
+    before = len(proxy.seen())
+    save(tmp_path, 4)
+    until(lambda: any(seen[0] == "P" for seen in proxy.seen()[before:]))
     process._process.kill()
     until(lambda: len(lines) == 3)
-    save(tmp_path, 4)
-    process.finish()
+    assert "process for it ended (-9)" in lines[2]
+    proxy.heal()
+    process.finish()  # the end tries again, too
     assert process.wait(60)
-    assert (process.left, process.mirrored) == ([], 4)
+    assert process.mirrored == 4
     assert fetched(url, tmp_path / "empty") == (4, [])
     # Another run has taken the prefix over: this one ends, and says so.
-    other = Mirroring(url, tmp_path, RunIdentity("run", "other"), 2, lines.append)
+    other = Mirroring(url, tmp_path, "run/other", 2, lines.append)
     assert other.wait(60)
-    assert other.left == [4]
+    assert other.mirrored == 0
     assert "belongs to another run" in lines[-1]
     written = "".join(path.read_text(errors="replace") for path in files_below(tmp_path))
     assert SECRET not in written + "".join(lines)

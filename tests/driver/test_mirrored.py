@@ -79,13 +79,12 @@ def test_a_mirror_belongs_to_one_run(proxy: FaultProxy, monkeypatch: pytest.Monk
 def test_without_an_intact_copy_nothing_begins_anew(proxy: FaultProxy) -> None:
     home, mirror = start(config_of()), Mirror(Store(URL))
     save(home, 3)
-    mirror.upload(home, 3, keep=2)
-    mirror.store.put(f"checkpoints/3/{METADATA}", b"garbage")
+    mirror.upload(home, 3, 2, lambda done, size: None)
+    mirror.store.put(f"copies/1/checkpoints/3/{METADATA}", b"garbage")
     shutil.rmtree(home)
     with pytest.raises(ConfigError, match=r"no checkpoint in .* is intact"):
         start(config_of())
     assert not home.exists()
-    mirror.store.delete("latest-1")
     mirror.store.put("commits/1", b"garbage")
     with pytest.raises(ConfigError, match="damaged"):
         start(config_of())

@@ -60,7 +60,7 @@ def test_a_run_on_an_empty_disk_resumes_to_the_bit(
     run = here / "outputs" / "a"
 
     # The store is away when it is needed: the training does not notice, the next start makes up.
-    proxy.fail(Fault("status", "latest", times=9999, status=401))
+    proxy.fail(Fault("status", "commits", times=9999, status=401))
     code, out, err = Launcher(here, *WORDS, mirror, "train.steps=4").end()
     assert code == 0, err
     assert f"not mirrored to {store.bucket}/runs/a: step 4; the next start" in err

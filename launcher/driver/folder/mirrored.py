@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -23,8 +20,7 @@ from launcher.base import (
     read_own,
     write_whole,
 )
-from launcher.base.reading import read
-from launcher.checkpoint import Commit, Mirror, Mirroring, RunIdentity, newest, steps_in
+from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
@@ -39,8 +35,8 @@ _MIB = 2**20
 _log = logging.getLogger(__name__)
 
 
-def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
-    """Return a run's mirror, and its commits if this disk lacks the newest; None if it does not.
+def look_at_mirror(config: Config) -> tuple[Mirror, str, Sequence[MirrorCopy]] | None:
+    """Return a run's mirror, its owner and its copies if this disk lacks the newest, else None.
 
     Raises:
         ConfigError: the mirror cannot be used, or is another run's.
@@ -50,14 +46,15 @@ def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
     if url is None or run.id is None:
         return None
     home = Path(run.dir, run.id)
-    known = read_own(home / _IDENTITY, _owner)
+    known = read_own(home / _IDENTITY, str)
     here = newest(home / "checkpoints", thorough=False).step or 0
     try:
         mirror = Mirror(Store(url, _PATIENCE))
-        owner = mirror.owner()
-        if owner is not None:
+        if owner := mirror.owner():
             _check_owner(config, owner, known, here)
-        commits = mirror.commits() if owner else []
+            copies = mirror.copies()
+            if copies and copies[0].step > here:
+                return mirror, owner, copies
     except UnavailableError as error:
         if known is None or not here:
             raise OSError(f"run.mirror: {error}") from None
@@ -65,8 +62,6 @@ def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
         return None
     except StoreError as error:
         raise _unusable(url, error) from None
-    if commits and commits[0].step > here:
-        return mirror, commits
     if run.resume == "must" and not here:
         raise ConfigError(
             f"run.resume=must finds nothing to resume from: neither {home} nor {url} holds a "
@@ -76,13 +71,12 @@ def look_at_mirror(config: Config) -> tuple[Mirror, list[Commit]] | None:
     return None
 
 
-def _check_owner(config: Config, owner: RunIdentity, known: RunIdentity | None, here: int) -> None:
-    run, url = config.run, config.run.mirror
-    if owner.run_id != run.id:
+def _check_owner(config: Config, owner: str, known: str | None, here: int) -> None:
+    run, url, (owner_id, _, _) = config.run, config.run.mirror, owner.partition("/")
+    if owner_id != run.id:
         raise ConfigError(
-            f"run.mirror={url} belongs to run {owner.run_id}",
-            f"Choose another prefix for run {run.id}, or resume that run with "
-            f"run.id={owner.run_id}.",
+            f"run.mirror={url} belongs to run {owner_id}",
+            f"Choose another prefix for run {run.id}, or resume that run with run.id={owner_id}.",
         )
     if run.resume == "never" and known is None:
         raise ConfigError(
@@ -112,55 +106,43 @@ def bring_back(config: Config, console: Console) -> None:
     """
     if (found := look_at_mirror(config)) is None or config.task == "preflight":
         return
-    mirror, commits = found
+    mirror, owner, copies = found
     mirror.store.patience = PATIENCE
     with claim(config) as home, delete_on_error(home.created, on=ConfigError):
+        _note(home.path, owner)
         for line in home.damaged:
             _log.warning(line)
-        problem, here = "", home.finished_steps
-        for commit in commits:
-            if commit.step <= here:
+        here = home.finished_steps
+        for copy in copies:
+            if copy.step <= here:
                 return
             try:
-                problem = _fetch(mirror, commit, home.path, console) or ""
+                problem = _fetch(mirror, copy, home.path, console)
             except StoreError as error:
                 raise OSError(f"run.mirror: {error}") from None
-            if not problem:
+            if problem is None:
                 return
-            _log.warning(f"checkpoint {commit.step} of {mirror.store.url} is damaged: {problem}")
+            _log.warning(f"checkpoint {copy.step} of {mirror.store.url} is damaged: {problem}")
         if not here:
             raise ConfigError(
                 f"run.id={home.id} cannot be resumed: no checkpoint in {mirror.store.url} is "
-                f"intact (in {commits[-1].step}, {problem})",
+                f"intact (in {copy.step}, {problem})",
                 "Choose another prefix and run.id to start afresh.",
             )
 
 
-def _fetch(mirror: Mirror, commit: Commit, home: Path, console: Console) -> str | None:
-    owner = mirror.owner()
-    assert owner is not None
-    _note(home, owner)
-    lock, done = threading.Lock(), 0
-    with status(console, f"fetching step {commit.step} from {mirror.store.url}") as advance:
-
-        def count(size: int) -> None:
-            nonlocal done
-            with lock:
-                done += size
-                advance(done // _MIB, commit.size // _MIB, "MiB")
-
-        return mirror.fetch(commit, home, count)
+def _fetch(mirror: Mirror, copy: MirrorCopy, home: Path, console: Console) -> str | None:
+    with status(console, f"fetching step {copy.step} from {mirror.store.url}") as advance:
+        return mirror.fetch(
+            copy, home, lambda done, size: advance(done // _MIB, size // _MIB, "MiB")
+        )
 
 
-def _note(home: Path, owner: RunIdentity) -> None:
-    write_whole(home / _IDENTITY, json.dumps(asdict(owner)) + "\n", private=True)
+def _note(home: Path, owner: str) -> None:
+    write_whole(home / _IDENTITY, json.dumps(owner) + "\n", private=True)
 
 
-def _owner(tree: Any) -> RunIdentity:
-    return read(RunIdentity, tree)
-
-
-def own(config: Config, home: RunFolder) -> RunIdentity | None:
+def own(config: Config, home: RunFolder) -> str | None:
     """Return who a run is to its mirror, which belongs to it from now on; None without one.
 
     Raises:
@@ -169,18 +151,18 @@ def own(config: Config, home: RunFolder) -> RunIdentity | None:
     url = config.run.mirror
     if url is None:
         return None
-    if (known := read_own(home.path / _IDENTITY, _owner)) is not None:
+    if (known := read_own(home.path / _IDENTITY, str)) is not None:
         return known  # `look_at_mirror` has compared it
-    owner = RunIdentity(home.id, secrets.token_hex(8))
-    _note(home.path, owner)  # first: it must not be unknown to a run that was killed here
+    owner = f"{home.id}/{secrets.token_hex(8)}"
     try:
         mirror = Mirror(Store(url, _PATIENCE))
-        if not mirror.own(owner) and (other := mirror.owner()) is not None:
-            _check_owner(config, other, None, home.finished_steps)
-            owner = other  # this run began on another disk, and has not saved yet
-            _note(home.path, owner)
+        if not mirror.own(owner):
+            owner = mirror.owner() or owner
+            _check_owner(config, owner, None, home.finished_steps)
+            # This run began on another disk, or was killed here, and has not saved yet.
     except StoreError as error:
         raise _unusable(url, error) from None
+    _note(home.path, owner)
     return owner
 
 
@@ -203,12 +185,10 @@ def mirroring(config: Config, home: RunFolder, console: Console, stop: Stop) -> 
         raise
     finally:
         process.kill()
-        here = [step for step in steps_in(home.checkpoints)[-1:] if step != process.mirrored]
-        left = here if process.left is None else process.left
-        if left:
-            steps = ", ".join(map(str, left))
+        step = max(steps_in(home.checkpoints), default=0)
+        if step != process.mirrored:
             complain(
-                f"not mirrored to {url}: step {steps}; the next start of run {home.id} tries again"
+                f"not mirrored to {url}: step {step}; the next start of run {home.id} tries again"
             )
 
 
@@ -225,5 +205,5 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
     ):
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
-                sent, size, _ = process.progress
+                sent, size = process.progress
                 advance(sent // _MIB, size // _MIB, "MiB")

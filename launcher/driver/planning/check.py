@@ -91,8 +91,8 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     said: list[str] = []
     config = folder.pinned(config)
     with lines_to(said.append):
-        if (mirror := look_at_mirror(config)) is not None:
-            _log.info(f"step {mirror[1][0].step} is to be fetched from {config.run.mirror}")
+        if (found := look_at_mirror(config)) is not None:
+            _log.info(f"step {found[2][0].step} is to be fetched from {config.run.mirror}")
         finished = folder.check(config, thorough=False)
     if finished >= config.train.steps:
         yield f"run {config.run.id} is complete, {finished} of {config.train.steps} steps"
