@@ -20,7 +20,7 @@ from rich.console import Console
 from launcher.base import DamagedError, answer, complain, lines_to, read_json, write_whole
 from launcher.cluster.slurm.allocation import PREEMPTED, Allocation, find_allocation
 from launcher.cluster.slurm.commands import ENDED, SCRIPT, SlurmError, job_states
-from launcher.config.cluster import Slurm, slurm_cluster, slurm_of
+from launcher.config.cluster import slurm_cluster, slurm_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
@@ -90,21 +90,19 @@ class Jobs:
     def _submit(self, stop: Stop) -> int:
         limit = slurm_of(self._config.cluster).array or self._space.jobs
         configs = members(self._points, self._id, self._folder)
-        slurms = [slurm_of(config.cluster) for config in configs]
-        job.check_jobs(
-            [_with(replace(s, array=limit), c) for s, c in zip(slurms, configs, strict=True)]
-        )
-        if slurms[0].dry_run:
+        job.check_jobs([_in_array(config, limit) for config in configs])
+        if slurm_of(configs[0].cluster).dry_run:
             return answer(self._script(range(self._space.trials), limit), end="")
         job.check_site(configs)
         from launcher.driver.planning.prepare import prepare
 
         with lines_to(line_printer(make_console())):
             prepare(self._config, Console(quiet=True))  # so that no job waits for a wrong setting
-        made = [] if self._folder.exists() else [self._folder]
+        made = () if (is_old := self._folder.exists()) else (self._folder,)
         make_sweep(self._folder, self._config.run.shared)
         with private_files(self._config.run), open_points(self._folder):
-            self._check_idle()
+            if is_old:
+                self._check_idle()
             study = self._study()
             study.release()
             if not (places := study.open_places()):
@@ -192,15 +190,16 @@ class Jobs:
                 study.tell_lost(trial.number, is_repeated=state != "CANCELLED")
 
     def _study(self) -> Study:
-        slurm = Slurm(emulated=slurm_of(self._config.cluster).emulated)  # the rest may change
-        return Study(self._folder, self._space, settings_digest(_with(slurm, self._config)))
+        settings = f"{settings_digest(self._config)} {objective_of(self._config)}"
+        return Study(self._folder, self._space, settings)
 
     def _member(self, place: int) -> Config:
         return member(self._config, self._id, self._folder, place)
 
 
-def _with(slurm: Slurm, config: Config) -> Config:
-    return replace(config, cluster=replace(slurm_cluster(config.cluster), slurm=slurm))
+def _in_array(config: Config, limit: int) -> Config:
+    cluster = slurm_cluster(config.cluster)
+    return replace(config, cluster=replace(cluster, slurm=replace(cluster.slurm, array=limit)))
 
 
 def _give_up(seconds: float) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("optuna")
 sys.path.insert(0, str(Path(__file__).parent))
 from test_slurm import ON_SLURM, SECONDS, User
 
-from launcher.submit.study import JOURNAL
+from launcher.submit.points import JOURNAL
 
 pytestmark = [
     pytest.mark.slurm,
