@@ -40,7 +40,6 @@ class Space(NamedTuple):
 
     Attributes:
         values: Optuna's distributions, by setting.
-        fixed: words for the settings of a file that have one value.
         sampler: the name of the sampler's class.
         options: the sampler's arguments.
         direction: `minimize` or `maximize`; None until it is `settled`, like a seed of None.
@@ -51,7 +50,6 @@ class Space(NamedTuple):
     """
 
     values: Mapping[str, Any]
-    fixed: tuple[str, ...]
     sampler: str
     options: Mapping[str, Any]
     direction: Literal["minimize", "maximize"] | None
@@ -86,7 +84,7 @@ class Space(NamedTuple):
     def words(self, chosen: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the settings of a point as `key=value`."""
         texts = {name: "null" if value is None else value for name, value in chosen.items()}
-        return (*(f"{name}={texts[name]}" for name in self.values), *self.fixed)
+        return tuple(f"{name}={texts[name]}" for name in self.values)
 
     def ends(self) -> list[tuple[str, ...]]:
         """Return the points of all first values, and of all last ones."""
@@ -108,16 +106,15 @@ def read_space(sweeper: DictConfig, swept: Sequence[Override]) -> Space:
         raise ConfigError(problem, remedy, ()) from None
     _check(sweeper)
     (kind, options), trials = _sampler(sweeper.sampler), sweeper.n_trials
-    values = {one.get_key_element(): _values(one) for one in swept if one.is_sweep_override()}
-    if not values:
+    if not any(one.is_sweep_override() for one in swept):
         remedy = "Give settings several values: optimizer.learning_rate=interval(1e-4,1e-2)."
         raise ConfigError("hydra/sweeper=optuna has nothing to search", remedy)
+    values = {one.get_key_element(): _values(one) for one in swept}
     if kind == "GridSampler":
         grid = options["search_space"] = {name: _listed(name, v) for name, v in values.items()}
         trials = min(trials, math.prod(map(len, grid.values())))
     space = Space(
         values=values,
-        fixed=tuple(one.input_line or "" for one in swept if not one.is_sweep_override()),
         sampler=kind,
         options=options,
         direction=sweeper.direction,
@@ -166,9 +163,6 @@ def _sampler(sampler: DictConfig) -> tuple[str, dict[str, Any]]:
     if kind not in _SAMPLERS:
         remedy = f"Use hydra/sweeper/sampler={' | '.join(_SAMPLERS.values())}."
         raise _refused("sampler", f"is {target}, which is not supported", remedy)
-    for key, value in said.items():
-        if not isinstance(value, bool | int | float | str | None):
-            raise _refused(f"sampler.{key}", "is no plain value", "Leave it out.")
     return kind, {k: value for k, value in said.items() if value is not None or k == "seed"}
 
 
@@ -182,6 +176,8 @@ def _values(override: Override) -> Any:
             return _numbers(said.start, said.end, log="log" in said.tags)
         if isinstance(said, RangeSweep) and not said.shuffle:
             return _numbers(said.start, said.stop, step=said.step)
+        if not override.is_sweep_override():
+            return CategoricalDistribution([override.get_value_element_as_str()])
         choices: list[Any] = [*override.sweep_iterator(Transformer.encode)]
         return CategoricalDistribution(choices)
     except (HydraException, ValueError) as error:

@@ -73,18 +73,6 @@ class Study:
                 raise self._of_others()
             self._placed()
 
-    def next_trials(self) -> list[StudyTrial]:
-        """Return trials to run now: those that were cut off, otherwise new ones; none at the end.
-
-        For the one process that runs the whole sweep.
-        """
-        with self._alone():
-            if cut_off := self._running():
-                return [self._trial(trial) for trial in cut_off[: self.space.jobs]]
-            begun = len(self._last())
-            count = 0 if self.is_given_up else min(self.space.jobs, self.space.trials - begun)
-            return [self._ask(place, "") for place in range(begun, begun + count)]
-
     def take(self, place: int, owner: str) -> StudyTrial | None:
         """Return the trial that a job is to run; None if nothing is left to do.
 
@@ -172,9 +160,7 @@ class Study:
         return StudyTrial(trial.number, trial.user_attrs[_PLACE], self.space.words(trial.params))
 
     def _note(self, trial: FrozenTrial, name: str, value: Any) -> None:
-        study = self._storage.get_study_id_from_name(self.space.name)
-        known = self._storage.get_trial_id_from_study_id_trial_number(study, trial.number)
-        self._storage.set_trial_user_attr(known, name, value)
+        self._storage.set_trial_user_attr(trial._trial_id, name, value)
 
     def _tell(self, number: int, value: float | None) -> bool:
         if self._trials()[number].state.is_finished():
@@ -273,8 +259,12 @@ def run_study(
     make_point: MakePoint,
     run: Callable[[Sequence[Asked], int], Sequence[float | None]],
 ) -> None:
-    """Ask for trials, run and tell them, until there are enough."""
-    while trials := study.next_trials():
+    """Run the trials that are left, those that were cut off among them, and tell their results."""
+    places, jobs = study.open_places(), study.space.jobs
+    for n in range(0, len(places), jobs):
+        taken = [study.take(place, str(place)) for place in places[n : n + jobs]]
+        if not (trials := [trial for trial in taken if trial is not None]):
+            return  # too many have failed
         values = run([make_point(trial.swept) for trial in trials], study.space.trials)
         for trial, value in zip(trials, values, strict=True):
             study.tell(trial.number, value)

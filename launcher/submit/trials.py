@@ -7,7 +7,6 @@ after the others, too: a trial whose job is lost has failed, and is tried again.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base import DamagedError, answer, complain, lines_to, read_json, write_whole
+from launcher.base import answer, complain, lines_to, write_whole
 from launcher.cluster.slurm.allocation import PREEMPTED, Allocation, find_allocation
 from launcher.cluster.slurm.commands import ENDED, SCRIPT, SlurmError, job_states
 from launcher.config.cluster import slurm_cluster, slurm_of
@@ -140,17 +139,17 @@ class Jobs:
         from launcher.driver.slurm import note_exit_code, run_allocated, serve_node
 
         owner = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{place}"
-        noted = self._folder / f".place-{owner}.json"
-        key: list[str | int] = [*allocation.key]
+        noted = self._folder / ".places" / "{}-{}".format(*allocation.key)
         if allocation.index:
             with stop.interruptible():
-                found = _await_place(noted, key, slurm_of(self._config.cluster).start_timeout)
-            return 0 if found is None else serve_node(self._member(found), allocation, stop)
+                found = _await_place(noted, slurm_of(self._config.cluster).start_timeout)
+            return serve_node(self._member(int(found)), allocation, stop) if found else 0
         with stop.interruptible():
             study = self._study()
             self._look_after_others(study, owner)
             trial = study.take(place, owner)
-            write_whole(noted, json.dumps({"key": key, "place": trial and trial.place}))
+            noted.parent.mkdir(exist_ok=True)
+            write_whole(noted, "" if trial is None else str(trial.place))
         if trial is None:
             answer("no trial is left to run")
             return note_exit_code(0)
@@ -207,16 +206,9 @@ def _give_up(seconds: float) -> None:
     raise SlurmError("Slurm's controller does not answer")
 
 
-def _await_place(path: Path, key: list[str | int], patience: float) -> int | None:
-    """Return the place that task 0 of this start of the job took, None for none."""
+def _await_place(noted: Path, patience: float) -> str:
+    """Return the place that task 0 of this start of the job took, "" for none."""
     deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        try:
-            noted = read_json(path)
-            if noted["key"] == key:
-                place: int | None = noted["place"]
-                return place
-        except (OSError, DamagedError, KeyError, TypeError):
-            pass
+    while not noted.exists() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    return None
+    return noted.read_text() if noted.exists() else ""

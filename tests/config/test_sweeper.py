@@ -153,7 +153,6 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
                     "hydra.sweeper.n_trails=3",
                     "n_trails is not a setting (on the command line). D",
                 ),
-                ("hydra.sweeper.sampler.seed=[1]", "sampler.seed is no plain value"),
                 (
                     "hydra.sweeper.custom_search_space=a.b",
                     "custom_search_space runs code, and would",
