@@ -99,7 +99,7 @@ def read_space(sweeper: DictConfig, swept: Sequence[Override]) -> Space:
         ConfigError: Optuna is not installed, or cannot search that.
     """
     try:
-        import optuna.storages.journal  # noqa: F401 (older ones do not have it)
+        import optuna.storages.journal  # older ones do not have it
     except ImportError:
         remedy = f"Install it with: {installing('optuna')}."
         problem = "hydra/sweeper=optuna needs Optuna 5, which is not installed"
@@ -123,10 +123,11 @@ def read_space(sweeper: DictConfig, swept: Sequence[Override]) -> Space:
         max_failure_rate=sweeper.max_failure_rate,
         name=str(sweeper.study_name or "launcher"),
     )
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        space.make_sampler(0)
+        optuna.create_study(sampler=space.make_sampler(0)).ask(dict(values))  # tries the options
     except (TypeError, ValueError) as error:
-        raise _refused("sampler", f"cannot be made: {error}", "Correct its options.") from None
+        raise _refused("sampler", f"does not work: {error}", "Correct its options.") from None
     return space
 
 

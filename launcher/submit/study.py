@@ -55,7 +55,6 @@ class Study:
     """
 
     def __init__(self, folder: Path, space: Space, settings: str) -> None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.space, self._path = space, folder / JOURNAL
         with self._alone():
             journal = JournalFileBackend(str(self._path), _Lock(self._path))

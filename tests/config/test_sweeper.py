@@ -159,7 +159,8 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
                 ),
                 ("hydra.sweeper.n_trials=0", "n_trials cannot be 0"),
                 ("hydra.sweeper.n_jobs=0", "n_jobs cannot be 0"),
-                ("hydra.sweeper.sampler.odd=1", "sampler cannot be made: "),
+                ("hydra.sweeper.sampler.odd=1", "sampler does not work: "),
+                ("hydra.sweeper.sampler.n_startup_trials=x", "sampler does not work: "),
                 ("hydra.sweeper.storage=sqlite:///a.db", "storage would be a second record"),
                 ("+hydra.sweeper.search_space.x.low=1", "search_space.x cannot be read"),
             )
