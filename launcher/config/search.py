@@ -155,7 +155,7 @@ def _check(sweeper: DictConfig) -> None:
 
 
 def _sampler(sampler: DictConfig) -> tuple[str, dict[str, Any]]:
-    """Return the name of a sampler's class, and its arguments: those that are said, and a seed."""
+    """Return the name of a sampler's class, and its arguments that are not null, but for a seed."""
     is_table = isinstance(sampler, DictConfig)
     said: Any = OmegaConf.to_container(sampler) if is_table else {"_target_": sampler}
     target = str(said.pop("_target_", None))

@@ -159,7 +159,9 @@ class Study:
         return StudyTrial(trial.number, trial.user_attrs[_PLACE], self.space.words(trial.params))
 
     def _note(self, trial: FrozenTrial, name: str, value: Any) -> None:
-        self._storage.set_trial_user_attr(trial._trial_id, name, value)
+        study = self._storage.get_study_id_from_name(self.space.name)
+        known = self._storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+        self._storage.set_trial_user_attr(known, name, value)
 
     def _tell(self, number: int, value: float | None) -> bool:
         if self._trials()[number].state.is_finished():
@@ -230,8 +232,9 @@ def count_ended(folder: Path) -> int:
     path = folder / JOURNAL
     try:
         storage = JournalStorage(JournalFileBackend(str(path), _Lock(path)))
-        studies = storage.get_all_studies()
-        return sum(len(_ended(_by_place(storage.get_all_trials(s._study_id)))) for s in studies)
+        [name] = optuna.get_all_study_names(storage)
+        study = optuna.load_study(study_name=name, storage=storage)
+        return len(_ended(_by_place(study.get_trials(deepcopy=False))))
     except (ValueError, KeyError) as error:
         raise _damaged(path, error) from None
 
