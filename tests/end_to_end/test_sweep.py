@@ -162,6 +162,10 @@ def test_an_objective_that_no_run_will_have_is_refused(
     monkeypatch.chdir(tmp_path)
     for words, error in (
         (("task=plan", "sweep.objective=mfu"), "sweep.objective=mfu is measured, but task=plan "),
+        (  # a plan is made here, and is no job
+            ("task=plan", "cluster=slurm", "sweep.objective=mfu"),
+            "sweep.objective=mfu is measured, but task=plan ",
+        ),
         (("sweep.objective=eval_loss",), "sweep.objective=eval_loss, but train.eval_every=0 "),
         (("sweep.objective=mfu_",), "sweep.objective must be one of eval_loss, "),
     ):
