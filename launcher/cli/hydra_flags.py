@@ -18,14 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
 
 from launcher.config.compose import PRIMARY, load
 from launcher.config.errors import ConfigError
 from launcher.config.folders import search_folders
 from launcher.config.hydra_compat import Hydra, get_args_parser, searching
 from launcher.config.overrides import all_for_hydra, parse
-from launcher.config.sweep import PointLauncher, split_arguments
+from launcher.config.sweep import split_arguments
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -36,7 +35,6 @@ def _hydra(folders: Sequence[Path]) -> Iterator[Hydra]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with searching(folders):
-        Plugins.instance().register(PointLauncher)
         sys.argv[0] = "launcher"  # Hydra names the program by it, as it is not under `python -m`
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None

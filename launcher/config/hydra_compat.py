@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 
 from hydra import initialize_config_dir
-from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
@@ -31,7 +31,7 @@ from omegaconf import DictConfig, open_dict
 from launcher.config.errors import ConfigError
 from launcher.config.sources import refuse_unusable
 
-__all__ = ["Callbacks", "Hydra", "composed", "get_args_parser", "searching"]
+__all__ = ["BasicSweeper", "Hydra", "composed", "get_args_parser", "searching"]
 
 # Hydra makes its plugins without arguments: `_UserFolders` takes its folders from here.
 _user_folders: ContextVar[tuple[Path, ...]] = ContextVar("user_folders", default=())

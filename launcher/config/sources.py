@@ -42,8 +42,6 @@ _NEEDED = ("model", "dataset", "optimizer", "parallel", "cluster")  # groups
 _NULL, _BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _OTHER_NODES: Mapping[type, type[yaml.Node]] = {dict: yaml.SequenceNode, list: yaml.MappingNode}
-# Text of the sweeper's section that names no class, function or file.
-_SWEEPER_TEXTS = (f"{SWEEPER}.direction", f"{SWEEPER}.study_name")
 
 # Settings that make a program: sections, and those of `train`.
 OF_PROGRAM = ("model", "dataset", "optimizer", "cluster")
@@ -539,7 +537,10 @@ def is_of_sweeper(key: str, group: str) -> bool:
 def _check_sweeper_value(
     key: str, node: yaml.ScalarNode, commands_allowed: bool, where: str
 ) -> None:
-    """Raise ConfigError for a value of `hydra.sweeper` that may run code or refers to another."""
+    """Raise ConfigError for a value of `hydra.sweeper` that refers to another, or may run code.
+
+    Its classes do not: none is made but Hydra's own sweeper and Optuna's samplers.
+    """
     if "${" in node.value:
         raise ConfigError(
             f"{key}: {node.value} asks for another value, which has no effect here",
@@ -548,8 +549,6 @@ def _check_sweeper_value(
         )
     if key.startswith(f"{SWEPT}."):
         _check_param(key.removeprefix(f"{SWEPT}."), node.value, commands_allowed, where)
-    elif node.tag.endswith(":str") and key not in _SWEEPER_TEXTS and not commands_allowed:
-        raise not_allowed(key, where)
 
 
 def _check_param(name: str, value: str, commands_allowed: bool, where: str) -> None:

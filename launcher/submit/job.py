@@ -33,6 +33,7 @@ from launcher.base import (
 from launcher.base.reading import read
 from launcher.cluster.slurm.allocation import read_attempts
 from launcher.cluster.slurm.commands import (
+    ENDED,
     SCRIPT,
     check_installed,
     check_partition,
@@ -55,7 +56,7 @@ from launcher.report.console import line_printer, make_console
 from launcher.report.run_record import by_number
 from launcher.report.sweep import print_comparison, report_sweep
 from launcher.stop import Stop
-from launcher.submit.points import members, place_sweep
+from launcher.submit.points import JOURNAL, members, place_sweep
 
 JOB_FILE = "job.json"
 _POLL_SECONDS = 2.0
@@ -440,4 +441,13 @@ def sweep_status(sweep: Sweep) -> int:
         shown.append(f"{job.job_id} {state}")
     print_comparison(make_console(), homes, shown)
     report_sweep(make_console(), homes[0].parent, homes)
+    is_idle = all(text.rpartition(" ")[2] in (*ENDED, "ended") for text in shown)
+    if is_idle and (folder / JOURNAL).exists():
+        from launcher.submit.study import count_ended
+
+        if left := len(homes) - count_ended(folder):
+            answer(
+                f"{left} of {len(homes)} trials have no result, and no job is left: submit the "
+                f"sweep again, by the same command with run.id={folder.name}"
+            )
     return 0

@@ -1,7 +1,6 @@
 """Place the points of a sweep, and keep them and their results in its folder's `sweep.json`.
 
-A sweep that resumes runs its sweeper from the start. Points that are done are answered from here,
-so a sweeper that learns reaches the same state; nothing of the sweeper itself is kept.
+A sweep that resumes asks for its points again. Those that are done are answered from here.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from launcher.config.sections import Run
 from launcher.driver.folder.folder import hold
 
 FILE = "sweep.json"
+JOURNAL = "optuna.journal"  # of a sweep by Optuna
 _FOLDER = "multirun"  # unless run.dir says otherwise
 RUNNING, DONE, FAILED = "running", "done", "failed"
 
@@ -83,7 +83,6 @@ class PointNote:
 
     Attributes:
         number: its place among the sweep's points.
-        batch: how many batches the sweeper had asked for before.
         swept: the settings that the sweeper chose.
         settings: a digest of all its settings; "" if they are wrong.
         run: the id of its run.
@@ -93,7 +92,6 @@ class PointNote:
     """
 
     number: int
-    batch: int
     swept: tuple[str, ...]
     settings: str
     run: str
@@ -118,7 +116,6 @@ class Points:
     def __init__(self, folder: Path, noted: Sequence[PointNote] = ()) -> None:
         self._path = folder / FILE
         self._all = list(noted)
-        self._last_batch = max((point.batch for point in noted), default=-1)
         self._claimed: list[int] = []
 
     def __iter__(self) -> Iterator[PointNote]:
@@ -127,16 +124,14 @@ class Points:
     def __getitem__(self, number: int) -> PointNote:
         return self._all[number]
 
-    def claim(self, swept: Sequence[str], settings: str, batch: int, sweep_id: str) -> PointNote:
+    def claim(self, swept: Sequence[str], settings: str, sweep_id: str) -> PointNote:
         """Return the point that the sweeper asks for, as it was noted or new.
 
-        A point that failed is to be run again only if the sweeper has asked for none after it:
-        otherwise it would not ask for these again.
+        A point that failed before this process began is to be run again.
 
         Args:
             swept: the settings that the sweeper chose.
             settings: the digest of all settings, "" if they are wrong.
-            batch: how many batches the sweeper has asked for before.
             sweep_id: the sweep's id.
 
         Raises:
@@ -150,7 +145,7 @@ class Points:
                     f"{point.label} has run in this sweep with other settings: {self._path}",
                     "Choose another run.id for a sweep of these.",
                 )
-            if point.state == FAILED and point.batch == self._last_batch:
+            if point.state == FAILED:
                 point = replace(point, state=RUNNING)
             self._claimed.append(point.number)
             return point
@@ -159,7 +154,6 @@ class Points:
         twin = next(same, None) if settings else None
         point = PointNote(
             number=number,
-            batch=batch,
             swept=tuple(swept),
             settings=settings,
             run=twin.run if twin else f"{sweep_id}-{number}",
@@ -188,8 +182,10 @@ def open_points(folder: Path) -> Iterator[Points]:
     Raises:
         ConfigError: the sweep is running, or its file is damaged.
     """
-    with open(folder / "lock", "wb") as lock:
-        hold(lock, folder, "is a sweep that is running right now")
+    with (
+        open(folder / "lock", "wb") as lock,
+        hold(lock, folder, "is a sweep that is running right now"),
+    ):
         yield Points(folder, read_points(folder))
 
 
@@ -222,6 +218,7 @@ def settings_digest(config: Config) -> str:
     """Return a digest of the settings that decide the result of a run."""
     tree = to_written(config)
     del tree["sweep"], tree["wandb"]
+    tree["cluster"].pop("slurm", None)
     for name in ("id", "dir", "resume", "shared"):
         del tree["run"][name]
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

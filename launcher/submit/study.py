@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,12 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from launcher.config.compose import Asked
 from launcher.config.errors import ConfigError
 from launcher.config.search import Space
-from launcher.config.sweep import Batch, MakePoint, Run
+from launcher.config.sweep import MakePoint
+from launcher.submit.points import JOURNAL
 
-JOURNAL = "optuna.journal"
 # Notes of a trial: its place (last, so that what has one is whole), who runs it, that this one was
 # lost and is to be tried again, that it is the second one of its place.
 _PLACE, _OWNER, _LOST, _SECOND = "place", "owner", "lost", "second"
@@ -44,23 +45,20 @@ class StudyTrial(NamedTuple):
 class Study:
     """The journal of a sweep.
 
-    Its locks are files that only one process can make, which every file system knows.
-
     Args:
         folder: the sweep's folder.
         space: what is searched.
-        settings: a digest of the other settings.
+        settings: a digest of the other settings, and the objective.
 
     Raises:
         ConfigError: the journal is of other settings, or damaged.
     """
 
     def __init__(self, folder: Path, space: Space, settings: str) -> None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.space, self._path = space, folder / JOURNAL
-        lock: Any = _MendingLock(self._path)
         with self._alone():
-            self._storage = JournalStorage(JournalFileBackend(str(self._path), lock))
+            journal = JournalFileBackend(str(self._path), _Lock(self._path))
+            self._storage = JournalStorage(journal)
             self._study = optuna.create_study(
                 storage=self._storage,
                 sampler=RandomSampler(),
@@ -73,18 +71,6 @@ class Study:
             if self._study.user_attrs[_SETTINGS] != settings:
                 raise self._of_others()
             self._placed()
-
-    def next_trials(self) -> list[StudyTrial]:
-        """Return trials to run now: those that were cut off, otherwise new ones; none at the end.
-
-        For the one process that runs the whole sweep.
-        """
-        with self._alone():
-            if cut_off := self._running():
-                return [self._trial(trial) for trial in cut_off[: self.space.jobs]]
-            begun = len(self._last())
-            count = 0 if self.is_given_up else min(self.space.jobs, self.space.trials - begun)
-            return [self._ask(place, "") for place in range(begun, begun + count)]
 
     def take(self, place: int, owner: str) -> StudyTrial | None:
         """Return the trial that a job is to run; None if nothing is left to do.
@@ -131,13 +117,11 @@ class Study:
 
     def vacant(self) -> list[int]:
         """Return the places whose trials were lost and may be tried again."""
-        notes = {place: trial.user_attrs for place, trial in self._last().items()}
-        return [place for place, n in notes.items() if n.get(_LOST) and _SECOND not in n]
+        return [place for place, trial in self._last().items() if _is_vacant(trial)]
 
     def open_places(self) -> list[int]:
         """Return the places without a result, or with a lost trial that may be tried again."""
-        ended = {place for place, trial in self._last().items() if trial.state.is_finished()}
-        return sorted({*range(self.space.trials)} - ended | {*self.vacant()})
+        return sorted({*range(self.space.trials)} - _ended(self._last()))
 
     @property
     def is_given_up(self) -> bool:
@@ -156,11 +140,11 @@ class Study:
         try:
             return self._study.get_trials(deepcopy=False)
         except (ValueError, KeyError) as error:
-            raise self._damaged(error) from None
+            raise _damaged(self._path, error) from None
 
     def _placed(self) -> list[FrozenTrial]:
         """Return all trials that were asked for to the end; no other is ever run."""
-        placed = [t for t in self._trials() if type(t.user_attrs.get(_PLACE)) is int]
+        placed = [t for t in self._trials() if _PLACE in t.user_attrs]
         if any(trial.distributions != self.space.values for trial in placed):
             raise self._of_others()
         return placed
@@ -169,8 +153,7 @@ class Study:
         return [trial for trial in self._placed() if trial.state == TrialState.RUNNING]
 
     def _last(self) -> dict[int, FrozenTrial]:
-        """Return the newest trial of each place."""
-        return {trial.user_attrs[_PLACE]: trial for trial in self._placed()}
+        return _by_place(self._placed())
 
     def _trial(self, trial: FrozenTrial) -> StudyTrial:
         return StudyTrial(trial.number, trial.user_attrs[_PLACE], self.space.words(trial.params))
@@ -193,7 +176,7 @@ class Study:
         for trial in known:
             if trial.state == TrialState.RUNNING and _PLACE not in trial.user_attrs:
                 self._tell(trial.number, None)  # whoever asked for it was killed meanwhile
-        self._study.sampler = self.space.sampler(len(known))
+        self._study.sampler = self.space.make_sampler(len(known))
         asked = self._study.ask(dict(self.space.values))
         self._study.sampler = RandomSampler()  # it leaves telling alone, unlike a grid's
         asked.set_user_attr(_OWNER, owner)
@@ -216,53 +199,86 @@ class Study:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other processes from asking and telling."""
-        lock = _MendingLock(self._path.with_suffix(".asking"))
+        lock = _Lock(self._path.with_suffix(".asking"))
         lock.acquire()
         try:
+            self._cut_half_line()
             yield
         except (ValueError, KeyError) as error:
-            raise self._damaged(error) from None
+            raise _damaged(self._path, error) from None
         finally:
             lock.release()
 
-    def _damaged(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self._path} is damaged: {error}", "Choose another run.id.")
-
-    def _of_others(self) -> ConfigError:
-        problem = f"{self._path} is the journal of a sweep with other settings"
-        return ConfigError(problem, "Choose another run.id for a sweep of these.")
-
-
-def run_study(study: Study, make_point: MakePoint, run: Run) -> None:
-    """Ask for trials, run and tell them, until there are enough."""
-    while trials := study.next_trials():
-        points = [make_point(trial.swept) for trial in trials]
-        outcomes = run(Batch(points, study.space.trials, learns=True))
-        for trial, outcome in zip(trials, outcomes, strict=True):
-            study.tell(trial.number, outcome.value)
-
-
-class _MendingLock:
-    """Optuna's lock of a file, which also cuts off a half line that a killed process left.
-
-    Optuna would write the next line behind it, and lose both.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, JournalFileOpenLock(str(path), _GRACE)
-
-    def acquire(self) -> bool:
-        """Wait for the lock."""
-        self._lock.acquire()
+    def _cut_half_line(self) -> None:
+        """Cut off what a killed process left: Optuna would write behind it, and lose both lines."""
         with suppress(FileNotFoundError), open(self._path, "rb+") as file:
             size = file.seek(0, os.SEEK_END)
             begin = file.seek(max(size - _LONGEST, 0))
             end = begin + file.read().rfind(b"\n") + 1
             if end < size:
                 file.truncate(end)
-        return True
+
+    def _of_others(self) -> ConfigError:
+        problem = f"{self._path} is the journal of a sweep with other settings"
+        return ConfigError(problem, "Choose another run.id for a sweep of these.")
+
+
+def count_ended(folder: Path) -> int:
+    """Return how many places of the sweep in a folder need no further trial.
+
+    Raises:
+        ConfigError: the journal is damaged.
+    """
+    path = folder / JOURNAL
+    try:
+        storage = JournalStorage(JournalFileBackend(str(path), _Lock(path)))
+        [name] = optuna.get_all_study_names(storage)
+        study = optuna.load_study(study_name=name, storage=storage)
+        return len(_ended(_by_place(study.get_trials(deepcopy=False))))
+    except (ValueError, KeyError) as error:
+        raise _damaged(path, error) from None
+
+
+def _by_place(trials: Sequence[FrozenTrial]) -> dict[int, FrozenTrial]:
+    """Return the newest trial of each place."""
+    return {t.user_attrs[_PLACE]: t for t in trials if _PLACE in t.user_attrs}
+
+
+def _is_vacant(trial: FrozenTrial) -> bool:
+    return bool(trial.user_attrs.get(_LOST)) and _SECOND not in trial.user_attrs
+
+
+def _ended(last: Mapping[int, FrozenTrial]) -> set[int]:
+    return {n for n, trial in last.items() if trial.state.is_finished() and not _is_vacant(trial)}
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} is damaged: {error}", "Choose another run.id.")
+
+
+def run_study(
+    study: Study,
+    make_point: MakePoint,
+    run: Callable[[Sequence[Asked], int], Sequence[float | None]],
+) -> None:
+    """Run the trials that are left, those that were cut off among them, and tell their results."""
+    places, jobs = study.open_places(), study.space.jobs
+    for n in range(0, len(places), jobs):
+        taken = [study.take(place, str(place)) for place in places[n : n + jobs]]
+        if not (trials := [trial for trial in taken if trial is not None]):
+            return  # too many have failed
+        values = run([make_point(trial.swept) for trial in trials], study.space.trials)
+        for trial, value in zip(trials, values, strict=True):
+            study.tell(trial.number, value)
+
+
+class _Lock(JournalFileOpenLock):
+    """A file that only one process can make, which every file system knows."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), _GRACE)
 
     def release(self) -> None:
         """Give the lock back."""
         with suppress(RuntimeError):  # this process was too slow: another one took it
-            self._lock.release()
+            super().release()

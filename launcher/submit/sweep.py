@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 from launcher.base import answer, complain, end_with_parent, setting_word, write_whole
 from launcher.cluster.devices import find_gpus, local_pool
 from launcher.cluster.kinds import kind_of
-from launcher.config.compose import Point, load_points, to_yaml
+from launcher.config.compose import Asked, Point, load_points, to_yaml
 from launcher.config.errors import ConfigError
 from launcher.config.hub import pins
 from launcher.config.schema import Config
 from launcher.config.search import Space
 from launcher.config.sections import TASKS
-from launcher.config.sweep import Batch, MakePoint, Outcome, SweeperError, run_sweeper
+from launcher.config.sweep import MakePoint, run_sweeper
 from launcher.driver.folder.make_folder import private_files
 from launcher.driver.planning import check
 from launcher.recipes import InputError
@@ -68,17 +68,6 @@ class StoppedError(Exception):
     """A signal stopped the sweep."""
 
 
-class _EndedError(Exception):
-    """The sweep is over before its sweeper knows any outcome.
-
-    Attributes:
-        code: the exit code.
-    """
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
 def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) -> int:
     """Run the sweep of a command line and return the exit code.
 
@@ -93,25 +82,14 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
     """
     with ExitStack() as stack:
         one = RunningSweep(config_dirs, stop, stack)
-        search = partial(one.search, arguments)
         try:
-            run_sweeper(arguments, config_dirs, one.run, search, lambda: one.home)
-        except _EndedError as ended:
-            return ended.code
+            return run_sweeper(arguments, config_dirs, one.run, partial(one.search, arguments))
         except StoppedError:
-            pass
-        except SweeperError as error:
-            if one.folder is None:
-                raise ConfigError(f"Hydra's sweeper cannot begin: {error}") from None
-            if one.is_any_done:
-                complain(f"Hydra's sweeper failed: {error}")
-                one.close()
-                return 1
-        return one.close()
+            return one.close()
 
 
 class RunningSweep:
-    """Takes the batches of points that a sweeper asks for, and runs them in their folder.
+    """Runs points, all of a list or those that a search asks for, in the folder of their sweep.
 
     A run that fails does not stop the others. A signal stops the runs in progress, which save their
     state, and the sweep with them.
@@ -120,54 +98,95 @@ class RunningSweep:
         config_dirs: the values of `--config-dir`.
         stop: ends a submission, and the runs in progress.
         stack: takes what the sweep holds open.
-
-    Attributes:
-        folder: `<multirun>/<sweep id>`; None until its first batch is known to run here.
-        is_any_done: whether any point has an objective.
     """
 
     _points: Points
+    _folder: Path  # `<multirun>/<sweep id>`
 
     def __init__(self, config_dirs: Sequence[str], stop: Stop, stack: ExitStack) -> None:
         self._dirs, self._stop, self._stack = config_dirs, stop, stack
-        self.folder: Path | None = None
-        self.is_any_done = False
-        self._id, self._objective, self._batches = "", "", 0
+        self._id, self._objective = "", ""
         self._failed: set[int] = set()
 
-    @property
-    def home(self) -> Path:
-        """The sweep's folder, once it runs here."""
-        assert self.folder is not None
-        return self.folder
-
-    def run(self, batch: Batch) -> list[Outcome]:
-        """Run a batch of points; those that are done already are not run again.
+    def run(self, asked: Sequence[Asked]) -> int:
+        """Check, submit or run a list of points; return the exit code.
 
         Raises:
+            ConfigError: a setting is wrong, there are too few devices for the runs at a time, or a
+                point has run with other settings.
             StoppedError: a signal came.
-            ConfigError: there are too few devices for the runs at a time, or a point has run with
-                other settings.
         """
+        points, wrong = load_points(asked, self._dirs)
+        if _is_check(points):
+            return _check_sweep(points, wrong)
+        if wrong:
+            _raise_last(wrong)
+        if (submission := _submission(points)) is not None:
+            with self._stop.interruptible():
+                code: int = submission.submit_sweep(points, self._stop)
+                return code
+        self._open(points)
+        self._run_points(asked, points, {}, len(asked))
+        return self.close()
+
+    def search(self, arguments: Sequence[str], space: Space, make_point: MakePoint) -> int:
+        """Search a space by Optuna, here or in jobs; return the exit code.
+
+        Args:
+            arguments: the command line.
+            space: the space.
+            make_point: makes its points.
+
+        Raises:
+            ConfigError, StoppedError: as of `run`.
+        """
+        from launcher.submit import study, trials
+
+        points, wrong = load_points([make_point(words) for words in space.ends()], self._dirs)
+        if _is_check(points):
+            return _check_sweep(points, wrong)
+        if not points:
+            _raise_last(wrong)
+        space = space.settled(points[0].config)
+        if _submission(points) is not None:
+            for point in points:
+                _check_objective(point.config)
+            return trials.Jobs(space, make_point, points, arguments, self._dirs).run(self._stop)
+        self._open(points)
+        settings = f"{settings_digest(points[0].config)} {self._objective}"
+        journal = study.Study(self._folder, space, settings)
+        study.run_study(journal, make_point, self._run_batch)
+        if journal.is_given_up:
+            complain("no further trial: more have failed than hydra.sweeper.max_failure_rate")
+        if best := journal.best():
+            write_whole(self._folder / "optimization_results.yaml", to_yaml(best))
+        return self.close()
+
+    def _run_batch(self, asked: Sequence[Asked], total: int) -> list[float | None]:
+        """Run some of `total` points; return their objectives, None for those that failed."""
         try:
-            points, wrong = load_points(batch.points, self._dirs)
+            points, wrong = load_points(asked, self._dirs)
         except ConfigError as error:  # all of them, in the same way
-            if self.folder is None:
-                raise
-            points, wrong = [], {one.label: error for one in batch.points}
-        if self.folder is None:
-            self._check_begin(batch, points, wrong)
-            self._open(points)
+            points, wrong = [], {one.label: error for one in asked}
+        return self._run_points(asked, points, wrong, total)
+
+    def _run_points(
+        self,
+        asked: Sequence[Asked],
+        points: Sequence[Point],
+        wrong: Mapping[str, ConfigError],
+        total: int,
+    ) -> list[float | None]:
+        """Run points, but for those that are done, and note which have failed."""
         by_label = {point.label: point for point in points}
         claimed = []
-        for one in batch.points:
+        for one in asked:
             point = by_label.get(one.label)
             settings = settings_digest(point.config) if point else ""
-            claimed.append(self._points.claim(one.swept, settings, self._batches, self._id))
+            claimed.append(self._points.claim(one.swept, settings, self._id))
             if point is None:
                 complain(f"{one.label}: {wrong[one.label]}")
                 self._points.note(replace(claimed[-1], state=FAILED))
-        self._batches += 1
         todo = [
             (noted, by_label[noted.label])
             for noted in claimed
@@ -177,58 +196,10 @@ class RunningSweep:
             and not self._found_done(noted)
         ]
         if todo:
-            self._run(todo, batch.total)
-        outcomes = [self._outcome(noted.number) for noted in claimed]
-        self.is_any_done |= any(not outcome.problem for outcome in outcomes)
-        self.write()
-        return outcomes
-
-    def search(self, arguments: Sequence[str], space: Space, make_point: MakePoint) -> None:
-        """Search a space by Optuna, here or in jobs.
-
-        Args:
-            arguments: the command line.
-            space: the space.
-            make_point: makes its points.
-
-        Raises:
-            ConfigError: a setting is wrong, or as of `run`.
-            StoppedError: a signal came.
-        """
-        from launcher.submit import study, trials
-
-        ends = Batch([make_point(words) for words in space.ends()], space.trials, True)
-        points, wrong = load_points(ends.points, self._dirs)
-        if _submission(points) is not None and points[0].config.task != "check":
-            for point in points:
-                _check_objective(point.config)
-            by_jobs = trials.Jobs(space, make_point, points, arguments, self._dirs)
-            raise _EndedError(by_jobs.run(self._stop))
-        self._check_begin(ends, points, wrong)
-        self._open(points)
-        journal = study.Study(self.home, space, settings_digest(points[0].config))
-        study.run_study(journal, make_point, self.run)
-        if journal.is_given_up:
-            complain("no further trial: more have failed than hydra.sweeper.max_failure_rate")
-        if best := journal.best():
-            write_whole(self.home / "optimization_results.yaml", to_yaml(best))
-
-    def _check_begin(
-        self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]
-    ) -> None:
-        """Raise for a sweep that does not run here, or may not begin."""
-        if points and all(point.config.task == "check" for point in points):
-            raise _EndedError(_check_sweep(points, wrong))
-        if wrong and not (batch.learns and points):
-            _raise_last(wrong)
-        if (submission := _submission(points)) is not None:
-            if batch.learns:
-                raise ConfigError(
-                    "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
-                    "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
-                )
-            with self._stop.interruptible():
-                raise _EndedError(submission.submit_sweep(points, self._stop))
+            self._run(todo, total)
+        values = [self._value(noted.number) for noted in claimed]
+        self._write()
+        return values
 
     def _open(self, points: Sequence[Point]) -> None:
         """Open the sweep that begins with these points, and heed signals from now on.
@@ -246,9 +217,9 @@ class RunningSweep:
         self._points = self._stack.enter_context(open_points(folder))
         # It says nothing: the runs say that they heard a signal.
         self._stack.enter_context(self._stop.heeded(lambda text: None, until="asked"))
-        self._objective, self.folder = objective_of(config), folder
+        self._objective, self._folder = objective_of(config), folder
 
-    def _outcome(self, number: int) -> Outcome:
+    def _value(self, number: int) -> float | None:
         noted = self._points[number]
         if noted.same_as is not None:
             twin = self._points[noted.same_as]
@@ -256,14 +227,13 @@ class RunningSweep:
             self._points.note(noted)
         if noted.state == FAILED:
             self._failed.add(number)
-        problem = "" if noted.value is not None else f"{noted.label} has no objective"
-        return Outcome(noted.value, problem)
+        return noted.value
 
     def _found_done(self, noted: PointNote) -> bool:
         """Return whether a run has ended well that the sweep, cut off, has not noted."""
-        if not is_done(self.home / noted.run):
+        if not is_done(self._folder / noted.run):
             return False
-        value = result_of(self.home / noted.run, self._objective)
+        value = result_of(self._folder / noted.run, self._objective)
         self._points.note(replace(noted, state=DONE, value=value))
         return True
 
@@ -273,7 +243,7 @@ class RunningSweep:
         After a signal no further run begins, and those in progress get it, too.
         """
         free = find_slots([point.config for _, point in todo], os.environ)
-        logs = self.home / "logs" if len(free) > 1 else None
+        logs = self._folder / "logs" if len(free) > 1 else None
         if logs:
             logs.mkdir(exist_ok=True)
         waiting, running = list(todo), dict[subprocess.Popen[bytes], tuple[PointNote, _Slot]]()
@@ -282,7 +252,7 @@ class RunningSweep:
             while waiting and free and self._stop.requested is None:
                 (noted, point), slot = waiting.pop(0), free.pop(0)
                 answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
-                command = _command(point, self._dirs, self.home, noted.run, self._id)
+                command = _command(point, self._dirs, self._folder, noted.run, self._id)
                 child = start(command, slot, logs and logs / f"{noted.run}.txt")
                 running[child] = noted, slot
             if self._stop.requested is not None and passed_on <= self._stop.repeats:
@@ -300,7 +270,7 @@ class RunningSweep:
             raise StoppedError
 
     def _note_end(self, noted: PointNote, code: int, total: int, logs: Path | None) -> None:
-        value = None if code else result_of(self.home / noted.run, self._objective)
+        value = None if code else result_of(self._folder / noted.run, self._objective)
         self._points.note(replace(noted, state=FAILED if code else DONE, value=value))
         if code:
             where = f"; its output: {logs / noted.run}.txt" if logs else ""
@@ -309,23 +279,23 @@ class RunningSweep:
             shown = "" if value is None else f", {self._objective}={value:.6g}"
             answer(f"[{noted.number + 1}/{total}] {noted.label}: {DONE}{shown}")
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write `sweep.csv` and the picture."""
         rows = [Row(one.number, one.run, one.swept, one.state, one.value) for one in self._points]
-        write_results(self.home, rows, self._objective)
+        write_results(self._folder, rows, self._objective)
 
     def close(self) -> int:
         """Print a comparison, and return the exit code.
 
         0 if all runs ended well, 130 or 75 if a signal stopped the sweep, otherwise 1.
         """
-        self.write()
+        self._write()
         runs = [noted for noted in self._points if noted.same_as is None]
-        existing = [self.home / noted.run for noted in runs]
+        existing = [self._folder / noted.run for noted in runs]
         existing = [path for path in existing if path.is_dir()]
         if existing:
             print_comparison(make_console(), existing)
-            report_sweep(make_console(), self.home, existing)
+            report_sweep(make_console(), self._folder, existing)
         if self._stop.requested is not None:
             return self._stop.ending[0]
         return int(bool(self._failed))
@@ -436,8 +406,16 @@ def find_slots(configs: Sequence[Config], environ: Mapping[str, str]) -> list[_S
 
 def _submission(points: Sequence[Point]) -> Any:
     """Return the module by which the points are submitted; None if they all run here."""
-    found = (kind_of(point.config.cluster).submission() for point in points)
+    found = (
+        kind_of(point.config.cluster).submission()
+        for point in points
+        if point.config.task in ("train", "submit", "preflight", "check")
+    )
     return next(filter(None, found), None)
+
+
+def _is_check(points: Sequence[Point]) -> bool:
+    return bool(points) and all(point.config.task == "check" for point in points)
 
 
 def _check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> int:

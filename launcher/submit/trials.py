@@ -7,7 +7,6 @@ after the others, too: a trial whose job is lost has failed, and is tried again.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -17,10 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base import DamagedError, answer, complain, lines_to, read_json, write_whole
+from launcher.base import answer, complain, lines_to, write_whole
 from launcher.cluster.slurm.allocation import PREEMPTED, Allocation, find_allocation
 from launcher.cluster.slurm.commands import ENDED, SCRIPT, SlurmError, job_states
-from launcher.config.cluster import Slurm, slurm_cluster, slurm_of
+from launcher.config.cluster import slurm_cluster, slurm_of
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
@@ -90,21 +89,19 @@ class Jobs:
     def _submit(self, stop: Stop) -> int:
         limit = slurm_of(self._config.cluster).array or self._space.jobs
         configs = members(self._points, self._id, self._folder)
-        slurms = [slurm_of(config.cluster) for config in configs]
-        job.check_jobs(
-            [_with(replace(s, array=limit), c) for s, c in zip(slurms, configs, strict=True)]
-        )
-        if slurms[0].dry_run:
+        job.check_jobs([_in_array(config, limit) for config in configs])
+        if slurm_of(configs[0].cluster).dry_run:
             return answer(self._script(range(self._space.trials), limit), end="")
         job.check_site(configs)
         from launcher.driver.planning.prepare import prepare
 
         with lines_to(line_printer(make_console())):
             prepare(self._config, Console(quiet=True))  # so that no job waits for a wrong setting
-        made = [] if self._folder.exists() else [self._folder]
+        made = () if (is_old := self._folder.exists()) else (self._folder,)
         make_sweep(self._folder, self._config.run.shared)
         with private_files(self._config.run), open_points(self._folder):
-            self._check_idle()
+            if is_old:
+                self._check_idle()
             study = self._study()
             study.release()
             if not (places := study.open_places()):
@@ -142,17 +139,17 @@ class Jobs:
         from launcher.driver.slurm import note_exit_code, run_allocated, serve_node
 
         owner = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{place}"
-        noted = self._folder / f".place-{owner}.json"
-        key: list[str | int] = [*allocation.key]
+        noted = self._folder / ".places" / "{}-{}".format(*allocation.key)
         if allocation.index:
             with stop.interruptible():
-                found = _await_place(noted, key, slurm_of(self._config.cluster).start_timeout)
-            return 0 if found is None else serve_node(self._member(found), allocation, stop)
+                found = _await_place(noted, slurm_of(self._config.cluster).start_timeout)
+            return serve_node(self._member(int(found)), allocation, stop) if found else 0
         with stop.interruptible():
             study = self._study()
             self._look_after_others(study, owner)
             trial = study.take(place, owner)
-            write_whole(noted, json.dumps({"key": key, "place": trial and trial.place}))
+            noted.parent.mkdir(exist_ok=True)
+            write_whole(noted, "" if trial is None else str(trial.place))
         if trial is None:
             answer("no trial is left to run")
             return note_exit_code(0)
@@ -192,15 +189,16 @@ class Jobs:
                 study.tell_lost(trial.number, is_repeated=state != "CANCELLED")
 
     def _study(self) -> Study:
-        slurm = Slurm(emulated=slurm_of(self._config.cluster).emulated)  # the rest may change
-        return Study(self._folder, self._space, settings_digest(_with(slurm, self._config)))
+        settings = f"{settings_digest(self._config)} {objective_of(self._config)}"
+        return Study(self._folder, self._space, settings)
 
     def _member(self, place: int) -> Config:
         return member(self._config, self._id, self._folder, place)
 
 
-def _with(slurm: Slurm, config: Config) -> Config:
-    return replace(config, cluster=replace(slurm_cluster(config.cluster), slurm=slurm))
+def _in_array(config: Config, limit: int) -> Config:
+    cluster = slurm_cluster(config.cluster)
+    return replace(config, cluster=replace(cluster, slurm=replace(cluster.slurm, array=limit)))
 
 
 def _give_up(seconds: float) -> None:
@@ -208,16 +206,9 @@ def _give_up(seconds: float) -> None:
     raise SlurmError("Slurm's controller does not answer")
 
 
-def _await_place(path: Path, key: list[str | int], patience: float) -> int | None:
-    """Return the place that task 0 of this start of the job took, None for none."""
+def _await_place(noted: Path, patience: float) -> str:
+    """Return the place that task 0 of this start of the job took, "" for none."""
     deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        try:
-            noted = read_json(path)
-            if noted["key"] == key:
-                place: int | None = noted["place"]
-                return place
-        except (OSError, DamagedError, KeyError, TypeError):
-            pass
+    while not noted.exists() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    return None
+    return noted.read_text() if noted.exists() else ""

@@ -27,7 +27,7 @@ def shown(capfd, *words):
         ("searchpath", f"| main     | file://{CONF}"),
         ("defaults", "| recipe/smoke "),
         ("defaults-tree", "    recipe: smoke"),
-        ("plugins", "\t\tPointLauncher"),
+        ("plugins", "\t\tBasicSweeper"),
         ("config", "  num_micro_batches: 2"),
         ("all", "Hydra 1."),
     ],

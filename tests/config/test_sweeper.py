@@ -1,14 +1,14 @@
 """Hydra's sweepers and Optuna ask for points and are told what came of them."""
 
-import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from launcher.config.compose import load
+from launcher.config.compose import load, load_points
 from launcher.config.errors import ConfigError
-from launcher.config.sweep import Batch, Outcome, run_sweeper
+from launcher.config.sweep import run_sweeper
 from launcher.submit.study import Study, run_study
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6")
@@ -23,40 +23,41 @@ def other(tmp_path):
 
 
 def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere"), dirs=()):
-    """The batches that were asked for, as lists of what the points set."""
-    asked: list[Batch] = []
+    """The batches of points that were asked for."""
+    asked = []
 
-    def run(batch):
-        asked.append(batch)
-        outcomes = []
-        for point in batch.points:
+    def run(points, total):
+        asked.append(points)
+        values = []
+        for point in points:
             settings = dict(text.split("=") for text in point.swept)
             try:
-                outcomes.append(Outcome(objective({k: float(v) for k, v in settings.items()})))
-            except ArithmeticError as error:
-                outcomes.append(Outcome(problem=str(error)))
-        return outcomes
+                values.append(objective({k: float(v) for k, v in settings.items()}))
+            except ArithmeticError:
+                values.append(None)
+        return values
 
     def by_optuna(space, make_point):
-        study = Study(folder, space, "")
+        points, _ = load_points([make_point(words) for words in space.ends()], dirs)
+        study = Study(folder, space.settled(points[0].config), "")
         run_study(study, make_point, run)
         FOUND.update(study.best() or {})
+        return 0
 
-    run_sweeper(arguments, dirs, run, by_optuna, lambda: folder)
+    run_sweeper(arguments, dirs, lambda points: len(run(points, len(points))), by_optuna)
     return asked
 
 
 def test_the_basic_sweeper_asks_for_all_at_once_and_the_rest_stays_as_typed():
-    (batch,) = swept("+run.id=1e3", "train.steps=1,2", "model.size='nano'", "run.seed=range(2,4)")
-    assert [point.overrides for point in batch.points] == [
+    (points,) = swept("+run.id=1e3", "train.steps=1,2", "model.size='nano'", "run.seed=range(2,4)")
+    assert [point.overrides for point in points] == [
         ("+run.id=1e3", f"train.steps={steps}", "model.size='nano'", f"run.seed={seed}")
         for steps in (1, 2)
         for seed in (2, 3)
     ]
-    assert (batch.total, batch.learns) == (4, False)
-    assert batch.points[0].label == "train.steps=1 run.seed=2"
+    assert points[0].label == "train.steps=1 run.seed=2"
     (alone,) = swept("train.steps=3")
-    assert [point.label for point in alone.points] == ["the only run"]
+    assert [point.label for point in alone] == ["the only run"]
 
 
 def test_optuna_finds_the_least_and_asks_the_same_again(tmp_path, other):
@@ -66,12 +67,12 @@ def test_optuna_finds_the_least_and_asks_the_same_again(tmp_path, other):
         return (values["train.steps"] - 40) ** 2
 
     first = swept(*OPTUNA, *space, objective=objective, folder=tmp_path)
-    assert [(len(batch.points), batch.total, batch.learns) for batch in first] == [(2, 6, True)] * 3
+    assert [len(points) for points in first] == [2] * 3
     found = dict(FOUND)
-    values = [float(p.swept[0].partition("=")[2]) for batch in first for p in batch.points]
+    values = [float(p.swept[0].partition("=")[2]) for points in first for p in points]
     best = min(values, key=lambda steps: (steps - 40) ** 2)
     assert found["best_params"] == {"train.steps": best}
-    assert first[0].points[0].overrides[1:] == ("run.seed=5", "sweep.jobs=2")
+    assert first[0][0].overrides[1:] == ("run.seed=5", "sweep.jobs=2")
     assert swept(*OPTUNA, *space, objective=objective, folder=tmp_path) == []  # all are told
     assert swept(*OPTUNA, *space, objective=objective, folder=other) == first
     (other / "optuna.journal").unlink()
@@ -83,7 +84,7 @@ def test_every_sampler_of_optuna(sampler, tmp_path):
     space = "choice(1,2,3)" if sampler == "grid" else "interval(1.0,9.0)"
     words = (*OPTUNA, f"hydra/sweeper/sampler={sampler}", f"optimizer.learning_rate={space}")
     batches = swept(*words, folder=tmp_path)
-    assert sum(len(batch.points) for batch in batches) == (3 if sampler == "grid" else 6)
+    assert sum(map(len, batches)) == (3 if sampler == "grid" else 6)
 
 
 def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
@@ -93,7 +94,7 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
     words = (*OPTUNA, "train.steps=choice(1,2,3,4,5)", "sweep.objective=mfu")
     batches = swept(*words, objective=objective, folder=tmp_path)
     found = dict(FOUND)
-    tried = {int(p.swept[0][-1]) for batch in batches for p in batch.points}
+    tried = {int(p.swept[0][-1]) for points in batches for p in points}
     assert len(batches) == 6
     assert tried & {2, 4}  # that failed
     assert found["best_value"] == max(n for n in tried if n % 2)
@@ -108,13 +109,22 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
         ),
         (
             ("hydra.sweeper.n_trials=3",),
-            "Hydra's sweeper: Could not override 'hydra.sweeper.n_trials'.",
+            "hydra.sweeper.n_trials is not a setting (on the command line). ",
         ),
         (
-            (*OPTUNA, "hydra.sweeper.storage=sqlite:///a.db"),
-            "hydra.sweeper.storage would hold each point twice once the sweep is resumed "
-            "(on the command line). Leave it out: sweep.json in the sweep's folder holds its "
-            "points.",
+            (*OPTUNA, "hydra/sweeper/sampler=cmaes"),
+            "There is no hydra/sweeper/sampler=cmaes (on the command line). Options of "
+            "hydra/sweeper/sampler: grid, nsgaii, random, tpe.",
+        ),
+        (
+            ("hydra.sweeper._target_=a.Nevergrad", "train.steps=1,2"),
+            "hydra.sweeper._target_ is a.Nevergrad, and tested sweepers are Hydra's own and "
+            "Optuna's (on the command line). Choose hydra/sweeper=basic or optuna.",
+        ),
+        (
+            ("hydra.sweeper.max_batch_size=1", "train.steps=1,2"),
+            "hydra.sweeper.max_batch_size has no effect here (on the command line). "
+            "Say how many runs go at a time by sweep.jobs, on Slurm by cluster.slurm.array.",
         ),
         (
             ("train.steps=interval(1,3)",),
@@ -134,23 +144,24 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
                     "direction cannot be ['minim",
                 ),
                 (
-                    "hydra/sweeper/sampler=cmaes",
-                    "sampler (CmaEsSampler) keeps its state as a pickl",
-                ),
-                (
-                    "hydra/sweeper/sampler=motpe",
-                    "sampler (MOTPESampler) has left Optuna, whose tpe",
-                ),
-                (
                     "hydra.sweeper.sampler._target_=os.system",
-                    "sampler (os.system) is none of optun",
+                    "sampler is os.system, which is not supp",
                 ),
-                ("hydra.sweeper.sampler.seed=[1]", "sampler.seed is no plain value"),
+                ("hydra.sweeper.sampler=cmaes", "sampler is cmaes, which is not supp"),
+                ("hydra.sweeper.params=3", "params is not a table"),
+                (
+                    "hydra.sweeper.n_trails=3",
+                    "n_trails is not a setting (on the command line). D",
+                ),
                 (
                     "hydra.sweeper.custom_search_space=a.b",
                     "custom_search_space runs code, and would",
                 ),
-                ("hydra.sweeper.n_trials=-1", "n_trials cannot be -1"),
+                ("hydra.sweeper.n_trials=0", "n_trials cannot be 0"),
+                ("hydra.sweeper.n_jobs=0", "n_jobs cannot be 0"),
+                ("hydra.sweeper.sampler.odd=1", "sampler does not work: "),
+                ("hydra.sweeper.sampler.n_startup_trials=x", "sampler does not work: "),
+                ("hydra.sweeper.storage=sqlite:///a.db", "storage would be a second record"),
                 ("+hydra.sweeper.search_space.x.low=1", "search_space.x cannot be read"),
             )
         ),
@@ -162,26 +173,17 @@ def test_what_is_wrong_is_said_before_anything_is_asked_for(words, error):
     assert str(caught.value).startswith(error)
 
 
-WITHOUT_OPTUNA = """
-import sys
-from launcher.__main__ import main
-from launcher.base import libraries
-libraries.find_spec = {}.get
-code = main(["-m", "hydra/sweeper=optuna", "train.steps=1,2"])
-sys.exit(code if "optuna" not in sys.modules else 9)
-"""
-
-
-@pytest.mark.devices
-def test_without_optuna_one_sentence_says_what_to_install(tmp_path):
-    command = [sys.executable, "-c", WITHOUT_OPTUNA]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (
-        2,
-        "launcher: hydra/sweeper=optuna needs Optuna, which is not installed. "
-        "Install it with: pip install 'optuna>=5.0,<6'.\n",
+@pytest.mark.parametrize("older", [None, "another version's"])
+def test_without_optuna_one_sentence_says_what_to_install(older, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", older and types.ModuleType("optuna"))
+    monkeypatch.delitem(sys.modules, "optuna.storages", raising=False)
+    monkeypatch.delitem(sys.modules, "optuna.storages.journal", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        swept("hydra/sweeper=optuna", "train.steps=1,2")
+    assert str(caught.value) == (
+        "hydra/sweeper=optuna needs Optuna 5, which is not installed. "
+        "Install it with: pip install 'optuna>=5.0,<6'."
     )
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
@@ -223,18 +225,18 @@ def test_a_sweep_by_optuna_is_described_in_a_recipe(described, tmp_path, other):
         return values["optimizer.learning_rate"]
 
     first = swept("recipe=mine", objective=objective, folder=tmp_path, dirs=dirs)
-    assert [(len(batch.points), batch.total, batch.learns) for batch in first] == [(2, 6, True)] * 3
-    for batch in first:
-        for point in batch.points:
+    assert [len(points) for points in first] == [2] * 3
+    for points in first:
+        for point in points:
             assert {text.partition("=")[0] for text in point.swept} == keys
             assert point.overrides == ("recipe=mine", *point.swept)
     found = dict(FOUND)
-    rates = [float(p.swept[0].partition("=")[2]) for batch in first for p in batch.points]
+    rates = [float(p.swept[0].partition("=")[2]) for points in first for p in points]
     assert found["best_value"] == max(rates)  # as sweep.objective wants it
     assert swept("recipe=mine", objective=objective, folder=other, dirs=dirs) == first  # seed 3
     (other / "optuna.journal").unlink()
     seed = swept("recipe=mine", "run.seed=4", objective=objective, folder=other, dirs=dirs)
-    assert [b.points[0].swept for b in seed] != [b.points[0].swept for b in first]
+    assert [points[0].swept for points in seed] != [points[0].swept for points in first]
     # One run of the recipe is a run: what it says of a sweep is for -m.
     assert load(["recipe=mine"], dirs).model.name == "mlp"
 
@@ -242,15 +244,13 @@ def test_a_sweep_by_optuna_is_described_in_a_recipe(described, tmp_path, other):
 def test_the_command_line_beats_what_a_file_says_of_the_sweep(described, tmp_path):
     words = ("recipe=mine", "hydra.sweeper.n_trials=2", "sweep.jobs=1", "train.steps=5")
     batches = swept(*words, folder=tmp_path, dirs=described(BY_OPTUNA))
-    assert [(len(batch.points), batch.total) for batch in batches] == [(1, 2)] * 2
-    for batch in batches:  # what it fixes is not swept
-        assert [text.partition("=")[0] for text in batch.points[0].swept] == [
-            "optimizer.learning_rate"
-        ]
+    assert [len(points) for points in batches] == [1, 1]
+    for [point] in batches:  # what it fixes is not swept
+        assert [text.partition("=")[0] for text in point.swept] == ["optimizer.learning_rate"]
     swept_there = ("train.steps=1,2", "optimizer.learning_rate=0.5")
     text = "hydra: {sweeper: {params: {train.steps: '7,8', run.seed: 'range(0,2)'}}}"
-    (batch,) = swept("recipe=mine", *swept_there, dirs=described(text))
-    assert [point.swept for point in batch.points] == [
+    (points,) = swept("recipe=mine", *swept_there, dirs=described(text))
+    assert [point.swept for point in points] == [
         (f"run.seed={seed}", f"train.steps={steps}") for seed in (0, 1) for steps in (1, 2)
     ]
 
@@ -260,7 +260,7 @@ def test_a_file_of_ones_own_among_hydras_sweepers(described, tmp_path):
     described("defaults: [optuna]\nn_trials: 3\n", "hydra/sweeper/short")
     words = ("hydra/sweeper=short", "train.steps=choice(1,2,3)")
     batches = swept(*words, folder=tmp_path, dirs=dirs)
-    assert sum(len(batch.points) for batch in batches) == 3
+    assert sum(map(len, batches)) == 3
 
 
 PLACE = "(in my_conf/recipe/mine.yaml:"
@@ -272,12 +272,12 @@ OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n
     [
         (
             f"{OPTUNA_FILE}sampler: {{_target_: os.system}}",
-            f"hydra.sweeper.sampler._target_ runs code, so no file may set it {PLACE}5). "
-            "If you trust the file, add allow_commands=true",
+            f"hydra.sweeper.sampler is os.system, which is not supported {PLACE}5). "
+            "Use hydra/sweeper/sampler=tpe | random | nsgaii | grid.",
         ),
         (
             f"{OPTUNA_FILE}custom_search_space: os.system",
-            f"hydra.sweeper.custom_search_space runs code, so no file may set it {PLACE}5)",
+            f"hydra.sweeper.custom_search_space runs code, and would in each job {PLACE}5)",
         ),
         (
             f"{OPTUNA_FILE}sampler: ${{model.options}}",
@@ -338,14 +338,26 @@ def test_what_a_file_may_not_say_of_a_sweep(described, text, error):
 
 @pytest.mark.parametrize("text", ["_target_: os.system", "defaults_x: {_target_: os.system}"])
 def test_a_sweepers_file_runs_no_code(described, text):
-    dirs = described(text, "hydra/sweeper/odd")
-    with pytest.raises(ConfigError, match="_target_ runs code, so no file may set it"):
-        swept("hydra/sweeper=odd", dirs=dirs)
+    with pytest.raises(ConfigError, match="tested sweepers are Hydra's own and Optuna's"):
+        swept("hydra/sweeper=odd", dirs=described(text, "hydra/sweeper/odd"))
 
 
-def test_a_sweepers_file_without_a_class_is_refused(described):
-    with pytest.raises(ConfigError, match="names no class of a sweeper"):
-        swept("hydra/sweeper=odd", dirs=described("max_batch_size: 3", "hydra/sweeper/odd"))
+@pytest.mark.parametrize("in_file", [True, False])
+def test_what_a_search_leaves_open_follows_from_the_settings_of_its_runs(
+    described, tmp_path, in_file
+):
+    dirs = described("run: {seed: 3}\nsweep: {jobs: 2, objective: mfu}" if in_file else "{}")
+    words = () if in_file else ("run.seed=3", "sweep.jobs=2", "sweep.objective=mfu")
+    space = "train.steps=choice(1,2,3,4,5,6,7,8,9)"
+    batches = swept(
+        *("recipe=mine", *OPTUNA, space, *words),
+        objective=lambda values: values["train.steps"],
+        folder=tmp_path,
+        dirs=dirs,
+    )
+    tried = [[int(point.swept[0][-1]) for point in points] for points in batches]
+    assert [len(points) for points in tried] == [2] * 3
+    assert FOUND["best_value"] == max(map(max, tried))
 
 
 def test_the_older_way_to_write_params(described, tmp_path):
@@ -354,15 +366,14 @@ def test_the_older_way_to_write_params(described, tmp_path):
         "choices: [1, 2]}, optimizer.learning_rate: {type: float, low: 0.001, high: 1, log: true}}"
     )
     dirs = described(f"{OPTUNA_FILE}search_space: {space}\n    n_trials: 1")
-    [batch] = swept("recipe=mine", "allow_commands=true", folder=tmp_path, dirs=dirs)
-    values = dict(text.split("=") for text in batch.points[0].swept)
+    [[point]] = swept("recipe=mine", "run.seed=7", folder=tmp_path, dirs=dirs)
+    values = dict(text.split("=") for text in point.swept)
     assert int(values["train.steps"]) in (1, 3, 5, 7, 9)
-    assert values["run.seed"] in ("1", "2")
+    assert "run.seed" not in values  # which the command line fixes
     assert 0.001 <= float(values["optimizer.learning_rate"]) <= 1
 
 
-def test_a_file_that_is_trusted_may_name_a_class(described, tmp_path):
+def test_a_file_may_name_a_sampler_by_its_class(described, tmp_path):
     text = f"{OPTUNA_FILE}sampler: {{_target_: optuna.samplers.TPESampler}}\n    n_trials: 2"
-    words = ("recipe=mine", "allow_commands=true", "train.steps=choice(1,2)")
-    batches = swept(*words, folder=tmp_path, dirs=described(text))
-    assert sum(len(batch.points) for batch in batches) == 2
+    words = ("recipe=mine", "train.steps=choice(1,2)")
+    assert sum(map(len, swept(*words, folder=tmp_path, dirs=described(text)))) == 2

@@ -16,7 +16,7 @@ pytest.importorskip("optuna")
 sys.path.insert(0, str(Path(__file__).parent))
 from test_slurm import ON_SLURM, SECONDS, User
 
-from launcher.submit.study import JOURNAL
+from launcher.submit.points import JOURNAL
 
 pytestmark = [
     pytest.mark.slurm,
@@ -124,6 +124,8 @@ def test_a_sweep_of_two_nodes_goes_on_when_it_is_submitted_again(tmp_path: Path)
         assert "run.id=s is a sweep whose job " in refused.stderr
         slurm.run("scancel", "--name=s")
         wait_until(lambda: not slurm.run("squeue", "-h"), SECONDS)
+        status = user.launcher("task=sweep_status", f"sweep.dir={first.folder}")
+        assert "1 of 1 trials have no result, and no job is left: submit" in status.stdout
         second = Sweep(user, 1, 1, *words)
         assert second.submission.returncode == 0, second.submission.stderr
         output = second.end()

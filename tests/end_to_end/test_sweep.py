@@ -134,6 +134,8 @@ def test_an_optuna_sweep_that_is_stopped_again_and_again_goes_on(tmp_path: Path)
     assert found["best_params"] == {
         "optimizer.learning_rate": float(best["optimizer.learning_rate"])
     }
+    other = start(ENDS, *words, "sweep.objective=mfu", cwd=tmp_path)
+    assert "is the journal of a sweep with other settings" in other.communicate(timeout=60)[1]
 
 
 def test_a_sweep_grows_and_what_failed_is_run_again(tmp_path: Path) -> None:
@@ -160,6 +162,10 @@ def test_an_objective_that_no_run_will_have_is_refused(
     monkeypatch.chdir(tmp_path)
     for words, error in (
         (("task=plan", "sweep.objective=mfu"), "sweep.objective=mfu is measured, but task=plan "),
+        (  # a plan is made here, and is no job
+            ("task=plan", "cluster=slurm", "sweep.objective=mfu"),
+            "sweep.objective=mfu is measured, but task=plan ",
+        ),
         (("sweep.objective=eval_loss",), "sweep.objective=eval_loss, but train.eval_every=0 "),
         (("sweep.objective=mfu_",), "sweep.objective must be one of eval_loss, "),
     ):

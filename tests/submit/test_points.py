@@ -20,51 +20,42 @@ from launcher.submit.points import (
 ONE, OTHER = ("train.steps=1",), ("train.steps=2",)
 
 
-def test_what_is_done_stays_so_and_what_was_cut_off_goes_on(tmp_path: Path) -> None:
+def test_what_is_done_stays_so_and_what_was_cut_off_or_failed_goes_on(tmp_path: Path) -> None:
     with open_points(tmp_path) as points:
-        done, cut = (points.claim(swept, "s", 0, "x") for swept in (ONE, OTHER))
+        done, cut = (points.claim(swept, "s", "x") for swept in (ONE, OTHER))
         assert [point.run for point in (done, cut)] == ["x-0", "x-0"]  # the same settings
-        cut = points.claim(("train.steps=3",), "t", 0, "x")
+        cut = points.claim(("train.steps=3",), "t", "x")
         points.note(replace(done, state=DONE, value=0.5))
+        failed = points.claim(("train.steps=4",), "u", "x")
+        points.note(replace(failed, state=FAILED))
     with open_points(tmp_path) as points:
-        again = points.claim(ONE, "s", 0, "x")
+        again = points.claim(ONE, "s", "x")
         assert (again.number, again.state, again.value) == (0, DONE, 0.5)
-        assert points.claim(cut.swept, "t", 0, "x") == cut
+        assert points.claim(cut.swept, "t", "x") == cut
         assert cut.state == RUNNING
-        assert points.claim(("train.steps=4",), "u", 1, "x").run == "x-3"
-
-
-def test_a_point_that_failed_is_run_again_only_where_nothing_was_asked_after_it(
-    tmp_path: Path,
-) -> None:
-    with open_points(tmp_path) as points:
-        for batch, swept in enumerate((ONE, OTHER)):
-            point = points.claim(swept, f"s{batch}", batch, "x")
-            points.note(replace(point, state=FAILED))
-    with open_points(tmp_path) as points:
-        assert points.claim(ONE, "s0", 0, "x").state == FAILED
-        assert points.claim(OTHER, "s1", 1, "x").state == RUNNING
+        assert points.claim(failed.swept, "u", "x") == failed  # as one that has not run
+        assert points.claim(("train.steps=5",), "v", "x").run == "x-4"
 
 
 def test_a_point_asked_for_twice_runs_once(tmp_path: Path) -> None:
     with open_points(tmp_path) as points:
-        first, second = (points.claim(ONE, "s", 0, "x") for _ in range(2))
+        first, second = (points.claim(ONE, "s", "x") for _ in range(2))
         assert (second.number, second.same_as, second.run) == (1, first.number, first.run)
-        wrong = [points.claim(OTHER, "", 1, "x") for _ in range(2)]
+        wrong = [points.claim(OTHER, "", "x") for _ in range(2)]
         assert [point.same_as for point in wrong] == [None, None]
     with open_points(tmp_path) as points:  # and both are found again
-        assert [points.claim(ONE, "s", 0, "x").number for _ in range(2)] == [0, 1]
+        assert [points.claim(ONE, "s", "x").number for _ in range(2)] == [0, 1]
 
 
 def test_other_settings_a_second_sweep_and_damage_are_refused(tmp_path: Path) -> None:
     with open_points(tmp_path) as points:
-        points.claim(ONE, "s", 0, "x")
+        points.claim(ONE, "s", "x")
         running = pytest.raises(ConfigError, match="is a sweep that is running right now")
         with running, open_points(tmp_path):
             pass
     other = pytest.raises(ConfigError, match=r"^train.steps=1 has run in this sweep with other")
     with open_points(tmp_path) as points, other:
-        points.claim(ONE, "other", 0, "x")
+        points.claim(ONE, "other", "x")
     text = (tmp_path / FILE).read_text()
     for damaged in (
         text[:-9],

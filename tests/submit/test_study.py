@@ -15,24 +15,25 @@ import pytest
 
 pytest.importorskip("optuna")
 from optuna.distributions import IntDistribution
-from optuna.samplers import GridSampler, RandomSampler
 
+from launcher.config.compose import Asked
 from launcher.config.errors import ConfigError
 from launcher.config.search import Space
-from launcher.config.sweep import Asked, Outcome
 from launcher.submit import study as module
-from launcher.submit.study import JOURNAL, Study, run_study
+from launcher.submit.points import JOURNAL
+from launcher.submit.study import Study, count_ended, run_study
 
 TELL = 6  # a kind of the journal's lines
 NAME = "train.steps"
 
 
 def space(trials: int = 12, rate: float = 1.0, grid: int = 0, most: int = 1000) -> Space:
-    grids = {NAME: list(range(1, grid + 1))}
+    of_grid = "GridSampler", {"search_space": {NAME: list(range(1, grid + 1))}}
+    sampler, options = of_grid if grid else ("RandomSampler", {"seed": 0})
     return Space(
         values={NAME: IntDistribution(1, grid or most)},
-        fixed=(),
-        sampler=lambda number: GridSampler(grids) if grid else RandomSampler(seed=number),
+        sampler=sampler,
+        options=options,
         direction="minimize",
         trials=trials,
         jobs=3,
@@ -59,13 +60,14 @@ def test_a_job_comes_back_to_its_trial_and_a_lost_one_is_tried_again_once(tmp_pa
     assert Study(tmp_path, space(2), "x").running() == {lost: "1_0", own: "1_1"}
     study.tell_lost(lost.number, is_repeated=True)
     assert study.tell(own.number, 2.0)
-    assert (study.vacant(), study.open_places()) == ([0], [0])
+    assert (study.vacant(), study.open_places(), count_ended(tmp_path)) == ([0], [0], 1)
     second = study.take(1, "1_1")
     assert second is not None
     assert (second.number, second.place, second.swept) == (2, 0, lost.swept)
     assert study.take(0, "1_0") is None  # another one has it
     study.tell_lost(second.number, is_repeated=True)
     assert (study.vacant(), study.open_places(), study.take(1, "1_1")) == ([], [], None)
+    assert count_ended(tmp_path) == 2
     assert not study.tell(second.number, 1.0)  # it was only slow
     assert set(told(tmp_path).values()) == {1}
     assert study.best() == {"name": "optuna", "best_params": _params(own), "best_value": 2.0}
@@ -90,9 +92,9 @@ def test_new_jobs_take_what_ended_jobs_left_and_what_was_cancelled_is_not(tmp_pa
 def test_too_many_failures_end_it(tmp_path: Path) -> None:
     asked = []
 
-    def run(batch):
-        asked.append(len(batch.points))
-        return [Outcome(float("nan")), *(Outcome(1.0) for _ in batch.points[1:])]
+    def run(points, total):
+        asked.append(len(points))
+        return [float("nan"), *(1.0 for _ in points[1:])]
 
     run_study(Study(tmp_path, space(12, rate=0.3), "x"), lambda words: Asked(tuple(words), ()), run)
     assert asked == [3]
@@ -137,9 +139,10 @@ def test_neither_links_nor_locks_are_asked_of_the_file_system(
     for owner, name in ((fcntl, "flock"), (fcntl, "lockf"), (os, "symlink"), (os, "link")):
         monkeypatch.setattr(owner, name, refuse)
     study = Study(tmp_path, space(1), "x")
-    [trial] = study.next_trials()
+    trial = study.take(0, "1_0")
+    assert trial is not None
     assert study.tell(trial.number, 1.0)
-    assert study.next_trials() == []
+    assert study.take(1, "1_1") is not None
 
 
 # Asks for the trials of its places, tells some, and leaves the others, until it is killed.

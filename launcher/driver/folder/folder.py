@@ -234,7 +234,7 @@ def claim(config: Config) -> Iterator[RunFolder]:
     ):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
-        hold(lock, path)
+        stack.enter_context(hold(lock, path))
         for written in (path, path / "plots"):
             clear_partial(written)
         home = RunFolder(path, descriptor=descriptor, absolute=path.absolute(), created=created)
@@ -293,20 +293,31 @@ def reload(home: RunFolder, config: Config, thorough: bool = True) -> RunFolder:
     return replace(home, next_batch=run.next_batch, taken=run.taken, forked_from=forked_from)
 
 
-def hold(file: BinaryIO, path: Path, state: str = "is running right now") -> None:
-    """Lock a file for the run or sweep in a folder; raise ConfigError if another process has."""
-    try:
-        # The kernel releases it when the process ends, however that happens.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"run.id={path.name} {state}, in {path}",
-            "Wait for it to end, or choose another run.id.",
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-            raise
-        _log.warning(f"{path}: this file system has no locks; let nothing else use this run.id")
+@contextmanager
+def hold(file: BinaryIO, path: Path, state: str = "is running right now") -> Iterator[None]:
+    """Lock a file for the run or sweep in a folder; raise ConfigError if another process has.
+
+    Where the file system has no locks, a file that only one process can make stands in for it.
+    """
+    problem = f"run.id={path.name} {state}, in {path}"
+    remedy = "Wait for it to end, or choose another run.id."
+    with ExitStack() as stack:
+        try:
+            # The kernel releases it when the process ends, however that happens.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(problem, remedy) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            from filelock import SoftFileLock, Timeout
+
+            try:
+                stack.enter_context(SoftFileLock(path / ".held", timeout=0))
+            except Timeout:
+                remedy += f" If its process is gone, delete {path / '.held'}."
+                raise ConfigError(problem, remedy) from None
+        yield
 
 
 def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.NewestIntact:

@@ -1,9 +1,8 @@
 """Whose folder is it: every rule of `run.id` and `run.resume`, and its words."""
 
-import errno
+import fcntl
 import functools
 import json
-import logging
 import os
 import re
 import stat
@@ -176,21 +175,20 @@ def test_a_folder_is_where_it_was_whatever_the_working_directory(config, tmp_pat
             Path("elsewhere").rename(home.path)
 
 
-def test_a_file_system_without_locks_is_named(config, monkeypatch, caplog):
-    def refuse(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with caplog.at_level(logging.WARNING), folder.claim(named(config)) as home:
-        assert home.path.is_dir()
-    assert [r.message.partition(": ")[2] for r in caplog.records] == [
-        "this file system has no locks; let nothing else use this run.id"
-    ]
+NO_LOCKS = """
+import errno, fcntl
+def refuse(file, operation):
+    raise OSError(errno.ENOLCK, "No locks available")
+fcntl.flock = refuse
+"""
 
 
-def test_two_runs_at_once_cannot_hold_one_folder(config):
-    config = named(config)
-    program = (
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_two_runs_at_once_cannot_hold_one_folder(config, has_locks, monkeypatch):
+    config, before = named(config), "" if has_locks else NO_LOCKS
+    monkeypatch.setattr(fcntl, "flock", fcntl.flock)
+    exec(before, {})
+    program = before + (
         "import sys; from launcher.config.compose import load\n"
         "from launcher.driver.folder import folder\n"
         "with folder.claim(load(sys.argv[1:])):\n"
@@ -206,13 +204,16 @@ def test_two_runs_at_once_cannot_hold_one_folder(config):
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ConfigError) as error, folder.claim(config):
             pass
+        home = f"{config.run.dir}/mine"
         assert str(error.value) == (
-            f"run.id=mine is running right now, in {config.run.dir}/mine. "
+            f"run.id=mine is running right now, in {home}. "
             "Wait for it to end, or choose another run.id."
+            + ("" if has_locks else f" If its process is gone, delete {home}/.held.")
         )
         other.kill()  # the hardest of ends lets go of the folder too
     with folder.claim(config) as home:
         assert home.id == "mine"
+    assert not (home.path / ".held").exists()
 
 
 def test_a_run_goes_on_with_other_secrets_which_its_checkpoints_do_not_hold(config):
