@@ -55,7 +55,7 @@ class Run:
         if re.match(r"\w+://", self.dir):
             yield ConfigError(
                 f"run.dir={self.dir} is no folder",
-                f"Train in a folder, and set run.mirror={self.dir} for a copy of its checkpoints.",
+                f"Train in a folder, and set {to_type(('run.mirror', self.dir))} for a copy of its checkpoints.",
                 code="wrong_value",
             )
         if self.mirror is None:

@@ -448,6 +448,6 @@ def sweep_status(sweep: Sweep) -> int:
         if left := len(homes) - count_ended(folder):
             answer(
                 f"{left} of {len(homes)} trials have no result, and no job is left: submit the "
-                f"sweep again, by the same command with run.id={folder.name}"
+                f"sweep again, by the same command with {to_type(('run.id', folder.name))}"
             )
     return 0

@@ -39,6 +39,8 @@ PATH = Path("a b/it's=12e5,[x]")
 HELD = {
     **dict.fromkeys(("folder", "path", "script", "output", "theirs"), PATH),
     "name": "mine",
+    "owner_id": "12e5",
+    "size": "hf:it's",
     "PREFIX": "hf:",
     "allow_modules": ["one"],
     "module": "my_pkg.sub",
@@ -51,7 +53,7 @@ HELD = {
     "left_out": ["a[1,2]", "b"],
     "run": SimpleNamespace(folder=PATH),
     "parent": SimpleNamespace(path=PATH),
-    "self": SimpleNamespace(_home=SimpleNamespace(id="12e5")),
+    "self": SimpleNamespace(_home=SimpleNamespace(id="12e5"), dir="s3://b/it's"),
     "words": [("dataset.path", str(PATH)), ("dataset.validation_path", "a b")],
 }
 # What is said beside a setting, so that it has an effect.
@@ -171,7 +173,7 @@ ADVISES = re.compile(r"\b(?:set|give|use|add|write|take|with|start|prepare|read)
 OURS = {
     *("usable", "_MOST_STAND_INS", "_multiples(batch, pieces)", "listed(sharing)", "each"),
     *("max(there // each, 1)", "model.has_state", "named", "SIDE", "most + 1", "VOCABULARY"),
-    "vocab_size",
+    *("vocab_size", "self.format"),
 }
 
 

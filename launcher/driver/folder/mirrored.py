@@ -18,6 +18,7 @@ from launcher.base import (
     UnavailableError,
     complain,
     read_own,
+    to_type,
     write_whole,
 )
 from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
@@ -76,7 +77,8 @@ def _check_owner(config: Config, owner: str, known: str | None, here: int) -> No
     if owner_id != run.id:
         raise ConfigError(
             f"run.mirror={url} belongs to run {owner_id}",
-            f"Choose another prefix for run {run.id}, or resume that run with run.id={owner_id}.",
+            f"Choose another prefix for run {run.id}, or resume that run with "
+            f"{to_type(('run.id', owner_id))}.",
         )
     if run.resume == "never" and known is None:
         raise ConfigError(
