@@ -55,7 +55,8 @@ class Run:
         if re.match(r"\w+://", self.dir):
             yield ConfigError(
                 f"run.dir={self.dir} is no folder",
-                f"Train in a folder, and set {to_type(('run.mirror', self.dir))} for a copy of its checkpoints.",
+                "Train in a folder, and for a copy of its checkpoints set "
+                f"{to_type(('run.mirror', self.dir))}.",
                 code="wrong_value",
             )
         if self.mirror is None:

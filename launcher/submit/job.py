@@ -446,8 +446,9 @@ def sweep_status(sweep: Sweep) -> int:
         from launcher.submit.study import count_ended
 
         if left := len(homes) - count_ended(folder):
+            name = folder.name
             answer(
                 f"{left} of {len(homes)} trials have no result, and no job is left: submit the "
-                f"sweep again, by the same command with {to_type(('run.id', folder.name))}"
+                f"sweep again, by the same command with {to_type(('run.id', name))}"
             )
     return 0

@@ -60,6 +60,7 @@ HELD = {
 BESIDE = {
     "dataset.tokenizer": ("dataset=jsonl", "dataset.path=x"),
     "dataset.path": ("dataset=tokens",),
+    "run.mirror": ("run.id=a",),
     "cluster.slurm.exclude": ("cluster=slurm", "cluster.gpus=2"),
 }
 
