@@ -156,6 +156,7 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
     assert unmirrored(tmp_path, mirror.copies()) == [22]
 
 
+@pytest.mark.slow
 def test_of_damaged_objects_the_next_older_is_taken(
     url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,7 +255,7 @@ def check_faults(url: str, proxy: FaultProxy, home: Path, seed: int) -> None:
         assert damage(home / f"checkpoints/{step}") is None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> None:
     check_faults(url, proxy, tmp_path, seed)
 
@@ -330,6 +331,7 @@ def until(condition, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_process_tells_retries_and_is_replaced(
     url: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

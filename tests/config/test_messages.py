@@ -370,8 +370,8 @@ COMMAND_LINES = [
     ),
     (
         "run.dir=s3://bucket/runs",
-        f"run.dir=s3://bucket/runs is no folder {CLI}. Train in a folder, and set "
-        "run.mirror=s3://bucket/runs for a copy of its checkpoints.",
+        f"run.dir=s3://bucket/runs is no folder {CLI}. Train in a folder, and for a copy of "
+        "its checkpoints set run.mirror=s3://bucket/runs.",
     ),
     (
         "model.size=null",
