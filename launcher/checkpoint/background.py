@@ -196,7 +196,8 @@ class Saver:
         return bool(self._save and wait([self._save], seconds).not_done)
 
     def finish(self) -> str | None:
-        """Wait for the save in progress; return why it failed, or None if it did not."""
+        """Wait for all copies in progress; return why the save failed, or None if it did not."""
+        self.snapshots.settle()
         under_way, self._save = self._save, None
         try:
             if under_way is not None:

@@ -9,7 +9,8 @@ comes.
 Beside a buffer lies its header (`share_file`), which is deleted before the first byte is written,
 and comes back by a rename after the last one: a snapshot that was cut anywhere is not there, and
 one with a changed bit is not taken. The older of the two buffers is written, so one is whole at any
-time.
+time. The driver asks for the next once the one before is whole in all places, copies included: else
+the hosts that are left may have no step in common.
 
 What no other host holds as a replica is then copied to the next host's folder. So when a host is
 lost with its folder, the others still have all of the state. It is put together from the pieces of
@@ -191,6 +192,9 @@ class Snapshots:
     Args:
         folder: the folder of the buffers' files; None for one buffer that no other process finds.
         attempt: the number of the run's attempt.
+
+    Attributes:
+        newest: the step of the newest one that is complete, and copied to another host; 0: none.
     """
 
     def __init__(self, folder: Path | None = None, attempt: int = 0) -> None:
@@ -204,8 +208,9 @@ class Snapshots:
         self._sent = Future[None]()  # the newest copy
         self._sent.set_result(None)
         # With the state itself, copies of its arrays that JAX keeps would stay.
-        self._newest: tuple[weakref.ref[TrainState], Future[Buffer]] | None = None
+        self._taken: tuple[weakref.ref[TrainState], Future[Buffer]] | None = None
         self._seconds = deque[float]()  # of copies that `spent` has not returned
+        self.newest = 0
 
     @property
     def sizes(self) -> dict[Piece, int]:
@@ -269,8 +274,8 @@ class Snapshots:
 
         It first waits for the copy of the one before. A state that is copied is not copied again.
         """
-        if self._newest is not None:
-            newest, taken = self._newest
+        if self._taken is not None:
+            newest, taken = self._taken
             if newest() is state:
                 return taken
             taken.result()
@@ -281,7 +286,7 @@ class Snapshots:
         views = view_share(parts)
         self._layout = self._layout or lay_out(views)
         taken = self._thread.submit(self._copy, step, views, self._layout, clock() - began)
-        self._newest = weakref.ref(state), taken
+        self._taken = weakref.ref(state), taken
         return taken
 
     def hold(self, step: int, state: TrainState) -> Future[Pages]:
@@ -309,6 +314,10 @@ class Snapshots:
         found = [self._seconds.popleft() for _ in range(len(self._seconds))]
         return sum(found) if found else None
 
+    def settle(self) -> None:
+        """Wait until the newest one that is copied is at the other host."""
+        self._sent.result()
+
     def close(self) -> None:
         """Stop the thread and give the memory back."""
         self._thread.shutdown()
@@ -319,7 +328,7 @@ class Snapshots:
             shutil.rmtree(self._folder, ignore_errors=True)  # with a neighbour's copy
 
     def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, waited: float) -> Buffer:
-        self._sent.result()  # else hosts may have no step in common
+        self.settle()
         began = time.thread_time()
         buffer = min((b for b in self._buffers if not b.is_held), key=lambda b: b.step)
         buffer.forget()
@@ -335,7 +344,7 @@ class Snapshots:
             if self._copied is not None:
                 self._sent = self._sender.submit(self._send, step, buffer, spent, *self._copied)
                 return buffer
-        self._seconds.append(spent)
+        self._complete(step, spent)
         return buffer
 
     def _send(
@@ -355,7 +364,11 @@ class Snapshots:
             spent += there.write(f"{_COPY}.{moment.step}.{moment.attempt}", chunks, header)
         except OSError as error:
             _log.warning(f"step {step} is not copied to another host: {error}")
-        self._seconds.append(spent + time.thread_time() - began)
+        self._complete(step, spent + time.thread_time() - began)
+
+    def _complete(self, step: int, seconds: float) -> None:
+        self._seconds.append(seconds)
+        self.newest = step
 
 
 def keep_snapshots(

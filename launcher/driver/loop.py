@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from launcher.stop import Stop
 
 if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
+    from launcher.train.step_result import StepResult
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
 # The part of the time of training for copies of the state. The step beside a copy, which cannot
@@ -152,7 +153,7 @@ class _Calls(deque[tuple[str, "Answers", int]]):
                     step_log.lap(phase, result)
                     step_log.record(result)
                     if self._snapshots and result is not None:
-                        self._snapshots.note(result.metrics)
+                        self._snapshots.note(result)
 
 
 class Cadence:
@@ -185,28 +186,30 @@ class SnapshotCadence:
 
     Args:
         every: the steps from one to the next; None for as often as `SNAPSHOT_SHARE` allows.
+        taken: the step after which one is under way already; 0 if none is.
     """
 
-    def __init__(self, every: int | None) -> None:
+    def __init__(self, every: int | None, taken: int = 0) -> None:
         self._every = every
         self._spent = self._newest = self._trained = 0.0  # seconds
-        self._under_way = False
+        self._taken, self._complete = taken, 0  # steps
 
     def is_due(self, step: int) -> bool:
-        """Return whether to take one after `step`."""
+        """Return whether to take one after `step`: never before the last is complete."""
         if self._every is not None:
-            return step % self._every == 0
-        affordable = self._spent + self._newest <= SNAPSHOT_SHARE * self._trained
-        is_due = affordable and not self._under_way
-        self._under_way |= is_due
+            is_due = step // self._every > self._taken // self._every
+        else:
+            is_due = self._spent + self._newest <= SNAPSHOT_SHARE * self._trained
+        is_due &= self._complete >= self._taken
+        self._taken = step if is_due else self._taken
         return is_due
 
-    def note(self, metrics: Mapping[str, float]) -> None:
-        """Take a step's metrics: its time, and that of a snapshot that is complete."""
-        self._trained += metrics["perf/step_seconds"]
-        if (seconds := metrics.get("perf/snapshot_seconds")) is not None:
-            self._spent += seconds
-            self._newest, self._under_way = seconds, False
+    def note(self, result: StepResult) -> None:
+        """Take a step's time, the newest snapshot of each process and what it has cost."""
+        self._trained += result.metrics["perf/step_seconds"]
+        self._newest = result.metrics.get("perf/snapshot_seconds", self._newest)
+        self._spent += result.metrics.get("perf/snapshot_seconds", 0.0)
+        self._complete = min(result.snapshots)
 
 
 def resuming(

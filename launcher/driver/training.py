@@ -469,9 +469,10 @@ class _Job:
             return None
         if not in_memory.keep(workers, checkpoint.Moment(finished, self.restarts)):
             return None
-        if self._held is not None:  # until then, some hosts may not hold it
-            workers.submit("snapshot", finished).result()
-        return SnapshotCadence(self._config.train.snapshot)
+        if self._held is None:
+            return SnapshotCadence(self._config.train.snapshot)
+        workers.submit("snapshot", finished).result()  # until then, some hosts may not hold it
+        return SnapshotCadence(self._config.train.snapshot, taken=finished)
 
     def _diagnose(self, error: Exception) -> Failure | None:
         train = self._config.train

@@ -152,4 +152,5 @@ def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
     copies = tuple(each for part in parts for each in part.copies)
     recordings = tuple(each for part in parts for each in part.recordings)
     spent = tuple(each for part in parts for each in part.spent)
-    return StepResult(main.step, metrics, main.completed_at, {}, copies, recordings, spent)
+    kept = tuple(step for part in parts for step in part.snapshots)
+    return StepResult(main.step, metrics, main.completed_at, {}, copies, recordings, spent, kept)

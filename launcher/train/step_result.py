@@ -69,6 +69,7 @@ class StepResult:
         recordings: what was recorded and has not been handed on yet.
         spent: of each process, the seconds for which its devices waited for the batch ("data"), and
             those of garbage collection ("garbage").
+        snapshots: of each process, the step of the newest complete snapshot (`Snapshots.newest`).
     """
 
     step: int
@@ -78,6 +79,7 @@ class StepResult:
     copies: tuple[Copies, ...] = ()
     recordings: tuple[Recording, ...] = ()
     spent: tuple[dict[str, float], ...] = ()
+    snapshots: tuple[int, ...] = ()
 
 
 class GarbageTime:

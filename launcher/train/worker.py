@@ -360,15 +360,15 @@ class TrainWorker(Peer):
     def evaluate(self, batch: int) -> StepResult | None:
         """Evaluate on one batch of held-out data.
 
-        Every evaluation takes the same batches, so that its values can be compared. They are
-        requested in order, a call each, so that a long evaluation is not taken for a hung worker.
+        Every evaluation takes the same batches, so that its values can be compared; each is a call,
+        in order, so that a long evaluation is not taken for a hung worker.
 
         Args:
             batch: the number of the batch, below `Program.eval_batches`.
 
         Returns:
-            After the last batch, the result of the step that was sent before the evaluation, with
-                the means over all rows as `eval/...`; before, None.
+            After the last batch, the result of the step sent before the evaluation, with the means
+                over all rows as `eval/...`; before, None.
 
         Raises:
             launcher.recipes.InputError: the data that is held out has no rows.
@@ -463,10 +463,10 @@ class TrainWorker(Peer):
         """Return a result with the stage times, and with what was recorded and has been read."""
         if result is None:
             return None
-        result = replace(result, recordings=self._recording_reader.take())
-        if (seconds := self._saver.snapshots.spent()) is not None:
-            metrics = result.metrics | {"perf/snapshot_seconds": seconds}
-            result = replace(result, metrics=metrics)
+        recordings, snapshots = self._recording_reader.take(), self._saver.snapshots
+        result = replace(result, recordings=recordings, snapshots=(snapshots.newest,))
+        if (seconds := snapshots.spent()) is not None:
+            result.metrics["perf/snapshot_seconds"] = seconds
         return result if self._stages is None else with_stage_times(result, self._stages)
 
 

@@ -20,6 +20,7 @@ from launcher.inference.eval_step import make_eval_step
 from launcher.recipes import build_dataset, build_model
 from launcher.report.breakdown import Goodput
 from launcher.train.program import build_program, build_steps
+from launcher.train.step_result import StepResult
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trained_here import Training
@@ -200,6 +201,10 @@ def test_when_to_save():
     ]
 
 
+def noted(step, *snapshots, **metrics):
+    return StepResult(step, {"perf/step_seconds": 0.1, **metrics}, 0.0, snapshots=snapshots)
+
+
 @pytest.mark.parametrize(("cost", "steps"), [(0.0, 333), (0.004, 125), (0.05, 10), (30.0, 1)])
 def test_snapshots_take_one_percent_of_the_time_and_the_first_step_has_one(cost, steps):
     """Each takes `cost` seconds, which are known two steps later; a step takes 0.1 s."""
@@ -208,7 +213,8 @@ def test_snapshots_take_one_percent_of_the_time_and_the_first_step_has_one(cost,
         if snapshots.is_due(step):
             taken.append(step)
         known = {"perf/snapshot_seconds": cost} if taken and step == taken[-1] + 2 else {}
-        snapshots.note({"perf/step_seconds": 0.1, **known})
+        complete = max([0, *(one for one in taken if one + 2 <= step)])
+        snapshots.note(noted(step, complete, **known))
     assert taken[0] == 1
     assert cost * len(taken) <= SNAPSHOT_SHARE * 0.1 * 1000 or taken == [1]
     assert len(taken) == pytest.approx(steps, abs=1)
@@ -229,8 +235,24 @@ def test_snapshots_change_no_step_and_no_evaluation(tmp_path):
 
 
 def test_snapshots_are_taken_as_often_as_is_set():
-    snapshots = SnapshotCadence(30)
-    assert [step for step in range(1, 100) if snapshots.is_due(step)] == [30, 60, 90]
+    snapshots, taken = SnapshotCadence(30), []
+    for step in range(1, 100):
+        taken += [step] if snapshots.is_due(step) else []
+        snapshots.note(noted(step, step))
+    assert taken == [30, 60, 90]
+
+
+@pytest.mark.parametrize("every", [None, 4])
+def test_a_snapshot_waits_for_the_one_before_in_every_process(every):
+    """Else a process would write over what others still lack the like of."""
+    snapshots = SnapshotCadence(every, taken=6)
+    assert not snapshots.is_due(8)
+    for process in ((8, 4), (8, 0), (6, 5)):
+        snapshots.note(noted(9, *process))
+        assert not snapshots.is_due(9)
+    snapshots.note(noted(9, 6, 6))
+    assert snapshots.is_due(9)
+    assert not snapshots.is_due(12)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_a_host_is_lost_with_its_memory_and_the_run_comes_to_the_same_bytes(
     memory = memory_of(launcher)
 
     def is_kept() -> bool:
-        return saved.exists() if is_damaged else any(memory.glob("host_0/copy.*"))
+        return saved.exists() if is_damaged else any(memory.glob("host_0/copy.*.json"))
 
     launcher.wait_for(lambda: len(lines(run)) >= 18 and is_kept())
     launcher.workers()[-1].kill()

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 import yaml
+from object_servers import s3_server
 from pages import ROOT, Block, Page, read_page, read_pages
 
 from launcher import checkpoint, debug
@@ -103,6 +105,19 @@ def test_what_is_tested_is_found() -> None:
     assert len(shown) >= 5  # the walk through compilation
 
 
+@pytest.fixture
+def _bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The bucket of the pages, for a command that names it."""
+    if "s3://bucket/" not in request.getfixturevalue("command"):
+        yield
+        return
+    with s3_server() as server:
+        for name, value in server.environ().items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+@pytest.mark.usefixtures("_bucket")
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_accepted(
