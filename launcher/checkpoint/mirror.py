@@ -13,6 +13,7 @@ writes, and one that comes later makes the next commit, which the earlier one th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -21,44 +22,35 @@ import shutil
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.base import (
-    ChangedError,
-    DamagedError,
-    NotFoundError,
-    Store,
-    StoreError,
-    parse_json,
-    sync_folder,
-    write_whole,
-)
+from launcher.base import DamagedError, parse_json, stores, sync_folder, write_whole
 from launcher.base.reading import read
 from launcher.checkpoint.layout import (
     BEST,
     CHECKSUMS,
     damage,
     files_below,
+    in_threads,
     partial_path,
     stays,
     steps_in,
 )
 
 Progress = Callable[[int, int], None]  # takes the bytes that are copied, and all there are
-_THREADS = 4
 _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
 _KEPT = ("config.yaml", "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{BEST}")
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
+_each = functools.partial(in_threads, threads=4, wait=True)
 
 _log = logging.getLogger(__name__)
 
 
-class SupersededError(StoreError):
+class SupersededError(stores.StoreError):
     """Another process mirrors to the prefix now."""
 
 
@@ -94,14 +86,14 @@ class _Commit:
 class Mirror:
     """The objects of one run; every method raises StoreError."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: stores.Store) -> None:
         self.store = store
 
     def owner(self) -> str | None:
         """Return the run that the prefix belongs to, `<id>/<token>`; None if it is nobody's."""
         try:
             return self.store.get("owner").decode(errors="replace")
-        except NotFoundError:
+        except stores.NotFoundError:
             return None
 
     def own(self, owner: str) -> bool:
@@ -170,7 +162,7 @@ class Mirror:
                 try:
                     own = self._fetch(copy, partial, _summed(progress, copy.size))
                     problem = damage(partial)
-                except (NotFoundError, ChangedError, DamagedError) as error:
+                except (stores.NotFoundError, stores.ChangedError, DamagedError) as error:
                     problem = str(error)
                 if problem is None:
                     for name, data in own.items():
@@ -221,30 +213,22 @@ class Mirror:
         inside = range(1, above)
         newest = bisect_left(inside, True, above // 2, key=lambda one: not self._exists(one))
         for number in range(newest, 0, -1):
-            try:
-                commit = read(_Commit, self._read(f"commits/{number}"))
-                if commit.copies and commit.copies[0].number == number:
-                    return newest, commit
-            except DamagedError:
-                pass
+            for _ in range(_TRIES):
+                with suppress(DamagedError):
+                    commit = read(_Commit, _opened(self.store.get(f"commits/{number}")))
+                    if commit.copies and commit.copies[0].number == number:
+                        return newest, commit
             _log.warning(f"{self.store.url}/commits/{number} is damaged")
         if newest:  # not as if nothing had ever been copied
-            raise StoreError(f"all of {self.store.url}/commits are damaged")
+            raise stores.StoreError(f"all of {self.store.url}/commits are damaged")
         return 0, _Commit()
 
     def _exists(self, number: int) -> bool:
         try:
             self.store.stat(f"commits/{number}")
-        except NotFoundError:
+        except stores.NotFoundError:
             return False
         return True
-
-    def _read(self, name: str) -> Any:
-        """Return an object's content; raise NotFoundError and DamagedError."""
-        try:
-            return _opened(self.store.get(name))
-        except DamagedError:  # perhaps on its way
-            return _opened(self.store.get(name))
 
 
 def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
@@ -301,16 +285,6 @@ def _summed(progress: Progress, size: int) -> Callable[[int], None]:
     return add
 
 
-def _each(function: Callable[[Any], Any], items: Iterable[Any]) -> None:
-    """Call `function` for each item, in several threads; the first error ends it."""
-    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mirror")
-    try:
-        for result in [pool.submit(function, item) for item in items]:
-            result.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 def _check_names(names: Iterable[str]) -> None:
     """Raise DamagedError if one would not be written below the run's folder."""
     for name in names:
@@ -323,17 +297,14 @@ def _digest(data: bytes) -> str:
 
 
 def _sealed(tree: dict[str, Any]) -> bytes:
-    """Return a JSON text that holds its own checksum."""
-    own = _digest(json.dumps(tree, sort_keys=True).encode())
-    return (json.dumps({**tree, "sha256": own}, sort_keys=True) + "\n").encode()
+    """Return a JSON text below its checksum."""
+    text = json.dumps(tree)
+    return f"{_digest(text.encode())}\n{text}".encode()
 
 
-def _opened(data: bytes) -> dict[str, Any]:
+def _opened(data: bytes) -> Any:
     """Return what `_sealed` was given; raise DamagedError."""
-    tree = parse_json(data)
-    if not isinstance(tree, dict):
-        raise DamagedError("it is no table")
-    tree.pop("sha256", None)
-    if _sealed(tree) != data:
+    checksum, _, text = data.partition(b"\n")
+    if checksum != _digest(text).encode():
         raise DamagedError("its checksum is wrong")
-    return tree
+    return parse_json(text)

@@ -22,12 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launcher.base import fits_glob, is_stored
-from launcher.base import object_store as stores
+from launcher.base import fits_glob, stores
 from launcher.base.measurements import cache_folder
 from launcher.recipes.data.block_cache import BlockCache
 from launcher.recipes.data.file_access import OPEN_FILES, FileAccess
-from launcher.recipes.data.files import NamedFiles, files_below, without_splits
+from launcher.recipes.data.files import Fits, NamedFiles, files_below, without_splits
 from launcher.recipes.protocols import InputError
 
 T = TypeVar("T")
@@ -73,7 +72,7 @@ def access_to(path: str, options: Any) -> FileAccess:
     Raises:
         InputError: the objects, which the settings do not list, cannot be listed.
     """
-    if not is_stored(path):
+    if not stores.is_stored(path):
         return FileAccess()
     lines = options.objects
     if lines is None:
@@ -101,12 +100,7 @@ class _StoredFiles(FileAccess):
         return StoredPath(path)
 
     def named(
-        self,
-        named: str,
-        path: str,
-        fits: Callable[[Path], bool],
-        remedy: str,
-        splits: str = "refused",
+        self, named: str, path: str, fits: Fits, remedy: str, splits: str = "refused"
     ) -> NamedFiles:
         root, listed = self.root(path), list[Any](self._objects)
         if root in self._objects:
@@ -116,7 +110,7 @@ class _StoredFiles(FileAccess):
             return NamedFiles(sorted(fit), {}, {})
         return without_splits(named, root, files_below(root, listed, fits), splits)
 
-    def fitting(self, root: Path, pattern: str) -> Callable[[Path], bool]:
+    def fitting(self, root: Path, pattern: str) -> Fits:
         return lambda path: fits_glob(path.relative_to(root).as_posix(), pattern)
 
     def check_readable(self, named: str, path: Path) -> None:
