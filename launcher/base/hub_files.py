@@ -197,8 +197,8 @@ def described(text: str, fits: Fits) -> str:
     """Return in words which commit it is, and what of it is still to be downloaded."""
     if not (lacks := missing(text, fits)):
         return f"{pin(text)} (in the cache)"
-    size = sum(file.size for file in lacks) / 1e6
-    return f"{pin(text)} ({size:,.1f} MB to download, files: {len(lacks):,})"
+    size = sum(file.size for file in lacks) / 2**20
+    return f"{pin(text)} ({size:,.1f} MiB to download, files: {len(lacks):,})"
 
 
 def fetch(

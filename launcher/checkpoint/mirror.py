@@ -29,23 +29,14 @@ from typing import Any
 
 from launcher.base import DamagedError, parse_json, stores, sync_folder, write_whole
 from launcher.base.reading import read
-from launcher.checkpoint.layout import (
-    BEST,
-    CHECKSUMS,
-    damage,
-    files_below,
-    in_threads,
-    partial_path,
-    stays,
-    steps_in,
-)
+from launcher.checkpoint import layout
 
 Progress = Callable[[int, int], None]  # takes the bytes that are copied, and all there are
 _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
-_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{BEST}")
+_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{layout.BEST}")
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
-_each = functools.partial(in_threads, threads=4, wait=True)
+_each = functools.partial(layout.in_threads, threads=4, wait=True)
 
 _log = logging.getLogger(__name__)
 
@@ -122,17 +113,17 @@ class Mirror:
         for one in (*last.dropped, number):  # perhaps not to the end, last time
             self._clear(one)
         # First: if the run saves this step again meanwhile, this copy is not that one's.
-        manifest, lasting = (root / CHECKSUMS).read_bytes(), stays(root.parent, step)
+        manifest, lasting = (root / layout.CHECKSUMS).read_bytes(), layout.stays(root.parent, step)
         with ExitStack() as stack:
             # Open files can be read to their end, even if the run deletes the checkpoint.
-            paths = [path for path in files_below(root) if path != root / CHECKSUMS]
+            paths = [path for path in layout.files_below(root) if path != root / layout.CHECKSUMS]
             files = {path: stack.enter_context(path.open("rb")) for path in paths}
             own = {name: (home / name).read_bytes() for name in _own_files(home)}
             names = {path: f"copies/{number}/{path.relative_to(home)}" for path in paths}
             size = sum(os.fstat(file.fileno()).st_size for file in files.values())
             sent = _summed(progress, size)
             _each(lambda path: self.store.put_file(names[path], files[path], sent), paths)
-        for name, data in {**own, f"{_CHECKPOINTS}/{step}/{CHECKSUMS}": manifest}.items():
+        for name, data in {**own, f"{_CHECKPOINTS}/{step}/{layout.CHECKSUMS}": manifest}.items():
             self.store.put(f"copies/{number}/{name}", data)
         sums = {name: _digest(data) for name, data in own.items()}
         copy = MirrorCopy(number, step, _digest(manifest), size, lasting, sums)
@@ -153,7 +144,7 @@ class Mirror:
             OSError: the disk is full or broken.
         """
         final = home / _CHECKPOINTS / str(copy.step)
-        partial = partial_path(final, "mirror")
+        partial = layout.partial_path(final, "mirror")
         problem: str | None = None
         try:
             for _ in range(_TRIES):
@@ -161,7 +152,7 @@ class Mirror:
                 partial.mkdir(parents=True)
                 try:
                     own = self._fetch(copy, partial, _summed(progress, copy.size))
-                    problem = damage(partial)
+                    problem = layout.damage(partial)
                 except (stores.NotFoundError, stores.ChangedError, DamagedError) as error:
                     problem = str(error)
                 if problem is None:
@@ -188,8 +179,8 @@ class Mirror:
             return data
 
         prefix = f"{_CHECKPOINTS}/{copy.step}"
-        manifest = get(f"{prefix}/{CHECKSUMS}", copy.manifest)
-        write_whole(partial / CHECKSUMS, manifest)
+        manifest = get(f"{prefix}/{layout.CHECKSUMS}", copy.manifest)
+        write_whole(partial / layout.CHECKSUMS, manifest)
         names = list(parse_json(manifest)["files"])
         _check_names([*names, *copy.files])
         for folder in {(partial / name).parent for name in names}:
@@ -241,9 +232,9 @@ def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
     """
     there = {(copy.step, copy.manifest) for copy in copies}
     folder = home / _CHECKPOINTS
-    steps = steps_in(folder)
-    wanted = [step for step in steps if step == steps[-1] or stays(folder, step)]
-    paths = {step: folder / str(step) / CHECKSUMS for step in wanted}
+    steps = layout.steps_in(folder)
+    wanted = [step for step in steps if step == steps[-1] or layout.stays(folder, step)]
+    paths = {step: folder / str(step) / layout.CHECKSUMS for step in wanted}
     # No run resumes from one without.
     sums = {step: _digest(path.read_bytes()) for step, path in paths.items() if path.exists()}
     done = [number for number, one in enumerate(sums.items(), start=1) if one in there]
@@ -256,19 +247,17 @@ def _superfluous(copies: list[MirrorCopy], folder: Path, keep: int) -> tuple[int
     Those of later steps are of a past that the run has gone back on.
     """
     newest, *others = copies
-    here = set(steps_in(folder))
+    here = set(layout.steps_in(folder))
     later = [copy for copy in others if copy.step >= newest.step]
-    counted = [
-        copy
-        for copy in copies
-        if copy not in later and not (stays(folder, copy.step) if copy.step in here else copy.stays)
-    ]
+    stay = [layout.stays(folder, one.step) if one.step in here else one.stays for one in copies]
+    left = [one for one, is_kept in zip(copies, stay, strict=True) if not is_kept]
+    counted = [one for one in left if one not in later]
     return tuple(copy.number for copy in later + counted[keep:])
 
 
 def _own_files(home: Path) -> list[str]:
     kept = [name for name in _KEPT if (home / name).is_file()]
-    chosen = files_below(home / _KEPT_FOLDER)
+    chosen = layout.files_below(home / _KEPT_FOLDER)
     return kept + [str(path.relative_to(home)) for path in chosen]
 
 

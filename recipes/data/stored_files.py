@@ -212,7 +212,7 @@ def pinned(
     Raises:
         InputError: they cannot be listed, or one of `before` has changed.
     """
-    known = None if before is None else [_parsed(line) for line in before]
+    known = dict(map(_parsed, before or ()))
     now: _Objects = {}
     for key, path in paths.items():
         now |= _listed(path, reads, f"{key}={path}")
@@ -221,9 +221,7 @@ def pinned(
             f"{', '.join(f'{key}={path}' for key, path in paths.items())} names {len(now):,} "
             f"objects, and a run reads {_MOST_OBJECTS:,} at most; join them into larger ones"
         )
-    if known is None:
-        return [_line(*one) for one in sorted(now.items())]
-    for url, stat in known:
+    for url, stat in known.items():
         new = now.get(url)
         if new is None or new[:2] != stat[:2]:
             what = "is gone" if new is None else f"now holds {new.size:,}, version {new.version}"
@@ -232,7 +230,7 @@ def pinned(
                 f"{stat.version}; it {what}; put it back to resume the run, or choose another "
                 "run.id"
             )
-    return [_line(*one) for one in known]
+    return [_line(*one) for one in (sorted(now.items()) if before is None else known.items())]
 
 
 def _with_remedy(error: stores.StoreError) -> str:

@@ -109,7 +109,7 @@ def test_what_is_no_name(text):
 def test_only_what_is_read_is_taken_and_never_twice(stub, at, tmp_path):
     at(stub.url)
     commit = stub.add("org/name", FILES)
-    assert described("hf://org/name", is_model).endswith(" (3.0 MB to download, files: 5)")
+    assert described("hf://org/name", is_model).endswith(" (2.9 MiB to download, files: 5)")
     shares = []
     folder = fetch("hf://org/name", is_model, lambda done, total: shares.append(done / total))
     assert pin("hf://org/name") == f"hf://org/name@{commit}"

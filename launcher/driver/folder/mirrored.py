@@ -16,13 +16,12 @@ from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
-from launcher.report.console import line_printer, status
+from launcher.report.console import in_mib, line_printer, status
 from launcher.stop import Stop
 
 _IDENTITY = "mirror.json"  # in the run's folder
 _PATIENCE = 3.0  # seconds, before anything has started
 _POLL_SECONDS = 0.2
-_MIB = 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -109,8 +108,10 @@ def bring_back(config: Config, console: Console) -> None:
         for copy in copies:
             if copy.step <= here:
                 return
+            doing = f"fetching step {copy.step} from {mirror.store.url}"
             try:
-                problem = _fetch(mirror, copy, home.path, console)
+                with status(console, doing) as advance:
+                    problem = mirror.fetch(copy, home.path, in_mib(advance))
             except stores.StoreError as error:
                 raise OSError(f"run.mirror: {error}") from None
             if problem is None:
@@ -122,13 +123,6 @@ def bring_back(config: Config, console: Console) -> None:
                 f"intact (in {copy.step}, {problem})",
                 "Choose another prefix and run.id to start afresh.",
             )
-
-
-def _fetch(mirror: Mirror, copy: MirrorCopy, home: Path, console: Console) -> str | None:
-    with status(console, f"fetching step {copy.step} from {mirror.store.url}") as advance:
-        return mirror.fetch(
-            copy, home, lambda done, size: advance(done // _MIB, size // _MIB, "MiB")
-        )
 
 
 def _note(home: Path, owner: str) -> None:
@@ -198,5 +192,4 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
     ):
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
-                sent, size = process.progress
-                advance(sent // _MIB, size // _MIB, "MiB")
+                in_mib(advance)(*process.progress)
