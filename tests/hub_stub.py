@@ -19,7 +19,7 @@ SIGNATURE = "signed0123456789"  # of the addresses that files are redirected to
 LARGE = (".safetensors", ".parquet", ".bin")
 _PATHS = re.compile(
     r"/(?:api/)?(models/|datasets/|)([\w.-]+/[\w.-]+)"
-    r"(?:/(revision|refs|resolve)(?:/([^/]+)(?:/(.*))?)?)?"
+    r"(?:/(revision|resolve)(?:/([^/]+)(?:/(.*))?)?)?"
 )
 
 
@@ -86,13 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(401 if not token else 404, b"{}", {"X-Error-Code": "RepoNotFound"})
         repo = json.loads((home / "repo.json").read_text())
         what, revision = found[3], urllib.parse.unquote(found[4] or "main")
-        if what == "refs":
-            names = [
-                {"name": ref, "ref": f"refs/heads/{ref}", "targetCommit": commit}
-                for ref, commit in repo["refs"].items()
-            ]
-            kinds = {"branches": names, "tags": [], "converts": []}
-            return self.answer(200, json.dumps(kinds).encode())
         if repo["closed"] and token != TOKEN and (what == "resolve" or repo["closed"] == "private"):
             code = {"private": "RepoNotFound", "gated": "GatedRepo"}.get(repo["closed"])
             headers = {"X-Error-Code": code} if code else {}

@@ -1,6 +1,7 @@
 """Foundations that know nothing of JAX or of training: log, output, signals, files, versions."""
 
 from launcher.base import hub_files as hub  # noqa: F401  its face is one name
+from launcher.base import object_store as stores  # noqa: F401
 from launcher.base.files import FULL as FULL
 from launcher.base.files import DamagedError as DamagedError
 from launcher.base.files import aside as aside
@@ -23,6 +24,7 @@ from launcher.base.files import sync_folder as sync_folder
 from launcher.base.files import write_whole as write_whole
 from launcher.base.libraries import CONF as CONF
 from launcher.base.libraries import DISTRIBUTION as DISTRIBUTION
+from launcher.base.libraries import from_template as from_template
 from launcher.base.libraries import installing as installing
 from launcher.base.libraries import lacking as lacking
 from launcher.base.names import OF_ANOTHER as OF_ANOTHER
@@ -30,14 +32,6 @@ from launcher.base.names import OF_SLURM as OF_SLURM
 from launcher.base.names import REMAT_NAMES as REMAT_NAMES
 from launcher.base.names import TRANSPORTS as TRANSPORTS
 from launcher.base.names import parse_remat as parse_remat
-from launcher.base.object_store import PATIENCE as PATIENCE
-from launcher.base.object_store import SCHEMES as SCHEMES
-from launcher.base.object_store import ChangedError as ChangedError
-from launcher.base.object_store import NotFoundError as NotFoundError
-from launcher.base.object_store import Store as Store
-from launcher.base.object_store import StoreError as StoreError
-from launcher.base.object_store import UnavailableError as UnavailableError
-from launcher.base.object_store import is_stored as is_stored
 from launcher.base.output import LAUNCH as LAUNCH
 from launcher.base.output import Advance as Advance
 from launcher.base.output import answer as answer

@@ -197,8 +197,8 @@ def described(text: str, fits: Fits) -> str:
     """Return in words which commit it is, and what of it is still to be downloaded."""
     if not (lacks := missing(text, fits)):
         return f"{pin(text)} (in the cache)"
-    size = sum(file.size for file in lacks) / 1e6
-    return f"{pin(text)} ({size:,.1f} MB to download, files: {len(lacks):,})"
+    size = sum(file.size for file in lacks) / 2**20
+    return f"{pin(text)} ({size:,.1f} MiB to download, files: {len(lacks):,})"
 
 
 def fetch(
@@ -459,21 +459,12 @@ def _refusal(name: HubName, error: Exception, status: int) -> HubError:
     if isinstance(error, _hub().errors.GatedRepoError):
         return HubError("is gated", f"Open {name.page} and accept its conditions; then {token}.")
     if isinstance(error, _hub().errors.RevisionNotFoundError):
-        return HubError(f"has no revision {name.revision}", _near_revision(name))
+        return HubError(f"has no revision {name.revision}", f"Look at {name.page}/tree/main.")
     if isinstance(error, _hub().errors.RepositoryNotFoundError) or status == 404:
         other = f"; of a dataset, write hf://datasets/{name.repo}" if name.kind == "model" else ""
         where = f"Open {name.page}; if it is private, {token}{other}."
         return HubError("is not there, or is private", where)
     return HubError(f"may not be read: the hub answers {status}", f"Open {name.page}; {token}.")
-
-
-def _near_revision(name: HubName) -> str:
-    with suppress(Exception):  # it serves the message alone
-        refs = _hub().HfApi().list_repo_refs(name.repo, repo_type=name.kind)
-        names = [one.name for one in (*refs.branches, *refs.tags)]
-        near = difflib.get_close_matches(name.revision or "", names, n=1)
-        return f"Did you mean {quote(near[0], '')}?" if near else f"It has {', '.join(names[:8])}."
-    return f"Look at {name.page}/tree/main."
 
 
 def _cache() -> Path:

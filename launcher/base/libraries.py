@@ -1,4 +1,4 @@
-"""The installation: the project's own `conf/`, and the libraries that only some settings need.
+"""The installation: its own `conf/` and templates, and libraries that only some settings need.
 
 The command that installs these names the libraries themselves. No package index has this project:
 what it would answer to the name `launcher` is other people's code.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 DISTRIBUTION = "jax-plan-launcher"  # as pyproject.toml has it
 
@@ -36,6 +37,15 @@ _REQUIREMENTS = {
     "tiktoken": "tiktoken>=0.9",
     "trackio": "trackio>=0.43,<1",
 }
+
+
+def from_template(package: str, template: str, /, **values: Any) -> str:
+    """Return the text that a template in the folder of a package makes of values."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # here: it is seldom needed
+
+    loader = PackageLoader(package, "")
+    templates = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
+    return templates.get_template(template).render(values)
 
 
 def installing(*modules: str) -> str:

@@ -13,7 +13,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -110,9 +109,9 @@ class Store:
         module = "boto3" if scheme == "s3" else "google.cloud.storage"
         if (command := lacking(module)) is not None:
             raise StoreError(f"{url} needs {module}; {command}")
-        kind = _S3 if scheme == "s3" else _Google
+        self._kind = _S3 if scheme == "s3" else _Google
         try:
-            self._bucket: _Bucket = self._explained(lambda: kind(bucket), kind)
+            self._bucket: _Bucket = self._explained(lambda: self._kind(bucket))
         except ValueError as error:  # of AWS_ENDPOINT_URL, say
             raise StoreError(f"{url} cannot be reached: {error}") from None
 
@@ -124,6 +123,8 @@ class Store:
         Raises:
             ChangedError: it is another version than `version`.
         """
+        if stop is not None and stop <= start:
+            return b""
 
         def call() -> bytes:
             content = self._bucket.get(self._key(name), start, stop, version)
@@ -176,7 +177,7 @@ class Store:
         else:
             # The library repeats a part; a whole upload is the next one's.
             large = functools.partial(self._bucket.put_large, self._key(name), file, sent)
-            self._explained(large, type(self._bucket), name)
+            self._explained(large, name)
 
     def download(self, name: str, path: Path, got: Callable[[int], None]) -> None:
         """Write an object's bytes to a new file; raise OSError, too.
@@ -204,11 +205,11 @@ class Store:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _explained(self, call: Callable[[], T], kind: type[_Bucket], name: str = "") -> T:
+    def _explained(self, call: Callable[[], T], name: str = "") -> T:
         try:
             return call()
         except Exception as error:
-            if (problem := kind.explain(error, f"{self.url}/{name}".rstrip("/"))) is None:
+            if (problem := self._kind.explain(error, f"{self.url}/{name}".rstrip("/"))) is None:
                 raise
             raise problem from None
 
@@ -216,7 +217,7 @@ class Store:
         deadline, wait = time.monotonic() + self.patience, _FIRST_WAIT
         while True:
             try:
-                return self._explained(call, type(self._bucket), name)
+                return self._explained(call, name)
             except UnavailableError as error:
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
                 if time.monotonic() + pause > deadline:
@@ -247,9 +248,8 @@ class _S3:
         self._bucket = bucket
 
     def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes:
-        if stop is not None and stop <= start:
-            return b""
-        bounds = {} if (start, stop) == (0, None) else {"Range": _range(start, stop)}
+        last = "" if stop is None else f"{stop - 1}"
+        bounds = {"Range": f"bytes={start}-{last}"} if start or last else {}
         match = {"IfMatch": version} if version else {}
         answer = self._client.get_object(Bucket=self._bucket, Key=key, **bounds, **match)
         content: bytes = answer["Body"].read()
@@ -302,29 +302,16 @@ class _S3:
             headers, status = about.get("HTTPHeaders", {}), about.get("HTTPStatusCode", 0)
             if "Expired" in code or code == "TokenRefreshRequired":
                 return ExpiredError(f"{what}: the credentials have expired ({code})")
-            if code == "SlowDown" or code == "RequestTimeout":
+            if code in ("SlowDown", "RequestTimeout"):
                 status = 503
             return _of_status(status, code, headers, what)
         if isinstance(error, aws.UnauthorizedSSOTokenError | aws.TokenRetrievalError):
             return ExpiredError(f"{what}: the credentials have expired; run: aws sso login")
-        if isinstance(
-            error,
-            aws.NoCredentialsError
-            | aws.PartialCredentialsError
-            | aws.CredentialRetrievalError
-            | aws.ProfileNotFound
-            | aws.SSOError,
-        ):
+        useless = aws.PartialCredentialsError | aws.CredentialRetrievalError | aws.ProfileNotFound
+        if isinstance(error, aws.NoCredentialsError | aws.SSOError | useless):
             return MissingCredentialsError(f"{what}: no credentials; tried {_TRIED_AWS}")
-        if isinstance(
-            error,
-            aws.ConnectionError
-            | aws.HTTPClientError
-            | aws.IncompleteReadError
-            | aws.FlexibleChecksumError
-            | ResponseParserError
-            | HTTPError,
-        ):
+        broken = aws.IncompleteReadError | aws.FlexibleChecksumError | ResponseParserError
+        if isinstance(error, aws.ConnectionError | aws.HTTPClientError | HTTPError | broken):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         if isinstance(error, aws.BotoCoreError):
             return StoreError(f"{what}: {type(error).__name__}")
@@ -355,8 +342,6 @@ class _Google:
         self._bucket = storage.Client("-", credentials=credentials, _http=session).bucket(bucket)
 
     def get(self, key: str, start: int, stop: int | None, version: str | None) -> bytes:
-        if stop is not None and stop <= start:
-            return b""
         match = {"if_generation_match": int(version)} if version else {}
         content: bytes = self._bucket.blob(key).download_as_bytes(
             start=start or None if stop is None else start,
@@ -369,18 +354,16 @@ class _Google:
 
     def stat(self, key: str) -> Stat:
         blob = self._bucket.blob(key)
-        with _answered(key):
-            blob.reload(**_ONCE)
-            return _stat(blob)
+        blob.reload(**_ONCE)
+        return _stat(blob)
 
     def page(self, begin: str, after: str) -> tuple[list[tuple[str, Stat]], str]:
         fields = "items(name,size,generation,updated),nextPageToken"
         pages = self._bucket.list_blobs(
             prefix=begin, page_token=after or None, fields=fields, **_ONCE
         )
-        with _answered(begin):
-            found = [(blob.name, _stat(blob)) for blob in next(pages.pages, ())]
-            return found, pages.next_page_token or ""
+        found = [(blob.name, _stat(blob)) for blob in next(pages.pages, ())]
+        return found, pages.next_page_token or ""
 
     def put(self, key: str, data: bytes, absent: bool) -> None:
         condition = {"if_generation_match": 0} if absent else {}
@@ -414,7 +397,8 @@ class _Google:
             return MissingCredentialsError(f"{what}: no credentials; tried {_TRIED_GOOGLE}")
         if isinstance(error, auth.RefreshError) and not error.retryable:
             return ExpiredError(f"{what}: the credentials have expired or were revoked")
-        broken = requests.RequestException | DataCorruption | HTTPError
+        # AttributeError: the library reads an answer that was cut to nothing as bytes.
+        broken = requests.RequestException | DataCorruption | HTTPError | AttributeError
         if isinstance(error, auth.GoogleAuthError | broken):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         return None
@@ -423,23 +407,11 @@ class _Google:
 _Bucket = _S3 | _Google
 
 
-@contextmanager
-def _answered(what: str) -> Iterator[None]:
-    try:
-        yield
-    except AttributeError:  # the library reads an answer that was cut to nothing as bytes
-        raise UnavailableError(f"{what} cannot be read: the answer is empty") from None
-
-
 def _stat(blob: Any) -> Stat:
     return Stat(blob.size, str(blob.generation), blob.updated.timestamp())
 
 
 _ONCE: dict[str, Any] = {"retry": None, "timeout": _TIMEOUTS}
-
-
-def _range(start: int, stop: int | None) -> str:
-    return f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"
 
 
 def _of_status(status: int, code: str, headers: Any, what: str) -> StoreError:

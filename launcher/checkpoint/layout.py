@@ -166,17 +166,22 @@ def checksums(root: Path, paths: Iterable[Path], sync: bool = False) -> dict[str
         OSError: a file cannot be read.
     """
     listed = sorted(paths)
-    sums = _in_threads(lambda path: _sum(path, sync), listed)
+    sums = in_threads(lambda path: _sum(path, sync), listed)
     return {str(path.relative_to(root)): sum_ for path, sum_ in zip(listed, sums, strict=True)}
 
 
-def _in_threads(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """Map `function` over `items` in several threads; an interrupt does not wait for them."""
-    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums")
+def in_threads(
+    function: Callable[[S], T], items: Iterable[S], threads: int = _THREADS, wait: bool = False
+) -> list[T]:
+    """Map `function` over `items` in several threads; the first error ends it.
+
+    Unless it is to `wait`, an error or an interrupt leaves threads to end by themselves.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
     try:
         return list(pool.map(function, items))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=wait, cancel_futures=True)
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -213,7 +218,7 @@ def damage(root: Path, thorough: bool = True) -> str | None:
     wrong = [problem for name, (size, _) in sums.items() if (problem := _size(base, name, size))]
     if not wrong:
         to_read = [(name, sums[name][1]) for name in sums if thorough or name == METADATA]
-        problems = _in_threads(lambda item: _contents(root, *item), to_read)
+        problems = in_threads(lambda item: _contents(root, *item), to_read)
         wrong = [problem for problem in problems if problem]
     if not wrong:
         return None

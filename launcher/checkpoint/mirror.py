@@ -13,6 +13,7 @@ writes, and one that comes later makes the next commit, which the earlier one th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -21,44 +22,26 @@ import shutil
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.base import (
-    ChangedError,
-    DamagedError,
-    NotFoundError,
-    Store,
-    StoreError,
-    parse_json,
-    sync_folder,
-    write_whole,
-)
+from launcher.base import DamagedError, parse_json, stores, sync_folder, write_whole
 from launcher.base.reading import read
-from launcher.checkpoint.layout import (
-    BEST,
-    CHECKSUMS,
-    damage,
-    files_below,
-    partial_path,
-    stays,
-    steps_in,
-)
+from launcher.checkpoint import layout
 
 Progress = Callable[[int, int], None]  # takes the bytes that are copied, and all there are
-_THREADS = 4
 _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
-_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{BEST}")
+_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{layout.BEST}")
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
+_each = functools.partial(layout.in_threads, threads=4, wait=True)
 
 _log = logging.getLogger(__name__)
 
 
-class SupersededError(StoreError):
+class SupersededError(stores.StoreError):
     """Another process mirrors to the prefix now."""
 
 
@@ -94,14 +77,14 @@ class _Commit:
 class Mirror:
     """The objects of one run; every method raises StoreError."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: stores.Store) -> None:
         self.store = store
 
     def owner(self) -> str | None:
         """Return the run that the prefix belongs to, `<id>/<token>`; None if it is nobody's."""
         try:
             return self.store.get("owner").decode(errors="replace")
-        except NotFoundError:
+        except stores.NotFoundError:
             return None
 
     def own(self, owner: str) -> bool:
@@ -130,17 +113,17 @@ class Mirror:
         for one in (*last.dropped, number):  # perhaps not to the end, last time
             self._clear(one)
         # First: if the run saves this step again meanwhile, this copy is not that one's.
-        manifest, lasting = (root / CHECKSUMS).read_bytes(), stays(root.parent, step)
+        manifest, lasting = (root / layout.CHECKSUMS).read_bytes(), layout.stays(root.parent, step)
         with ExitStack() as stack:
             # Open files can be read to their end, even if the run deletes the checkpoint.
-            paths = [path for path in files_below(root) if path != root / CHECKSUMS]
+            paths = [path for path in layout.files_below(root) if path != root / layout.CHECKSUMS]
             files = {path: stack.enter_context(path.open("rb")) for path in paths}
             own = {name: (home / name).read_bytes() for name in _own_files(home)}
             names = {path: f"copies/{number}/{path.relative_to(home)}" for path in paths}
             size = sum(os.fstat(file.fileno()).st_size for file in files.values())
             sent = _summed(progress, size)
             _each(lambda path: self.store.put_file(names[path], files[path], sent), paths)
-        for name, data in {**own, f"{_CHECKPOINTS}/{step}/{CHECKSUMS}": manifest}.items():
+        for name, data in {**own, f"{_CHECKPOINTS}/{step}/{layout.CHECKSUMS}": manifest}.items():
             self.store.put(f"copies/{number}/{name}", data)
         sums = {name: _digest(data) for name, data in own.items()}
         copy = MirrorCopy(number, step, _digest(manifest), size, lasting, sums)
@@ -161,7 +144,7 @@ class Mirror:
             OSError: the disk is full or broken.
         """
         final = home / _CHECKPOINTS / str(copy.step)
-        partial = partial_path(final, "mirror")
+        partial = layout.partial_path(final, "mirror")
         problem: str | None = None
         try:
             for _ in range(_TRIES):
@@ -169,8 +152,8 @@ class Mirror:
                 partial.mkdir(parents=True)
                 try:
                     own = self._fetch(copy, partial, _summed(progress, copy.size))
-                    problem = damage(partial)
-                except (NotFoundError, ChangedError, DamagedError) as error:
+                    problem = layout.damage(partial)
+                except (stores.NotFoundError, stores.ChangedError, DamagedError) as error:
                     problem = str(error)
                 if problem is None:
                     for name, data in own.items():
@@ -196,8 +179,8 @@ class Mirror:
             return data
 
         prefix = f"{_CHECKPOINTS}/{copy.step}"
-        manifest = get(f"{prefix}/{CHECKSUMS}", copy.manifest)
-        write_whole(partial / CHECKSUMS, manifest)
+        manifest = get(f"{prefix}/{layout.CHECKSUMS}", copy.manifest)
+        write_whole(partial / layout.CHECKSUMS, manifest)
         names = list(parse_json(manifest)["files"])
         _check_names([*names, *copy.files])
         for folder in {(partial / name).parent for name in names}:
@@ -221,30 +204,22 @@ class Mirror:
         inside = range(1, above)
         newest = bisect_left(inside, True, above // 2, key=lambda one: not self._exists(one))
         for number in range(newest, 0, -1):
-            try:
-                commit = read(_Commit, self._read(f"commits/{number}"))
-                if commit.copies and commit.copies[0].number == number:
-                    return newest, commit
-            except DamagedError:
-                pass
+            for _ in range(_TRIES):
+                with suppress(DamagedError):
+                    commit = read(_Commit, _opened(self.store.get(f"commits/{number}")))
+                    if commit.copies and commit.copies[0].number == number:
+                        return newest, commit
             _log.warning(f"{self.store.url}/commits/{number} is damaged")
         if newest:  # not as if nothing had ever been copied
-            raise StoreError(f"all of {self.store.url}/commits are damaged")
+            raise stores.StoreError(f"all of {self.store.url}/commits are damaged")
         return 0, _Commit()
 
     def _exists(self, number: int) -> bool:
         try:
             self.store.stat(f"commits/{number}")
-        except NotFoundError:
+        except stores.NotFoundError:
             return False
         return True
-
-    def _read(self, name: str) -> Any:
-        """Return an object's content; raise NotFoundError and DamagedError."""
-        try:
-            return _opened(self.store.get(name))
-        except DamagedError:  # perhaps on its way
-            return _opened(self.store.get(name))
 
 
 def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
@@ -257,9 +232,9 @@ def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
     """
     there = {(copy.step, copy.manifest) for copy in copies}
     folder = home / _CHECKPOINTS
-    steps = steps_in(folder)
-    wanted = [step for step in steps if step == steps[-1] or stays(folder, step)]
-    paths = {step: folder / str(step) / CHECKSUMS for step in wanted}
+    steps = layout.steps_in(folder)
+    wanted = [step for step in steps if step == steps[-1] or layout.stays(folder, step)]
+    paths = {step: folder / str(step) / layout.CHECKSUMS for step in wanted}
     # No run resumes from one without.
     sums = {step: _digest(path.read_bytes()) for step, path in paths.items() if path.exists()}
     done = [number for number, one in enumerate(sums.items(), start=1) if one in there]
@@ -272,19 +247,17 @@ def _superfluous(copies: list[MirrorCopy], folder: Path, keep: int) -> tuple[int
     Those of later steps are of a past that the run has gone back on.
     """
     newest, *others = copies
-    here = set(steps_in(folder))
+    here = set(layout.steps_in(folder))
     later = [copy for copy in others if copy.step >= newest.step]
-    counted = [
-        copy
-        for copy in copies
-        if copy not in later and not (stays(folder, copy.step) if copy.step in here else copy.stays)
-    ]
+    stay = [layout.stays(folder, one.step) if one.step in here else one.stays for one in copies]
+    left = [one for one, is_kept in zip(copies, stay, strict=True) if not is_kept]
+    counted = [one for one in left if one not in later]
     return tuple(copy.number for copy in later + counted[keep:])
 
 
 def _own_files(home: Path) -> list[str]:
     kept = [name for name in _KEPT if (home / name).is_file()]
-    chosen = files_below(home / _KEPT_FOLDER)
+    chosen = layout.files_below(home / _KEPT_FOLDER)
     return kept + [str(path.relative_to(home)) for path in chosen]
 
 
@@ -301,16 +274,6 @@ def _summed(progress: Progress, size: int) -> Callable[[int], None]:
     return add
 
 
-def _each(function: Callable[[Any], Any], items: Iterable[Any]) -> None:
-    """Call `function` for each item, in several threads; the first error ends it."""
-    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mirror")
-    try:
-        for result in [pool.submit(function, item) for item in items]:
-            result.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 def _check_names(names: Iterable[str]) -> None:
     """Raise DamagedError if one would not be written below the run's folder."""
     for name in names:
@@ -323,17 +286,14 @@ def _digest(data: bytes) -> str:
 
 
 def _sealed(tree: dict[str, Any]) -> bytes:
-    """Return a JSON text that holds its own checksum."""
-    own = _digest(json.dumps(tree, sort_keys=True).encode())
-    return (json.dumps({**tree, "sha256": own}, sort_keys=True) + "\n").encode()
+    """Return a JSON text below its checksum."""
+    text = json.dumps(tree)
+    return f"{_digest(text.encode())}\n{text}".encode()
 
 
-def _opened(data: bytes) -> dict[str, Any]:
+def _opened(data: bytes) -> Any:
     """Return what `_sealed` was given; raise DamagedError."""
-    tree = parse_json(data)
-    if not isinstance(tree, dict):
-        raise DamagedError("it is no table")
-    tree.pop("sha256", None)
-    if _sealed(tree) != data:
+    checksum, _, text = data.partition(b"\n")
+    if checksum != _digest(text).encode():
         raise DamagedError("its checksum is wrong")
-    return tree
+    return parse_json(text)

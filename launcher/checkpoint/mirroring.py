@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.base import Store, StoreError, end_with_parent
+from launcher.base import end_with_parent, stores
 from launcher.checkpoint.layout import is_step, steps_in
 from launcher.checkpoint.mirror import Mirror, SupersededError, unmirrored
 from launcher.stop import ENDINGS
@@ -148,7 +148,7 @@ def upload_all() -> None:
     about = json.loads(sys.argv[1])
     home = Path(about["home"])
     try:
-        mirror = Mirror(Store(about["url"]))
+        mirror = Mirror(stores.Store(about["url"]))
         if not mirror.own(about["owner"]):
             raise SupersededError(f"{about['url']} belongs to another run now")
         while True:
@@ -161,8 +161,8 @@ def upload_all() -> None:
         _tell(mirrored=newest)
     except FileNotFoundError:  # the run has saved another and deleted this one: that one is next
         return
-    except (StoreError, OSError) as error:
-        text = str(error) if isinstance(error, StoreError) else error.strerror
+    except (stores.StoreError, OSError) as error:
+        text = str(error) if isinstance(error, stores.StoreError) else error.strerror
         _tell(failure=(type(error).__name__, text))
 
 

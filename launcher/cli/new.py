@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from launcher.base import LAUNCH, answer, to_type
+from launcher.base import LAUNCH, answer, from_template, to_type
 from launcher.cli import Parser
 from launcher.config.errors import ConfigError
 
@@ -101,14 +101,6 @@ def project_files(name: str) -> Mapping[str, str]:
     Args:
         name: the package's.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    templates = Environment(
-        loader=PackageLoader("launcher.cli", "project"),
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
     made = {
         "README.md": "README.md",
         f"conf/recipe/{name}.yaml": "recipe.yaml",
@@ -117,7 +109,7 @@ def project_files(name: str) -> Mapping[str, str]:
         f"{name}/model.py": "model.py",
     }
     return {
-        path: templates.get_template(f"{template}.jinja").render(name=name)
+        path: from_template("launcher.cli", f"project/{template}.jinja", name=name)
         for path, template in made.items()
     }
 

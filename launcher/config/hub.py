@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from launcher.base import hub
 from launcher.config.errors import ConfigError
 from launcher.config.fields import Place, key_of, settings_of
 from launcher.config.schema import Config
-from launcher.config.sources import Tree, settings_beside
+from launcher.config.sources import Tree, plan_of_run, settings_beside
 
 
 def hub_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -63,9 +62,10 @@ def with_commits(tree: Tree, texts: dict[Place, str]) -> Tree:
     """
     for section, name, holds in hub_settings(tree):
         if hub.is_name(text := _section(tree, section).get(name)):
-            key, before = f"{section}.{name}", _section(_of_run(tree), section).get(name)
+            key, plan = f"{section}.{name}", plan_of_run(tree)
+            run = settings_beside(str(plan)) if plan else {}
             with naming(key, text):
-                pinned = hub.pin(_as_before(text, before))
+                pinned = hub.pin(_as_before(text, _section(run, section).get(name)))
                 if holds == "model":
                     hub.fetch(pinned, hub.is_small)
             tree = {**tree, section: {**tree[section], name: pinned}}
@@ -77,14 +77,6 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section as it was written; one that is none, which the reader refuses, is empty."""
     section = tree.get(name)
     return section if isinstance(section, Mapping) else {}
-
-
-def _of_run(tree: Tree) -> Tree:
-    """Return the settings of the run of this name, if it is there."""
-    run = _section(tree, "run")
-    if None in (run.get("dir"), run.get("id")):
-        return {}
-    return settings_beside(str(Path(str(run["dir"]), str(run["id"]), "plan.json")))
 
 
 def _as_before(text: Any, before: Any) -> str:

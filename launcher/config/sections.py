@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from launcher.base import SCHEMES, to_type
+from launcher.base import stores, to_type
 from launcher.config.cluster import Cluster, Described
 from launcher.config.errors import ConfigError, advice
 from launcher.config.fields import Switch, automatic, choice, number, off_or_automatic
@@ -61,7 +61,7 @@ class Run:
             )
         if self.mirror is None:
             return
-        if not re.fullmatch(rf"(?:{'|'.join(SCHEMES)})://[\w.-]+(?:/[^\s]*)?", self.mirror):
+        if not re.fullmatch(rf"(?:{'|'.join(stores.SCHEMES)})://[\w.-]+(?:/[^\s]*)?", self.mirror):
             yield ConfigError(
                 f"run.mirror={self.mirror} is no place in an object store",
                 "Write s3://bucket/prefix or gs://bucket/prefix.",

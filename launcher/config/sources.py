@@ -410,7 +410,7 @@ def with_runs_settings(
     """
     parallel, plan, reads = tree.get("parallel"), None, read_by(str(tree.get("task")))
     if tree.get("task") in ("evaluate", "generate"):
-        plan = _plan_of_run(tree)
+        plan = plan_of_run(tree)
     elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
         plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
     run = settings_beside(str(plan)) if plan else {}
@@ -450,7 +450,7 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
         tree: composed, and not yet resolved.
         origin: the files and overrides that it is composed of.
     """
-    task, plan = str(tree.get("task")), _plan_of_run(tree)
+    task, plan = str(tree.get("task")), plan_of_run(tree)
     reads = read_by(task)
     is_of_run = reads is not None and "run.id" in reads
     if reads is None or (is_of_run and plan is None):
@@ -483,7 +483,7 @@ def _counting(origin: Origin) -> Iterator[str]:
             yield _KINDS.get(said, said)
 
 
-def _plan_of_run(tree: Tree) -> Path | None:
+def plan_of_run(tree: Tree) -> Path | None:
     """Return the plan of the run `run.id`, None if none is named."""
     run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
     return Path(*map(str, run_of)) / "plan.json" if None not in run_of else None

@@ -170,8 +170,7 @@ class _Job:
         self._there: int | None = None  # how many hosts the newest attempt had
         self._follow(ready.plan)
         self.restarts = 0
-        # After a roll-back: its step and the index of the next batch.
-        self._rolled_back: tuple[int, int] | None = None
+        self._rolled_back: dict[int, int] = {}  # the next batch by the step of a roll-back
         # A number of finished steps, and the index of the batch that comes then.
         self._anchor = home.finished_steps, home.next_batch
         self._left_out = PassedOver()
@@ -306,7 +305,7 @@ class _Job:
         self._home = home = replace(self._home, damaged=())
         self._held, finished = held, home.finished_steps if held is None else held.moment.step
         if held is None:
-            self._anchor = finished, self._stored_position()
+            self._anchor = finished, self._rolled_back.get(finished, home.next_batch)
         if finished:
             _log.info(resuming(home.id, home.checkpoints, finished, self._recorded, bool(held)))
         if self.restarts:
@@ -493,7 +492,7 @@ class _Job:
         finished = self._home.finished_steps
         self._recorded = self.recorded_steps
         if failure.passes_over:
-            self._rolled_back = finished, self._next_batch(failure.step)
+            self._rolled_back = {finished: self._next_batch(failure.step)}
         text = restart_text(failure, restart, limit, finished, self._in_memory)
         complain(text)
         self.run_log.close(finished, text)
@@ -535,13 +534,6 @@ class _Job:
         """Return the index of the batch that comes after so many steps."""
         step, start = self._anchor
         return batch_index(start, finished - step, self._left_out.batches)
-
-    def _stored_position(self) -> int:
-        """Return the index of the next batch after the newest checkpoint or a roll-back to it."""
-        finished = self._home.finished_steps
-        if self._rolled_back and self._rolled_back[0] == finished:
-            return self._rolled_back[1]
-        return self._home.next_batch
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

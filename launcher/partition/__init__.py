@@ -13,7 +13,6 @@ from launcher.partition.assignment import accumulator_dtype as accumulator_dtype
 from launcher.partition.assignment import validate as validate
 from launcher.partition.gradient_sync import Bucket as Bucket
 from launcher.partition.gradient_sync import GradientSync as GradientSync
-from launcher.partition.gradient_sync import SumPlace as SumPlace
 from launcher.partition.gradient_sync import gradient_order as gradient_order
 from launcher.partition.gradient_sync import is_flat as is_flat
 from launcher.partition.gradient_sync import is_summed_in_every as is_summed_in_every

@@ -27,5 +27,4 @@ from launcher.plan.profile.trials import same_way as same_way
 from launcher.plan.profile.trials import trial_of as trial_of
 from launcher.plan.stage_plan import ServerExchange as ServerExchange
 from launcher.plan.stage_plan import StagePlan as StagePlan
-from launcher.plan.stage_plan import Transfer as Transfer
 from launcher.plan.stage_plan import describe_plan as describe_plan

@@ -36,7 +36,6 @@ from launcher.runtime.replicas import with_first_replicas as with_first_replicas
 from launcher.runtime.replicas import with_values as with_values
 from launcher.runtime.transport.permute import PermuteTransport as PermuteTransport
 from launcher.runtime.transport.pull import PullTransport as PullTransport
-from launcher.runtime.transport.servers import Servers as Servers
 from launcher.runtime.transport.transfer import move as move
 from launcher.runtime.transport.transfer import plain_aval as plain_aval
 from launcher.runtime.transport.transfer import wait_for as wait_for

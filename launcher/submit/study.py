@@ -30,7 +30,6 @@ from launcher.submit.points import JOURNAL
 # lost and is to be tried again, that it is the second one of its place.
 _PLACE, _OWNER, _LOST, _SECOND = "place", "owner", "lost", "second"
 _SETTINGS = "settings"  # a note of the study
-_LONGEST = 2**20  # bytes; no line is as long
 _GRACE = 30  # seconds after which a lock is known to be of a dead process
 
 
@@ -211,12 +210,10 @@ class Study:
 
     def _cut_half_line(self) -> None:
         """Cut off what a killed process left: Optuna would write behind it, and lose both lines."""
-        with suppress(FileNotFoundError), open(self._path, "rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            begin = file.seek(max(size - _LONGEST, 0))
-            end = begin + file.read().rfind(b"\n") + 1
-            if end < size:
-                file.truncate(end)
+        with suppress(FileNotFoundError):
+            content = self._path.read_bytes()
+            if (end := content.rfind(b"\n") + 1) < len(content):
+                os.truncate(self._path, end)
 
     def _of_others(self) -> ConfigError:
         problem = f"{self._path} is the journal of a sweep with other settings"

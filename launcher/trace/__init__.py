@@ -64,7 +64,6 @@ from launcher.trace.ir.primitive_kinds import CONTRACTIONS as CONTRACTIONS
 from launcher.trace.ir.primitive_kinds import CONVERSIONS as CONVERSIONS
 from launcher.trace.ir.primitive_kinds import COSTLY as COSTLY
 from launcher.trace.ir.primitive_kinds import CUSTOM_VJPS as CUSTOM_VJPS
-from launcher.trace.ir.primitive_kinds import ELEMENTWISE as ELEMENTWISE
 from launcher.trace.ir.primitive_kinds import FORMS as FORMS
 from launcher.trace.ir.primitive_kinds import FUSED as FUSED
 from launcher.trace.ir.primitive_kinds import GRADIENT_SUMS as GRADIENT_SUMS

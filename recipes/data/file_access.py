@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launcher.recipes.data.files import NamedFiles, fingerprint_of, fitting, named_files
+from launcher.recipes.data.files import Fits, NamedFiles, fingerprint_of, fitting, named_files
 from launcher.recipes.protocols import InputError
 
 T = TypeVar("T")
@@ -49,17 +49,12 @@ class FileAccess:
         return Path(path).expanduser()
 
     def named(
-        self,
-        named: str,
-        path: str,
-        fits: Callable[[Path], bool],
-        remedy: str,
-        splits: str = "refused",
+        self, named: str, path: str, fits: Fits, remedy: str, splits: str = "refused"
     ) -> NamedFiles:
         """Return the files that a path names, as `named_files` does."""
         return named_files(named, path, fits, remedy, splits)
 
-    def fitting(self, root: Path, pattern: str) -> Callable[[Path], bool]:
+    def fitting(self, root: Path, pattern: str) -> Fits:
         """Return whether files below a folder fit a pattern, as `fitting` does."""
         return fitting(root, pattern)
 

@@ -15,11 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from launcher.base import fits_glob, hub, missing_path, to_type
 from launcher.recipes.protocols import InputError
 
+Fits: TypeAlias = Callable[[Path], bool]  # of a file: whether it is to be read
 # Folders of the standard library that are not its source, or are its tests.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 # What systems and tools leave in folders, beside names that begin with a dot; and what describes a
@@ -107,7 +108,7 @@ def is_hidden(name: str) -> bool:
 
 
 def named_files(
-    named: str, path: str, fits: Callable[[Path], bool], remedy: str, splits: str = "refused"
+    named: str, path: str, fits: Fits, remedy: str, splits: str = "refused"
 ) -> NamedFiles:
     """Return the files that a path names: one file, those that a glob fits, or those of a folder.
 
@@ -144,7 +145,7 @@ def named_files(
     return NamedFiles([root], {}, {})
 
 
-def _walked(root: Path, fits: Callable[[Path], bool]) -> NamedFiles:
+def _walked(root: Path, fits: Fits) -> NamedFiles:
     """Return the files below a folder; links are followed, and each folder is entered once."""
     paths: list[Path] = []
     left: dict[str, list[Path]] = defaultdict(list)
@@ -174,7 +175,7 @@ def _ending(path: Path) -> str:
     return f"*{path.suffix}" if path.suffix else "without an ending"
 
 
-def files_below(root: Path, listed: Iterable[Path], fits: Callable[[Path], bool]) -> NamedFiles:
+def files_below(root: Path, listed: Iterable[Path], fits: Fits) -> NamedFiles:
     """Return of all files that are listed those below a folder, as those on a disk are."""
     paths: list[Path] = []
     left: dict[str, list[Path]] = defaultdict(list)
@@ -238,12 +239,12 @@ def _glob_of(entries: Iterable[Path]) -> Path:
     return first.with_name(re.sub(r"\d+", "*", first.name)) if more else first
 
 
-def with_ending(endings: Collection[str]) -> Callable[[Path], bool]:
+def with_ending(endings: Collection[str]) -> Fits:
     """Return whether a file has one of these endings, in small letters or capitals."""
     return lambda path: path.suffix.lower() in endings
 
 
-def fitting(root: Path, pattern: str) -> Callable[[Path], bool]:
+def fitting(root: Path, pattern: str) -> Fits:
     """Return whether files below a folder fit `dataset.pattern`; raises InputError if none can."""
     try:
         return set(root.glob(pattern)).__contains__

@@ -22,12 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launcher.base import fits_glob, is_stored
-from launcher.base import object_store as stores
+from launcher.base import fits_glob, stores
 from launcher.base.measurements import cache_folder
 from launcher.recipes.data.block_cache import BlockCache
 from launcher.recipes.data.file_access import OPEN_FILES, FileAccess
-from launcher.recipes.data.files import NamedFiles, files_below, without_splits
+from launcher.recipes.data.files import Fits, NamedFiles, files_below, without_splits
 from launcher.recipes.protocols import InputError
 
 T = TypeVar("T")
@@ -73,7 +72,7 @@ def access_to(path: str, options: Any) -> FileAccess:
     Raises:
         InputError: the objects, which the settings do not list, cannot be listed.
     """
-    if not is_stored(path):
+    if not stores.is_stored(path):
         return FileAccess()
     lines = options.objects
     if lines is None:
@@ -101,12 +100,7 @@ class _StoredFiles(FileAccess):
         return StoredPath(path)
 
     def named(
-        self,
-        named: str,
-        path: str,
-        fits: Callable[[Path], bool],
-        remedy: str,
-        splits: str = "refused",
+        self, named: str, path: str, fits: Fits, remedy: str, splits: str = "refused"
     ) -> NamedFiles:
         root, listed = self.root(path), list[Any](self._objects)
         if root in self._objects:
@@ -116,7 +110,7 @@ class _StoredFiles(FileAccess):
             return NamedFiles(sorted(fit), {}, {})
         return without_splits(named, root, files_below(root, listed, fits), splits)
 
-    def fitting(self, root: Path, pattern: str) -> Callable[[Path], bool]:
+    def fitting(self, root: Path, pattern: str) -> Fits:
         return lambda path: fits_glob(path.relative_to(root).as_posix(), pattern)
 
     def check_readable(self, named: str, path: Path) -> None:
@@ -218,7 +212,7 @@ def pinned(
     Raises:
         InputError: they cannot be listed, or one of `before` has changed.
     """
-    known = None if before is None else [_parsed(line) for line in before]
+    known = dict(map(_parsed, before or ()))
     now: _Objects = {}
     for key, path in paths.items():
         now |= _listed(path, reads, f"{key}={path}")
@@ -227,9 +221,7 @@ def pinned(
             f"{', '.join(f'{key}={path}' for key, path in paths.items())} names {len(now):,} "
             f"objects, and a run reads {_MOST_OBJECTS:,} at most; join them into larger ones"
         )
-    if known is None:
-        return [_line(*one) for one in sorted(now.items())]
-    for url, stat in known:
+    for url, stat in known.items():
         new = now.get(url)
         if new is None or new[:2] != stat[:2]:
             what = "is gone" if new is None else f"now holds {new.size:,}, version {new.version}"
@@ -238,7 +230,7 @@ def pinned(
                 f"{stat.version}; it {what}; put it back to resume the run, or choose another "
                 "run.id"
             )
-    return [_line(*one) for one in known]
+    return [_line(*one) for one in (sorted(now.items()) if before is None else known.items())]
 
 
 def _with_remedy(error: stores.StoreError) -> str:

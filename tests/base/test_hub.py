@@ -24,6 +24,7 @@ from launcher.base.hub_files import HubError, HubName, described, fetch, is_mode
 
 PEER = Path(hub.__file__).parents[2] / "tests" / "hub_peer.py"
 WEIGHTS = random.Random(0).randbytes(3_000_000)
+SUM = hashlib.sha256(WEIGHTS).hexdigest()
 FILES = {
     "config.json": '{"model_type": "llama"}',
     "tokenizer.json": "{}" * 500,
@@ -89,18 +90,10 @@ def test_names(text, parts):
     assert HubName.of(str(pinned)) == pinned
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "hf://",
-        "hf://name",
-        "hf://spaces/a/b",
-        "hf://a/b/../c",
-        "hf://a/b c",
-        "hf://a/b@",
-        "hf://a/b@..%2Fc",
-    ],
-)
+WRONG = "hf:// hf://name hf://spaces/a/b hf://a/b/../c hf://a/b@ hf://a/b@..%2Fc"
+
+
+@pytest.mark.parametrize("text", [*WRONG.split(), "hf://a/b c"])
 def test_what_is_no_name(text):
     with pytest.raises(HubError, match="is not the name of a repository"):
         HubName.of(text)
@@ -109,7 +102,7 @@ def test_what_is_no_name(text):
 def test_only_what_is_read_is_taken_and_never_twice(stub, at, tmp_path):
     at(stub.url)
     commit = stub.add("org/name", FILES)
-    assert described("hf://org/name", is_model).endswith(" (3.0 MB to download, files: 5)")
+    assert described("hf://org/name", is_model).endswith(" (2.9 MiB to download, files: 5)")
     shares = []
     folder = fetch("hf://org/name", is_model, lambda done, total: shares.append(done / total))
     assert pin("hf://org/name") == f"hf://org/name@{commit}"
@@ -207,17 +200,13 @@ def test_what_the_hub_refuses(stub, at):
     at(stub.url, HF_TOKEN=TOKEN)
     for name in closed:
         assert names_in(fetch(f"hf://org/{name}", is_model)) == TAKEN
-    assert refused("hf://org/name@mian") == "has no revision mian. Did you mean main?"
+    assert refused("hf://org/name@mian").startswith("has no revision mian. Look at ")
     assert "; of a dataset, write hf://datasets/org/talks." in refused("hf://org/talks@v1.0")
     assert refused("hf://datasets/org/talks@v1.0/b.jsonl") == (
         "has no such file or folder. Did you mean a.jsonl?"
     )
     assert refused("hf://org/na--me").startswith("is not the name of a repository. Cannot have -- ")
     assert refused("hf://org/pickled").startswith("holds no file that is read here, but .bin, .py.")
-
-
-def hash_of(content):
-    return hashlib.sha256(content).hexdigest()
 
 
 FAULTS = [
@@ -295,7 +284,7 @@ def test_a_killed_download_goes_on_where_it_was(stub, at, tmp_path):
         assert not list((tmp_path / "cache").rglob("model.safetensors"))
         proxy.heal()
         output, errors = peer(variables).communicate()
-    assert output.strip() == hash_of(WEIGHTS), errors
+    assert output.strip() == SUM, errors
     assert [line.split()[2] for line in stub.seen() if "/cdn/" in line][-1] == "bytes=1000000-"
 
 
@@ -303,7 +292,7 @@ def test_of_several_processes_one_downloads(stub, at):
     variables = at(stub.url)
     before = sum("/cdn/" in line for line in stub.seen())
     for process in [peer(variables) for _ in range(3)]:
-        assert process.communicate()[0].strip() == hash_of(WEIGHTS)
+        assert process.communicate()[0].strip() == SUM
     assert sum("/cdn/" in line for line in stub.seen()) == before + 1
 
 
@@ -343,7 +332,7 @@ def test_random_faults_and_kills(seed, stub, at, tmp_path):
             for file in (tmp_path / "cache").rglob("model.safetensors"):
                 assert file.read_bytes() == WEIGHTS
             if output:
-                assert output.strip() == hash_of(WEIGHTS)
+                assert output.strip() == SUM
             else:  # too much at once: it says so, and may be tried again
                 assert "refused: " in errors
             if heal:
@@ -351,4 +340,4 @@ def test_random_faults_and_kills(seed, stub, at, tmp_path):
             proxy.heal()
     said += [p.read_text("latin-1") for p in (tmp_path / "cache").rglob("*") if p.is_file()]
     assert not any(secret in text for text in said for secret in (TOKEN, SIGNATURE))
-    assert digest_of(next((tmp_path / "cache").rglob("model.safetensors"))) == hash_of(WEIGHTS)
+    assert digest_of(next((tmp_path / "cache").rglob("model.safetensors"))) == SUM

@@ -8,7 +8,7 @@ import pytest
 from fault_proxy import Fault, FaultProxy
 from object_servers import s3_server
 
-from launcher.base import Store
+from launcher.base.object_store import Store
 from launcher.checkpoint import Mirror, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
 from launcher.config.compose import load

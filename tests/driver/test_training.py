@@ -60,7 +60,9 @@ class Run:
         self.stop, self.jobs, remaining = Stop(), [], iter(outcomes)
 
         def attempt(job):
-            self.jobs.append((job._home.finished_steps, job._home.damaged, job._stored_position()))
+            home = job._home
+            position = job._rolled_back.get(home.finished_steps, home.next_batch)
+            self.jobs.append((home.finished_steps, home.damaged, position))
             if (error := next(remaining)) is not None:
                 job.run_log.step_log.finished_steps = 9
                 raise error

@@ -70,11 +70,8 @@ def test_a_job_comes_back_to_its_trial_and_a_lost_one_is_tried_again_once(tmp_pa
     assert count_ended(tmp_path) == 2
     assert not study.tell(second.number, 1.0)  # it was only slow
     assert set(told(tmp_path).values()) == {1}
-    assert study.best() == {"name": "optuna", "best_params": _params(own), "best_value": 2.0}
-
-
-def _params(trial: module.StudyTrial) -> dict[str, int]:
-    return {NAME: int(trial.swept[0].partition("=")[2])}
+    best = {NAME: int(own.swept[0].partition("=")[2])}
+    assert study.best() == {"name": "optuna", "best_params": best, "best_value": 2.0}
 
 
 def test_new_jobs_take_what_ended_jobs_left_and_what_was_cancelled_is_not(tmp_path: Path) -> None:

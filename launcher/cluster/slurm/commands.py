@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.base import OF_SLURM, complain
+from launcher.base import OF_SLURM, complain, from_template
 from launcher.cluster.errors import ClusterError
 from launcher.config.cluster import Slurm, SlurmCluster, minutes
 from launcher.config.errors import ConfigError, advice
@@ -54,15 +54,12 @@ def render(
     Raises:
         ConfigError: a value cannot be written in a batch script.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    slurm, loader = cluster.slurm, PackageLoader("launcher.cluster.slurm", "")
+    slurm = cluster.slurm
     own = {"job-name": slurm.job_name or name, "chdir": folder, "output": output}
     options = {**own, "open-mode": "append", "array": array, **_options(cluster)}
-    templates = Environment(
-        loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
-    )
-    return templates.get_template("job.sbatch.jinja").render(
+    return from_template(
+        "launcher.cluster.slurm",
+        "job.sbatch.jinja",
         slurm=slurm,
         options=[_line(name, value) for name, value in options.items() if value is not None],
         env={name: shlex.quote(value) for name, value in slurm.env.items()} | dict(variables or {}),

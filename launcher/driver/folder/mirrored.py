@@ -11,27 +11,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base import (
-    PATIENCE,
-    Store,
-    StoreError,
-    UnavailableError,
-    complain,
-    read_own,
-    to_type,
-    write_whole,
-)
+from launcher.base import complain, read_own, stores, to_type, write_whole
 from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
-from launcher.report.console import line_printer, status
+from launcher.report.console import in_mib, line_printer, status
 from launcher.stop import Stop
 
 _IDENTITY = "mirror.json"  # in the run's folder
 _PATIENCE = 3.0  # seconds, before anything has started
 _POLL_SECONDS = 0.2
-_MIB = 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -50,18 +40,18 @@ def look_at_mirror(config: Config) -> tuple[Mirror, str, Sequence[MirrorCopy]] |
     known = read_own(home / _IDENTITY, str)
     here = newest(home / "checkpoints", thorough=False).step or 0
     try:
-        mirror = Mirror(Store(url, _PATIENCE))
+        mirror = Mirror(stores.Store(url, _PATIENCE))
         if owner := mirror.owner():
             _check_owner(config, owner, known, here)
             copies = mirror.copies()
             if copies and copies[0].step > here:
                 return mirror, owner, copies
-    except UnavailableError as error:
+    except stores.UnavailableError as error:
         if known is None or not here:
             raise OSError(f"run.mirror: {error}") from None
         _log.warning(f"run.mirror: {error}; training begins with the checkpoints that are here")
         return None
-    except StoreError as error:
+    except stores.StoreError as error:
         raise _unusable(url, error) from None
     if run.resume == "must" and not here:
         raise ConfigError(
@@ -92,7 +82,7 @@ def _check_owner(config: Config, owner: str, known: str | None, here: int) -> No
         )
 
 
-def _unusable(url: str, error: StoreError) -> ConfigError:
+def _unusable(url: str, error: stores.StoreError) -> ConfigError:
     return ConfigError(
         f"run.mirror={url} cannot be used: {error}",
         "Give credentials and a bucket that exists, or leave out run.mirror.",
@@ -109,7 +99,7 @@ def bring_back(config: Config, console: Console) -> None:
     if (found := look_at_mirror(config)) is None or config.task == "preflight":
         return
     mirror, owner, copies = found
-    mirror.store.patience = PATIENCE
+    mirror.store.patience = stores.PATIENCE
     with claim(config) as home, delete_on_error(home.created, on=ConfigError):
         _note(home.path, owner)
         for line in home.damaged:
@@ -118,9 +108,11 @@ def bring_back(config: Config, console: Console) -> None:
         for copy in copies:
             if copy.step <= here:
                 return
+            doing = f"fetching step {copy.step} from {mirror.store.url}"
             try:
-                problem = _fetch(mirror, copy, home.path, console)
-            except StoreError as error:
+                with status(console, doing) as advance:
+                    problem = mirror.fetch(copy, home.path, in_mib(advance))
+            except stores.StoreError as error:
                 raise OSError(f"run.mirror: {error}") from None
             if problem is None:
                 return
@@ -131,13 +123,6 @@ def bring_back(config: Config, console: Console) -> None:
                 f"intact (in {copy.step}, {problem})",
                 "Choose another prefix and run.id to start afresh.",
             )
-
-
-def _fetch(mirror: Mirror, copy: MirrorCopy, home: Path, console: Console) -> str | None:
-    with status(console, f"fetching step {copy.step} from {mirror.store.url}") as advance:
-        return mirror.fetch(
-            copy, home, lambda done, size: advance(done // _MIB, size // _MIB, "MiB")
-        )
 
 
 def _note(home: Path, owner: str) -> None:
@@ -157,12 +142,12 @@ def own(config: Config, home: RunFolder) -> str | None:
         return known  # `look_at_mirror` has compared it
     owner = f"{home.id}/{secrets.token_hex(8)}"
     try:
-        mirror = Mirror(Store(url, _PATIENCE))
+        mirror = Mirror(stores.Store(url, _PATIENCE))
         if not mirror.own(owner):
             owner = mirror.owner() or owner
             _check_owner(config, owner, None, home.finished_steps)
             # This run began on another disk, or was killed here, and has not saved yet.
-    except StoreError as error:
+    except stores.StoreError as error:
         raise _unusable(url, error) from None
     _note(home.path, owner)
     return owner
@@ -207,5 +192,4 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
     ):
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
-                sent, size = process.progress
-                advance(sent // _MIB, size // _MIB, "MiB")
+                in_mib(advance)(*process.progress)

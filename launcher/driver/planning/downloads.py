@@ -14,7 +14,7 @@ from launcher.recipes import needs_preparing
 from launcher.recipes.data.corpus.sources import wanted_files
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.text import Text
-from launcher.report.console import status
+from launcher.report.console import in_mib, status
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def download(config: Config, console: Console, finished: int | None = None) -> N
         with naming(key, text):
             if hub.missing(text, fits):
                 with status(console, f"downloading {hub.described(text, fits)}") as advance:
-                    hub.fetch(text, fits, lambda n, of: advance(n // 10**6, of // 10**6, "MB"))
+                    hub.fetch(text, fits, in_mib(advance))
             _log.info(f"{key}: {hub.described(text, fits)}")
 
 

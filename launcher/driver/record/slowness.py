@@ -36,7 +36,6 @@ class Slowness(Callback):
         plan: the run's plan.
         unusual: steps whose times say nothing; it may grow.
         tell: takes what slows the run now, as the field `slow` of its status.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -44,9 +43,8 @@ class Slowness(Callback):
         plan: Plan,
         unusual: Collection[int] = (),
         tell: Callable[..., None] = lambda **fields: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._unusual, self._tell, self._clock = unusual, tell, clock
+        self._unusual, self._tell = unusual, tell
         self._clocks: Sequence[Clock] = ()
         self._parts: dict[int, dict[int, Recording]] = {}
         self._newest: deque[float] = deque(maxlen=EVERY)  # the seconds of steps
@@ -79,7 +77,7 @@ class Slowness(Callback):
     def is_watched(self, step: int) -> bool:
         """Return whether workers are to report when the parts of a step ran; it is then due."""
         due = step % EVERY == 0 and step not in self._unusual and len(self._stages_of) > 1
-        return due and bool(self._clocks) and self._clock() >= self._next_at
+        return due and bool(self._clocks) and time.monotonic() >= self._next_at
 
     def add(self, result: StepResult, recordings: Sequence[Recording]) -> None:
         """Take a step's result, and what workers recorded of watched steps."""
@@ -97,7 +95,7 @@ class Slowness(Callback):
             self._take(result.step, {})
 
     def _evaluate(self, step: int, parts: Mapping[int, Recording]) -> None:
-        began = self._clock()
+        began = time.monotonic()
         spans = [
             ProcessSpans(f"worker {k}", parts[k].spans, clock)
             for k, clock in zip(sorted(parts), self._clocks, strict=True)
@@ -105,7 +103,7 @@ class Slowness(Callback):
         found = measured_seconds(Timeline().with_step(step, spans).steps[step], self._plan.stages)
         if found is not None:
             self._take(step, spots_of(found, self._stages_of))
-        now = self._clock()
+        now = time.monotonic()
         self._next_at = now + max(_LEAST_SECONDS, _SHARE * (now - began))
 
     def _take(self, step: int, watched: Mapping[Spot, float]) -> None:

@@ -78,24 +78,22 @@ def wanted_files(pattern: str | None, format: str) -> hub.Fits:
     return lambda path: fits_glob(path, pattern)
 
 
-def pieces_of(
-    paths: list[Path], format: str, access: FileAccess, size: int = PIECE
-) -> list[list[SourcePiece]]:
-    """Return groups of pieces of about `size` bytes, in the order of the files."""
+def pieces_of(paths: list[Path], format: str, access: FileAccess) -> list[list[SourcePiece]]:
+    """Return groups of pieces of about `PIECE` bytes, in the order of the files."""
     groups: list[list[SourcePiece]] = [[]]
     for path in paths:
-        for piece in _cut(path, format, access, size):
-            if groups[-1] and sum(one.size for one in groups[-1]) + piece.size > size:
+        for piece in _cut(path, format, access):
+            if groups[-1] and sum(one.size for one in groups[-1]) + piece.size > PIECE:
                 groups.append([])
             groups[-1].append(piece)
     return groups
 
 
-def _cut(path: Path, format: str, access: FileAccess, size: int) -> Iterator[SourcePiece]:
+def _cut(path: Path, format: str, access: FileAccess) -> Iterator[SourcePiece]:
     whole = access.size(path) or 0
     if format == "jsonl":
-        for start in range(0, max(whole, 1), size):
-            stop = min(start + size, whole)
+        for start in range(0, max(whole, 1), PIECE):
+            stop = min(start + PIECE, whole)
             yield SourcePiece(path, start, stop, stop - start)
         return
     count = 1

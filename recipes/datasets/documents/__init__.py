@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dataclasses import field as _field  # a setting is called so, too
 from pathlib import Path
 
-from launcher.base import hub, is_stored
+from launcher.base import hub, stores
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
 from launcher.config.fields import choice
@@ -54,7 +54,7 @@ class Documents(TokenRows):
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error also for a glob without a folder of tokens."""
         yield from super().check(model)
-        is_remote = is_stored(self.path)
+        is_remote = stores.is_stored(self.path)
         if is_remote and self.format != "parquet":
             yield ConfigError(
                 f"dataset.path={self.path} is in an object store, from which documents are read in "
@@ -62,7 +62,7 @@ class Documents(TokenRows):
                 "Copy the files and name the copy, or use dataset=parquet.",
                 ["dataset.path", "dataset.format"],
             )
-        if is_stored(self.tokens or ""):
+        if stores.is_stored(self.tokens or ""):
             yield ConfigError(
                 f"dataset.tokens={self.tokens} is a URL, and tokens are written to a folder",
                 "Name one, such as dataset.tokens=talks.tokens, and copy it afterwards.",

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from launcher.base import is_stored
-from launcher.base.object_store import PATIENCE
+from launcher.base import stores
 from launcher.config.errors import ConfigError
 from launcher.config.families import HOLDS_OUT, DatasetOptions, ModelOptions, register, taken_by
 from launcher.config.fields import Switch, choice, number
@@ -23,7 +22,7 @@ _NAMING = ("path", "validation_path", "parts")  # settings that name files
 IS_STORED = Switch(
     ("dataset.objects", "dataset.cache_gib"),
     ("dataset.path", "dataset.validation_path", "dataset.parts"),
-    lambda config: any(map(is_stored, config.dataset.paths.values())),
+    lambda config: any(map(stores.is_stored, config.dataset.paths.values())),
     "no path of dataset is a URL of an object store",
     "name one, such as dataset.path=s3://bucket/tokens",
 )
@@ -53,11 +52,11 @@ class TokenRows(DatasetOptions):
     @property
     def patience(self) -> float:
         """How many seconds a batch may be waited for: a store is asked again for most of them."""
-        return 1.5 * PATIENCE if self.objects else 0.0
+        return 1.5 * stores.PATIENCE if self.objects else 0.0
 
     def pinned(self, before: Callable[[], Mapping[str, Any]]) -> Self:
         """Return the settings with the objects that they name, those of a run that is resumed."""
-        stored = {key: path for key, path in self.paths.items() if is_stored(path)}
+        stored = {key: path for key, path in self.paths.items() if stores.is_stored(path)}
         if not stored:
             return self
         from launcher.recipes.data.stored_files import pinned  # here: it is seldom needed
