@@ -153,9 +153,11 @@ def _nominal_rates_are_kept():
             "effective_parallelism": shape.effective_parallelism,
             "product_parallelism": shape.product_parallelism,
             "dispatch_overhead": shape.dispatch_overhead,
-            "all_reduce_seconds": {},
+            "collectives": [],
             "memory_bytes": None,
             "overrun": 1.0,
+            "attention_flops": None,
+            "launch_seconds": 0.0,
         }
         measurements.write(measurements.cache_file("calibration", "cpu", count), rates)
     assert cached_calibration(shape)  # else each test that plans would measure

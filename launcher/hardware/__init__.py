@@ -10,6 +10,7 @@ from launcher.hardware.cluster_shape import is_nominal as is_nominal
 from launcher.hardware.cluster_shape import local_shape as local_shape
 from launcher.hardware.cluster_shape import memory_share as memory_share
 from launcher.hardware.cluster_shape import sheet_rates as sheet_rates
+from launcher.hardware.cluster_shape import with_measured as with_measured
 from launcher.hardware.datasheets import Datasheet as Datasheet
 from launcher.hardware.datasheets import described_sheet as described_sheet
 from launcher.hardware.datasheets import find_datasheet as find_datasheet

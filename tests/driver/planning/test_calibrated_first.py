@@ -21,7 +21,7 @@ FOUND = Calibration(
     effective_parallelism=2.0,
     product_parallelism=1.5,
     dispatch_overhead=3e-4,
-    all_reduce_seconds={},
+    collectives=(),
     memory_bytes=None,
 )
 HERE = "recipe=mlp_synthetic", "cluster=emulated", "cluster.gpus=2"
