@@ -163,6 +163,15 @@ def _nominal_rates_are_kept():
     assert cached_calibration(shape)  # else each test that plans would measure
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_other_process_counts():
+    """Predictions are those of a quiet machine, whatever else it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        check = import_module("launcher.driver.planning.check")
+        patch.setattr(check, "cores_in_use", lambda: 0.0)
+        yield
+
+
 class _NoPlots:
     """In the place of the process that imports matplotlib and draws a plan: an empty file."""
 

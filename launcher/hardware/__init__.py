@@ -5,6 +5,8 @@ from launcher.hardware.cluster_shape import LOCAL as LOCAL
 from launcher.hardware.cluster_shape import NETWORK_SHARE as NETWORK_SHARE
 from launcher.hardware.cluster_shape import ClusterShape as ClusterShape
 from launcher.hardware.cluster_shape import WorkerInfo as WorkerInfo
+from launcher.hardware.cluster_shape import beside_others as beside_others
+from launcher.hardware.cluster_shape import cores_in_use as cores_in_use
 from launcher.hardware.cluster_shape import gpu_memory_variables as gpu_memory_variables
 from launcher.hardware.cluster_shape import is_nominal as is_nominal
 from launcher.hardware.cluster_shape import local_shape as local_shape

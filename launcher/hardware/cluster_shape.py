@@ -294,8 +294,35 @@ def is_nominal(shape: ClusterShape) -> bool:
     return shape.device_kind != "cpu" and shape.peak_flops is None
 
 
+def cores_in_use(seconds: float = 0.2) -> float:
+    """Return how many cores are at work while this process sleeps, but for what is niced."""
+    of = psutil.cpu_times_percent(seconds)
+    return float(of.user + of.system) / 100 * (psutil.cpu_count() or 1)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(psutil.Process().cpu_affinity() or [0])
+
+
+def beside_others(shape: ClusterShape, others: float) -> ClusterShape:
+    """Return devices that share a machine as fast as others leave them.
+
+    The devices' threads keep all cores at work, which the kernel divides equally.
+
+    Args:
+        shape: the devices, alone on the machine.
+        others: how many cores other processes use.
+    """
+    factor = 1.0 + others / _cores()
+    rates = "flops", "flops_fp32", "memory_bandwidth", "intra_host", "inter_host"
+    waits = {name: getattr(shape, name) * factor for name in ("latency", "dispatch_overhead")}
+    found = {name: getattr(shape, name) / factor for name in rates}
+    return dataclasses.replace(shape, **found, **waits)
+
+
 def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
-    cores = len(psutil.Process().cpu_affinity() or [0])
+    cores = _cores()
     share = min(1.0, cores / num_devices)
     return ClusterShape(
         name="emulated",
