@@ -140,17 +140,13 @@ class ClusterShape:
 
         The others are as a datasheet has them, or nominal.
         """
-        several, known = self.devices_per_host > 1, self.measured.split(",")
-        absent = {
-            *(() if self.is_gpu else ("attention_flops", "launch_seconds")),
-            *(() if several else ("intra_host", "gather_rate")),
-            *(() if self.hosts > 1 else ("inter_host",)),
-            *(() if several or self.hosts > 1 else ("latency",)),
-        }
+        known, there = self.measured.split(","), vars(self)
+        if self.num_devices == 1:
+            there = there | dict.fromkeys(("intra_host", "gather_rate", "latency"))
+        if self.hosts == 1:
+            there = there | {"inter_host": None}
         return [
-            words
-            for name, words in RATES.items()
-            if name not in absent and (name in known) == measured
+            words for name, words in RATES.items() if there[name] and (name in known) == measured
         ]
 
     def start_seconds(self, devices: Any) -> Any:

@@ -184,8 +184,7 @@ class Meter:
         longest: seconds that one figure may take, beside its first calls.
         fewest: number of calls that are timed, however long they take.
         most: number of calls that are timed at most.
-        together: number of runs in a call. More than one are as fast as a GPU stays, and not as it
-            is for a moment.
+        together: number of runs in a call, of which all but the first wait for no host.
     """
 
     count: int
@@ -284,8 +283,9 @@ class Meter:
     def timed(self, fun: Callable[[Any], Any], x: Any) -> float:
         """Return the seconds of the fastest call, so that other work on the machine counts little.
 
-        On CPUs with a core or less for each device these are at work nearly all the time, and a
-        call takes at most its processor time on all cores: that is what other work changes least.
+        A GPU is slower after a while: of its calls it is the median. On CPUs with a core or less
+        for each device these are at work nearly all the time, and a call takes at most its
+        processor time on all cores: that is what other work changes least.
 
         Args:
             fun: what to compile and call.
@@ -305,7 +305,7 @@ class Meter:
             if 0 < cores <= self.count and busy:
                 seconds = min(seconds, busy / cores / _AT_WORK)
             durations.append(seconds)
-        return min(durations)
+        return min(durations) if cores else statistics.median(durations)
 
     def call(self, run: Callable[[], Any]) -> Call:
         """Return what a run takes, in the mean of those together."""
