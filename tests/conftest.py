@@ -153,12 +153,23 @@ def _nominal_rates_are_kept():
             "effective_parallelism": shape.effective_parallelism,
             "product_parallelism": shape.product_parallelism,
             "dispatch_overhead": shape.dispatch_overhead,
-            "all_reduce_seconds": {},
+            "collectives": [],
             "memory_bytes": None,
             "overrun": 1.0,
+            "attention_flops": None,
+            "launch_seconds": 0.0,
         }
         measurements.write(measurements.cache_file("calibration", "cpu", count), rates)
     assert cached_calibration(shape)  # else each test that plans would measure
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_other_process_counts():
+    """Predictions are those of a quiet machine, whatever else it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        check = import_module("launcher.driver.planning.check")
+        patch.setattr(check, "cores_in_use", lambda: 0.0)
+        yield
 
 
 class _NoPlots:

@@ -1,12 +1,14 @@
-"""Measure all-reduces over the hosts, by collectives and through a parameter server.
+"""Measure collectives between the hosts, and sums through a parameter server.
 
 The workers are connected as a run's are.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,55 +28,63 @@ _ROUNDS = 12
 _SIZES = {"cpu": (1 << 12, 1 << 24), "gpu": (1 << 16, 1 << 28)}  # bytes
 _SMALL, _LARGE = 1 << 8, 1 << 22  # float32 numbers of a part: 1 KiB and 16 MiB
 _EXCHANGES = 30
+_RUN: dict[str, Callable[[Any], Any]] = {
+    "all-reduce": lambda x: jax.lax.psum(x, "device"),
+    "all-gather": lambda x: jax.lax.all_gather(x, "device", tiled=True),
+    "reduce-scatter": lambda x: jax.lax.psum_scatter(x, "device", tiled=True),
+}
 
 
-def measure_links(pool: DevicePool) -> dict[str, float]:
-    """Return the seconds of an all-reduce over all devices of a pool's hosts, by its bytes.
+Row = tuple[str, int, int, int, float]  # see `plan.profile.calibration.TimedCollective`
 
-    They are those of the fastest round, so that other work on the machine counts little; a round
-    lasts as long as the worker that began it first waits.
+
+def measure_links(pool: DevicePool) -> list[Row]:
+    """Return the durations of collectives between a pool's hosts.
+
+    They run in a ring of all devices, and in one for each of a host's, which share its link. They
+    are those of the fastest round, so that other work on the machine counts little; a round lasts
+    as long as the worker that began it first waits.
 
     Raises:
         ClusterError: Ray or a process did not come up, or does not answer.
         WorkerError: a process died.
     """
+    numbers = sorted({1, pool.devices_per_host})
+    ways = list(itertools.product(_RUN, numbers, _SIZES[pool.kind]))
     with PrivateRay(pool, None) as session:
         group = WorkerGroup(session.spawn(LinkMeter), session.check, _SECONDS, "task=calibrate")
         group.join()
-        found = group.gather(group.call("measure", _SIZES[pool.kind]), starting=True)
-    return {
-        str(size): min(max(of_round) for of_round in zip(*(of[k] for of in found), strict=True))
-        for k, size in enumerate(_SIZES[pool.kind])
-    }
+        found = group.gather(group.call("measure", ways), starting=True)
+    return [
+        (kind, pool.num_devices // rings, rings, size, min(map(max, *of)))
+        for (kind, rings, size), *of in zip(ways, *found, strict=True)
+    ]
 
 
 class LinkMeter(Peer):
-    """A worker that times all-reduces with the others."""
+    """A worker that times collectives with the others."""
 
-    def measure(self, sizes: tuple[int, ...]) -> list[list[float]]:
-        """Return the seconds of each round's sum, for each size; the first, which compiles, is not.
+    def measure(self, ways: Sequence[tuple[str, int, int]]) -> list[list[float]]:
+        """Return the seconds of each round's collective; the first, which compiles, is not.
 
         All workers call it together.
 
         Args:
-            sizes: bytes of an array on each device.
+            ways: kind, number of rings, and bytes of the array on a device where it is whole.
         """
-        mesh = Mesh(np.array(jax.devices()), ("device",))
-        each = PartitionSpec("device")
-        summed = jax.jit(
-            jax.shard_map(
-                lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=each, out_specs=each
-            )
-        )
-        found = []
-        for size in sizes:
-            shape = len(jax.devices()), size // 4
-            x = jax.jit(lambda of=shape: jnp.ones(of), out_shardings=NamedSharding(mesh, each))()
-            jax.block_until_ready(summed(x))
+        devices, found = np.array(jax.devices()), []
+        for kind, rings, size in ways:
+            mesh = Mesh(devices.reshape(-1, rings).T, ("ring", "device"))
+            each, part = PartitionSpec(("ring", "device")), size // 4 // mesh.shape["device"]
+            length = part * (1 if kind == "all-gather" else mesh.shape["device"]) * devices.size
+            where = NamedSharding(mesh, each)
+            x = jax.jit(lambda of=length: jnp.ones(of), out_shardings=where)()
+            run = jax.jit(jax.shard_map(_RUN[kind], mesh=mesh, in_specs=each, out_specs=each))
+            jax.block_until_ready(run(x))
             durations = []
             for _ in range(_ROUNDS):
                 began = time.perf_counter()
-                jax.block_until_ready(summed(x))
+                jax.block_until_ready(run(x))
                 durations.append(time.perf_counter() - began)
             found.append(durations)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ class ClusterShape:
         store_get: bytes/s at which a worker gets sums and places them on its devices.
         compute_capability: NVIDIA's number of what the devices can compute, such as 9.0; None: not
             known, or no GPUs.
+        gather_rate: bytes/s of all-gathers and reduce-scatters over those of all-reduces.
+        measured: names of the fields above that were measured, joined by commas.
         correction: factor that the rates above were divided by in plans of earlier versions, which
             learned it from earlier runs; 1 in new plans.
     """
@@ -101,6 +104,8 @@ class ClusterShape:
     attention_flops: float | None = None
     launch_seconds: float = 0.0
     compute_capability: float | None = None
+    gather_rate: float = 1.0
+    measured: str = ""
     correction: float = 1.0
 
     @property
@@ -129,6 +134,20 @@ class ClusterShape:
     def link_of_axis(self, devices: int) -> float:
         """Return the bytes/s of a ring of neighbouring devices."""
         return self.intra_host if devices <= self.devices_per_host else self.inter_host
+
+    def rates(self, measured: bool) -> list[str]:
+        """Return in words the rates that predictions rest on: those measured, or the others.
+
+        The others are as a datasheet has them, or nominal.
+        """
+        known, there = self.measured.split(","), vars(self)
+        if self.num_devices == 1:
+            there = there | dict.fromkeys(("intra_host", "gather_rate", "latency"))
+        if self.hosts == 1:
+            there = there | {"inter_host": None}
+        return [
+            words for name, words in RATES.items() if there[name] and (name in known) == measured
+        ]
 
     def start_seconds(self, devices: Any) -> Any:
         """Return the seconds of an all-reduce of no bytes among so many devices, an array or one.
@@ -172,6 +191,27 @@ class ClusterShape:
     def attention_seconds(self, flops: float) -> float:
         """Return the seconds of fused attention on one device, given its operations."""
         return flops / (self.attention_flops or self.flops)
+
+
+# The rates that predictions rest on, in words, by the field of each.
+RATES = {
+    "flops": "products",
+    "attention_flops": "fused attention",
+    "memory_bandwidth": "element-wise work",
+    "launch_seconds": "launches",
+    "dispatch_overhead": "starts of programs",
+    "intra_host": "links in a host",
+    "gather_rate": "gathers beside sums",
+    "inter_host": "links between hosts",
+    "latency": "latency",
+}
+
+
+def with_measured(shape: ClusterShape, **found: float | None) -> ClusterShape:
+    """Return a shape with what was measured of it; what is None or 0 was not, and stays."""
+    known: dict[str, Any] = {name: value for name, value in found.items() if value}
+    names = dict.fromkeys((*filter(None, shape.measured.split(",")), *known))
+    return dataclasses.replace(shape, measured=",".join(names), **known)
 
 
 # Bytes that element-wise operations move if nothing is fused, over those that a compiled chain of
@@ -250,8 +290,35 @@ def is_nominal(shape: ClusterShape) -> bool:
     return shape.device_kind != "cpu" and shape.peak_flops is None
 
 
+def cores_in_use(seconds: float = 0.2) -> float:
+    """Return how many cores are at work while this process sleeps, but for what is niced."""
+    of = psutil.cpu_times_percent(seconds)
+    return float(of.user + of.system) / 100 * (psutil.cpu_count() or 1)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(psutil.Process().cpu_affinity() or [0])
+
+
+def beside_others(shape: ClusterShape, others: float) -> ClusterShape:
+    """Return devices that share a machine as fast as others leave them.
+
+    The devices' threads keep all cores at work, which the kernel divides equally.
+
+    Args:
+        shape: the devices, alone on the machine.
+        others: how many cores other processes use.
+    """
+    factor = 1.0 + others / _cores()
+    rates = "flops", "flops_fp32", "memory_bandwidth", "intra_host", "inter_host"
+    waits = {name: getattr(shape, name) * factor for name in ("latency", "dispatch_overhead")}
+    found = {name: getattr(shape, name) / factor for name in rates}
+    return dataclasses.replace(shape, **found, **waits)
+
+
 def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
-    cores = len(psutil.Process().cpu_affinity() or [0])
+    cores = _cores()
     share = min(1.0, cores / num_devices)
     return ClusterShape(
         name="emulated",

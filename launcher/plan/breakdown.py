@@ -156,11 +156,7 @@ def _summed(stage: StagePlan, plan: Plan, passes: float) -> float:
     within = update = 0.0
     for one in stage.collectives:
         size, link = (model, links.model) if one.axis == "model" else (data, links.data)
-        ring = formulas.gather_seconds
-        if one.kind == "all-reduce":
-            ring = formulas.all_reduce_seconds
-        start = cluster.start_seconds(size)
-        seconds = float(ring(one.bytes, size, link, start, one.count))
+        seconds = float(formulas.ring_seconds(one.kind, one.bytes, size, link, cluster, one.count))
         if one.when == "update":
             update += seconds
         else:

@@ -195,7 +195,8 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         console.print(words, soft_wrap=True)
     console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
-    for line in (_reserve(plan), _bucket_line(plan), server_line(plan), _certificate(plan)):
+    beside = _reserve(plan), _bucket_line(plan), server_line(plan), _certificate(plan)
+    for line in (rates_line(plan), *beside):
         if line:
             console.print(line, soft_wrap=True)
     if plan.profiled:
@@ -395,6 +396,17 @@ def bottleneck(plan: Plan) -> str:
         f"bottleneck: {_stages(stages)}, busy {share} of the step; "
         f"gradient sums and update {seconds_text(once)}{slower if occupied > busy + once else ''}"
     )
+
+
+def rates_line(plan: Plan) -> str:
+    """Return which of the rates that predictions rest on were measured, in one line."""
+    from launcher.hardware import ClusterShape  # imports NumPy, which is loaded by now
+
+    shape = ClusterShape(**plan.cluster)
+    known, others = (", ".join(shape.rates(measured)) for measured in (True, False))
+    if not known:
+        return "rates: as stated, none measured"
+    return f"rates measured: {known}" + (f"; as stated: {others}" if others else "")
 
 
 def _reserve(plan: Plan) -> str:

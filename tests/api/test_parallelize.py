@@ -187,9 +187,11 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
         "effective_parallelism": 2.0,
         "product_parallelism": 1.5,
         "dispatch_overhead": 3e-4,
-        "all_reduce_seconds": {},
+        "collectives": [],
         "memory_bytes": None,
         "overrun": 1.0,
+        "attention_flops": None,
+        "launch_seconds": 0.0,
     }
     pool = DevicePool("cpu", 2, 4, "CPU device", "")
     of_workers = lambda *cost: planned_shape(pool_shape(pool), *cost, is_here=True)  # noqa: E731

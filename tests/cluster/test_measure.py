@@ -8,10 +8,12 @@ from launcher.config.cluster import Emulated
 
 
 @pytest.mark.slow
-def test_all_reduces_are_timed() -> None:
+def test_collectives_between_hosts_are_timed() -> None:
     found = measure_links(emulated_pool(Emulated(gpus=4, hosts=2)))
-    assert list(found) == ["4096", "16777216"]
-    assert 1e-6 < found["4096"] < found["16777216"] < 30.0  # seconds
+    kinds, sizes = ("all-reduce", "all-gather", "reduce-scatter"), (1 << 12, 1 << 24)
+    ways = [(kind, 4 // n, n, size) for kind in kinds for n in (1, 2) for size in sizes]
+    assert [one[:4] for one in found] == ways
+    assert all(1e-6 < seconds < 30.0 for *_, seconds in found)
 
 
 @pytest.mark.slow

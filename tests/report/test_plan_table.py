@@ -5,6 +5,7 @@ import io
 
 import pytest
 
+from launcher.hardware import with_measured
 from launcher.plan import local_shape
 from launcher.plan.plan import Plan, ProfiledLayers, RunnerUp, StagePlan, Transfer, Trial
 from launcher.report.console import make_console
@@ -85,8 +86,18 @@ stage  layers  submesh  mesh  params  forward  backward  transfer    memory
 stages 0-3: the batch cut in 2 along data
 420 K parameters; predicted: 381 ms a step, 84 samples/s, 32.5% bubble
 bottleneck: stage 0, busy 65.7% of the step; gradient sums and update 1.00 ms
+rates: as stated, none measured
 """
     )
+
+
+def test_it_is_said_which_rates_were_measured():
+    cluster = with_measured(local_shape(8, 2, "NVIDIA H100"), flops=1e15, latency=1e-6)
+    plan = dataclasses.replace(make_plan(), cluster=vars(cluster))
+    assert (
+        "\nrates measured: products, latency; as stated: fused attention, element-wise work, "
+        "launches, starts of programs, links in a host, gathers beside sums, links between hosts\n"
+    ) in text_of(plan)
 
 
 def test_memory_stands_beside_the_devices_own():

@@ -28,7 +28,7 @@ from launcher.driver.planning.compiled import (
 from launcher.driver.planning.fewer_hosts import loss_of_a_host, plan_on_fewer
 from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
-from launcher.hardware import is_nominal
+from launcher.hardware import beside_others, is_nominal
 from launcher.inference.stored_model import stored_plan
 from launcher.plan import (
     ClusterShape,
@@ -48,6 +48,7 @@ from launcher.train.program import Program, build_program, stored_part
 _log = logging.getLogger(__name__)
 _PLANS = 3
 _VERIFIED = 4  # so many plans are compiled at most, to find one that fits
+_IN_USE = 0.1  # of a core: fewer are a system's own
 _PAYS = 1800.0  # seconds of training from which on trying, some ten seconds a plan, costs little
 
 
@@ -124,6 +125,9 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     """
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     cluster = shape_of(config, inputs.pool, console if measures else None)
+    if inputs.others > _IN_USE:
+        _log.info(f"other processes use {inputs.others:.1f} cores, and predictions allow for it")
+        cluster = beside_others(cluster, inputs.others)
     target = compiler_of(config, cluster)
     if config.train.deterministic and cluster.device_kind != "cpu":
         _log.info(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from launcher.cluster.kinds import find_devices, pool_shape
 from launcher.cluster.measure import measure_links, measure_servers
@@ -41,17 +41,18 @@ class Calibrate(TaskKind):
         with status(console, "measuring the devices under full load"):
             calibration, path = measure(nominal)
         shape = calibration.applied(nominal)
-        rates = None
         if pool.hosts > 1:
             with status(console, "measuring sums over the hosts"):
-                between = HostLinks(measure_links(pool))
+                between = HostLinks.from_cache({"collectives": measure_links(pool)})
             path = keep_host_rates(nominal, between) and path
-            shape = between.applied(shape)
             with status(console, "measuring sums through a parameter server"):
                 rates = StoreRates(*measure_servers(pool))
             path = keep_host_rates(nominal, rates) and path
+            shape = rates.applied(between.applied(shape))
         names = ("of each device", "measured", "nominal")
-        console.print(table_of(names, _rows(shape, nominal, rates), names[:1]))
+        console.print(table_of(names, _rows(shape, nominal), names[:1]))
+        if stated := shape.rates(measured=False):
+            _log.info(f"not measured, and as stated: {', '.join(stated)}")
         if shape.effective_parallelism is not None and shape.num_devices > 1:
             count = shape.num_devices
             shares = shape.effective_parallelism, shape.product_parallelism
@@ -66,28 +67,31 @@ class Calibrate(TaskKind):
         return 0
 
 
-def _rows(
-    shape: ClusterShape, nominal: ClusterShape, rates: StoreRates | None = None
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the lines of the table, with those about other hosts if their `rates` are known."""
+# What is shown: its name, the field of a shape, its unit; 0: seconds.
+_FIGURES: Sequence[tuple[str, str, float, str]] = (
+    ("16-bit products", "flops", 1e12, " TFLOP/s"),
+    ("32-bit products", "flops_fp32", 1e12, " TFLOP/s"),
+    ("fused attention", "attention_flops", 1e12, " TFLOP/s"),
+    ("memory", "memory_bandwidth", 1e9, " GB/s"),
+    ("link", "intra_host", 1e9, " GB/s"),
+    ("link between hosts", "inter_host", 1e9, " GB/s"),
+    ("gathers beside sums", "gather_rate", 1.0, ""),
+    ("latency", "latency", 0.0, ""),
+    ("start of a program", "dispatch_overhead", 0.0, ""),
+    ("launch of a product", "launch_seconds", 0.0, ""),
+    ("store's latency", "store_latency", 0.0, ""),
+    ("a worker's puts", "store_put", 1e9, " GB/s"),
+    ("a server's sums", "store_add", 1e9, " GB/s"),
+    ("a worker's gets", "store_get", 1e9, " GB/s"),
+)
 
-    def line(name: str, of: str, unit: float, word: str) -> tuple[str, str, str]:
-        return name, f"{getattr(shape, of) / unit:.3g} {word}", f"{getattr(nominal, of) / unit:.3g}"
 
-    def seconds(name: str, of: str) -> tuple[str, str, str]:
-        return name, seconds_text(getattr(shape, of)), seconds_text(getattr(nominal, of))
-
-    yield line("16-bit products", "flops", 1e12, "TFLOP/s")
-    yield line("32-bit products", "flops_fp32", 1e12, "TFLOP/s")
-    yield line("memory", "memory_bandwidth", 1e9, "GB/s")
-    yield line("link", "intra_host", 1e9, "GB/s")
-    if rates:
-        yield line("link between hosts", "inter_host", 1e9, "GB/s")
-    yield seconds("latency", "latency")
-    yield seconds("start of a program", "dispatch_overhead")
-    if rates:
-        shape = rates.applied(shape)
-        yield seconds("store's latency", "store_latency")
-        yield line("a worker's puts", "store_put", 1e9, "GB/s")
-        yield line("a server's sums", "store_add", 1e9, "GB/s")
-        yield line("a worker's gets", "store_get", 1e9, "GB/s")
+def _rows(shape: ClusterShape, nominal: ClusterShape) -> Iterator[tuple[str, str, str]]:
+    """Yield the lines of the table, of what was measured."""
+    measured = shape.measured.split(",")
+    for name, field, unit, word in (one for one in _FIGURES if one[1] in measured):
+        found, before = getattr(shape, field), getattr(nominal, field)
+        if not unit:
+            yield name, seconds_text(found), seconds_text(before)
+        else:
+            yield name, f"{found / unit:.3g}{word}", f"{before / unit:.3g}" if before else "-"

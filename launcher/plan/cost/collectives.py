@@ -29,7 +29,7 @@ from launcher.partition import (
     parts,
     without,
 )
-from launcher.plan.cost.formulas import all_reduce_seconds, gather_seconds
+from launcher.plan.cost.formulas import ring_seconds
 from launcher.trace import (
     LENGTHENING,
     PRODUCTS,
@@ -77,20 +77,25 @@ class Collective:
         """Fraction of an all-reduce: gathering and scattering are half of one each."""
         return 1.0 if self.kind == "all-reduce" else 0.5
 
+    def as_reduced(self, cluster: ClusterShape) -> float:
+        """Return the bytes of all-reduces that take as long."""
+        rate = 1.0 if self.kind == "all-reduce" else cluster.gather_rate
+        return self.times * self.share * self.size / rate
+
     def seconds(
-        self, sizes: Mapping[str, int], bandwidth: float, cluster: ClusterShape | None
+        self, sizes: Mapping[str, int], bandwidth: float, cluster: ClusterShape, starts: bool = True
     ) -> float:
         """Return the seconds that a ring takes.
 
         Args:
             sizes: number of devices along each axis.
             bandwidth: bytes/s between neighbours.
-            cluster: the devices; None: of the bytes alone.
+            cluster: the devices.
+            starts: whether to count what it takes beside its bytes.
         """
-        devices = parts((self.axis,), sizes)
-        start = cluster.start_seconds(devices) if cluster and self.size else 0.0
-        ring = all_reduce_seconds if self.kind == "all-reduce" else gather_seconds
-        return float(self.times * ring(self.size, devices, bandwidth, start))
+        devices, count = parts((self.axis,), sizes), int(starts and self.size > 0)
+        each = ring_seconds(self.kind, self.size, devices, bandwidth, cluster, count)
+        return float(self.times * each)
 
 
 @dataclass(frozen=True)

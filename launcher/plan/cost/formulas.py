@@ -83,11 +83,22 @@ def all_reduce_seconds(
     return 2 * (devices - 1) * size / devices / bandwidth + start * count
 
 
-def gather_seconds(
-    size: Amount, devices: Amount, bandwidth: Amount, start: Amount, count: Amount = 1
+def ring_seconds(
+    kind: str,
+    size: Amount,
+    devices: Amount,
+    bandwidth: Amount,
+    cluster: ClusterShape,
+    count: Amount = 1,
 ) -> Amount:
-    """Return the seconds of ring all-gathers or reduce-scatters: half of an all-reduce's."""
-    return all_reduce_seconds(size, devices, bandwidth, start, count) / 2
+    """Return the seconds of ring collectives of a kind; see `all_reduce_seconds`.
+
+    All-gathers and reduce-scatters are half of an all-reduce.
+    """
+    start = cluster.start_seconds(devices)
+    if kind == "all-reduce":
+        return all_reduce_seconds(size, devices, bandwidth, start, count)
+    return all_reduce_seconds(size / cluster.gather_rate, devices, bandwidth, start, count) / 2
 
 
 GATHERED_TOGETHER = 30 << 20  # bytes: XLA:GPU's default for arrays that one all-gather brings

@@ -39,10 +39,10 @@ from launcher.plan.cost.formulas import (
     Links,
     PassParts,
     gather_count,
-    gather_seconds,
     launch_seconds,
     pass_seconds,
     ring_links,
+    ring_seconds,
     stage_parallelism,
 )
 from launcher.plan.stage_plan import NO_RINGS, Collectives, RingSeconds, ServerExchange
@@ -173,8 +173,8 @@ def pass_parts(
 
     def gathering(found: Sequence[Collective]) -> float:
         size, devices = sum(one.size for one in found), parts(((DATA, ROWS),), of.sizes)
-        count, start = gather_count(size, len(found), cluster), cluster.start_seconds(devices)
-        return float(gather_seconds(size, devices, links.data, start, count))
+        count = gather_count(size, len(found), cluster)
+        return float(ring_seconds("all-gather", size, devices, links.data, cluster, count))
 
     work, more = (_total(work_seconds, on, cluster) for on in (of.forward, of.again))
     own = _total(backward_work_seconds, of.active, cluster)
@@ -246,7 +246,7 @@ def stage_seconds(
         collectives=_summary("forward", [*of.sums, *of.ahead])
         + _summary("backward", [*of.sums_back, *of.anew, *of.scatters]),
         effective_parallelism=None if measured else stage_parallelism(products, spent, cluster),
-        pass_rings=_ring_seconds([*every, *of.anew, *of.scatters], of.sizes, links),
+        pass_rings=_ring_seconds([*every, *of.anew, *of.scatters], of.sizes, cluster, links),
     )
 
 
@@ -272,14 +272,14 @@ def _crossing_seconds(
 
 
 def _ring_seconds(
-    found: Sequence[Collective], sizes: Mapping[str, int], links: Links
+    found: Sequence[Collective], sizes: Mapping[str, int], cluster: ClusterShape, links: Links
 ) -> RingSeconds:
     """Return for how long collectives occupy the links of their rings."""
     along_model = [one for one in found if one.axis == MODEL]
     along_data = [one for one in found if one.axis != MODEL]
     return RingSeconds(
         *(
-            sum((one.seconds(sizes, rate, None) for one in of), 0.0)
+            sum((one.seconds(sizes, rate, cluster, starts=False) for one in of), 0.0)
             for of, rate in ((along_model, links.model), (along_data, links.data))
         )
     )
@@ -369,7 +369,7 @@ def stage_update_seconds(
     once = formulas.update_seconds(crossing, share * state, cluster.memory_bandwidth)
     summary = _summary("update", [*sums, *made])
     once = float(once) + exchange_seconds
-    rings = _ring_seconds([*sums, *made], layout.sizes, links)
+    rings = _ring_seconds([*sums, *made], layout.sizes, cluster, links)
     return UpdateSeconds(once, summing - exposed, exchange_seconds, summary, rings)
 
 

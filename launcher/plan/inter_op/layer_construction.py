@@ -200,7 +200,7 @@ class _Layer:
 
         def moved(crossing: Sequence[tuple[Use, Collective]], fixed: bool = False) -> float:
             return sum(
-                c.share * c.times * c.size
+                c.as_reduced(cluster)
                 for use, c in crossing
                 if fixed == (c.of is not None and not varying(use, sharding.dims.source(*c.of)[1]))
             )
@@ -276,7 +276,7 @@ class _Layer:
         return {
             "selective_seconds": work[0],
             "fixed_selective_seconds": work[1],
-            "selective_bytes": sum(c.share * c.times * c.size for c in sums),
+            "selective_bytes": sum(c.as_reduced(cluster) for c in sums),
             "selective_sums": sum(c.share * c.times for c in sums),
             "kept_bytes": max(0.0, left - self._input_bytes(sharding)),
             "selective_peak_bytes": back.peak - back.fixed_early,

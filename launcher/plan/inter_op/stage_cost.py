@@ -153,7 +153,7 @@ class StageCosts:
 
     def _gather(self, axis: str, size: Amount, count: Amount) -> Any:
         """Return the seconds of all-gathers or reduce-scatters along an axis."""
-        return self._all_reduce(axis, size, count) / 2
+        return self._all_reduce(axis, size / self.cluster.gather_rate, count) / 2
 
     def _each(self, of: Callable[[Mesh, int], np.ndarray]) -> np.ndarray:
         """Return what `of` returns of each mesh and its number of slices, `[mesh, first, end]`."""

@@ -15,16 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from filelock import FileLock
+from scipy.optimize import nnls
 
 from launcher.base import (
     KEPT,
@@ -35,15 +37,18 @@ from launcher.base import (
     to_type,
     warn_once,
 )
-from launcher.hardware import ClusterShape, gpu_memory_variables, is_nominal
+from launcher.hardware import ClusterShape, gpu_memory_variables, is_nominal, with_measured
 from launcher.partition import PlanError
+from launcher.plan.cost import formulas
 from launcher.plan.profile import measure_devices
 from launcher.trace import (
     PRODUCTS,
     Equation,
     backward_share,
+    described_cudnn,
     flops,
     inline_calls,
+    is_fused_attention,
     make_jaxpr,
     moved_bytes,
 )
@@ -56,9 +61,29 @@ _QUICK_TIME_OUT = 120.0  # seconds; a GPU takes long to start
 _CALIBRATE = to_type(*LAUNCH, ("task", "calibrate"))
 _BY_TASK = f"{_CALIBRATE} measures again"
 _LEAST_LATENCY = 1e-6
-_SIZES = 2  # of the sums that show a link's latency and its rate
+# What the seconds are of that rates are deduced from, and the products of a network's layer.
+_PROGRAMS = "block", "element", "attention", "layer"
+_A_LAYER = 2
 
 _log = logging.getLogger(__name__)
+
+
+class TimedCollective(NamedTuple):
+    """A collective that was timed.
+
+    Attributes:
+        kind: of `measure_devices.COLLECTIVES`.
+        devices: number of devices in a ring of them.
+        rings: number of rings that share a link.
+        size: bytes of the array on a device where it is whole.
+        seconds: what it took.
+    """
+
+    kind: str
+    devices: int
+    rings: int
+    size: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,10 +96,12 @@ class Calibration:
         effective_parallelism: see `ClusterShape`; None if it is not known: that of the shape.
         product_parallelism: the same.
         dispatch_overhead: see `ClusterShape`.
-        all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
+        collectives: those inside a host; empty for one device.
         memory_bytes: memory that a worker's programs can have; None where it is shared.
         overrun: how many times as long as at these rates a transformer's block takes, as models
             compute more slowly than one large product or one copy; 1 where that is not measured.
+        attention_flops: see `ClusterShape`.
+        launch_seconds: see `ClusterShape`.
     """
 
     product_flops: dict[str, dict[str, float]]
@@ -82,76 +109,96 @@ class Calibration:
     effective_parallelism: float | None
     product_parallelism: float | None
     dispatch_overhead: float
-    all_reduce_seconds: dict[str, float]
+    collectives: tuple[TimedCollective, ...]
     memory_bytes: int | None
     overrun: float = 1.0
+    attention_flops: float | None = None
+    launch_seconds: float = 0.0
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
-        """Return the shape with these figures; a host's own link stays what it was."""
-        rates = _ring_rates(self.all_reduce_seconds, shape)
-        latency, link = rates or (shape.latency, shape.intra_host)
-        return dataclasses.replace(
+        """Return the shape with these figures; a host's own link stays what it was.
+
+        Where other work on the machine hid some, and where there is nothing to measure, they stay
+        what they were, too.
+        """
+        flops, flops_fp32 = (
+            _product_rate(self.product_flops[dtype], shape) / self.overrun
+            for dtype in ("bfloat16", "float32")
+        )
+        return with_measured(
             shape,
-            flops=_largest(self.product_flops["bfloat16"]) / self.overrun,
-            flops_fp32=_largest(self.product_flops["float32"]) / self.overrun,
+            flops=flops,
+            flops_fp32=flops_fp32,
             memory_bandwidth=self.memory_bandwidth / self.overrun,
-            memory_bytes=self.memory_bytes or shape.memory_bytes,
-            intra_host=link,
-            latency=latency,
-            # Where other work on the machine hid them, the nominal ones.
-            effective_parallelism=self.effective_parallelism or shape.effective_parallelism,
-            product_parallelism=self.product_parallelism or shape.product_parallelism,
-            dispatch_overhead=self.dispatch_overhead or shape.dispatch_overhead,
+            attention_flops=self.attention_flops,
+            launch_seconds=self.launch_seconds,
+            memory_bytes=self.memory_bytes,
+            effective_parallelism=self.effective_parallelism,
+            product_parallelism=self.product_parallelism,
+            dispatch_overhead=self.dispatch_overhead,
+            **_ring_rates(self.collectives, shape, "intra_host"),
         )
 
 
 @dataclass(frozen=True)
 class HostLinks:
-    """Measured sums over all devices of several hosts, whose processes are those of a run.
-
-    Attributes:
-        all_reduce_seconds: seconds by bytes.
-    """
+    """Measured collectives between several hosts, whose processes are those of a run."""
 
     what: ClassVar[str] = "links"
-    all_reduce_seconds: dict[str, float]
+    collectives: tuple[TimedCollective, ...]
 
     @classmethod
     def from_cache(cls, tree: dict[str, Any]) -> HostLinks:
         """Return the links in a cache file, which may hold anything; see `_calibration_in`."""
-        found = _by_size(tree["all_reduce_seconds"])
-        if len(found) != _SIZES:
-            raise ValueError(f"sums of {len(found)} sizes")
-        return cls(found)
+        return cls(_collectives(tree["collectives"]))
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
         """Return the shape with the hosts' links.
 
         The latency inside a host stays what it is; with one device a host there is no other.
         """
-        found = _ring_rates(self.all_reduce_seconds, shape)
-        if found is None:
-            return shape
-        latency = found[0] if shape.devices_per_host == 1 else shape.latency
-        return dataclasses.replace(shape, inter_host=found[1], latency=latency)
+        found = _ring_rates(self.collectives, shape, "inter_host")
+        if shape.devices_per_host > 1:
+            found = {name: value for name, value in found.items() if name == "inter_host"}
+        return with_measured(shape, **found)
 
 
-def _ring_rates(seconds: Mapping[str, float], shape: ClusterShape) -> tuple[float, float] | None:
-    """Return the latency and the bytes/s of a ring of all devices of a shape.
+def _ring_rates(
+    timed: Sequence[TimedCollective], shape: ClusterShape, link: str
+) -> dict[str, float]:
+    """Return what a ring of devices has, by the fields of a shape.
 
-    They are those of the line through a short and a long all-reduce; None if there were none, or
-    if noise hides what the bytes take.
+    It is what explains the durations best by `formulas.all_reduce_seconds`, in shares of each:
+    the latency, the bytes/s of all-reduces and those of gathers and scatters. There is nothing if
+    noise hides what the bytes take.
+
+    Args:
+        timed: the collectives.
+        shape: their devices.
+        link: the field for the bytes/s.
     """
-    if not seconds:
-        return None
-    count = shape.num_devices
-    waits = dataclasses.replace(shape, latency=1.0).start_seconds(count)
-    (few, short), (many, long) = sorted((int(n), s) for n, s in seconds.items())
-    per_byte = (long - short) / (many - few)
-    if per_byte <= 0:
-        return None
-    latency = max(float((short - few * per_byte) / waits), _LEAST_LATENCY)
-    return latency, 2 * (count - 1) / count / per_byte
+    if not timed:
+        return {}
+    at_once = dataclasses.replace(shape, latency=1.0)
+    shares = []
+    for kind, devices, rings, size, seconds in timed:
+        whole = kind == "all-reduce"
+        bytes_alone = formulas.all_reduce_seconds(size * rings, devices, 1.0, 0.0)
+        parts = at_once.start_seconds(devices), whole * bytes_alone, (not whole) * bytes_alone
+        shares.append([part / (seconds if whole else 2 * seconds) for part in parts])
+    latency, summed, gathered = nnls(np.array(shares), np.ones(len(shares)))[0]
+    if not summed:
+        return {}
+    found = {link: 1 / summed, "latency": max(latency, _LEAST_LATENCY)}
+    return found | ({"gather_rate": summed / gathered} if gathered else {})
+
+
+def _product_rate(rates: Mapping[str, float], shape: ClusterShape) -> float:
+    """Return the FLOP/s by which the largest products take what they took; see `ClusterShape`."""
+    size = max(map(int, rates))
+    at_once = dataclasses.replace(shape, flops_fp32=1.0)
+    work = 2.0 * size**3
+    return rates[str(size)] * at_once.product_seconds(0.0, work, results=size**2) / work
 
 
 @dataclass(frozen=True)
@@ -173,7 +220,7 @@ class StoreRates:
     def applied(self, shape: ClusterShape) -> ClusterShape:
         """Return the shape with its nominal rates replaced by the measured ones."""
         rates = {f"store_{name}": value for name, value in dataclasses.asdict(self).items()}
-        return dataclasses.replace(shape, **rates)
+        return with_measured(shape, **rates)
 
 
 def keep_host_rates(shape: ClusterShape, measured: StoreRates | HostLinks) -> Path | None:
@@ -242,16 +289,20 @@ def _calibration_in(tree: dict[str, Any]) -> Calibration:
 
     The file may hold anything; errors are those that `measurements.read_cached` expects.
     """
-    products, memory = tree["product_flops"], tree["memory_bytes"]
+    products, memory, attention = (
+        tree[name] for name in ("product_flops", "memory_bytes", "attention_flops")
+    )
     return Calibration(
         product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
         memory_bandwidth=measurements.positive(tree["memory_bandwidth"]),
         effective_parallelism=_parallelism(tree["effective_parallelism"]),
         product_parallelism=_parallelism(tree["product_parallelism"]),
         dispatch_overhead=measurements.finite_number(tree["dispatch_overhead"]),
-        all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
+        collectives=_collectives(tree["collectives"]),
         memory_bytes=None if memory is None else int(measurements.positive(memory)),
         overrun=measurements.positive(tree["overrun"]),
+        attention_flops=None if attention is None else measurements.positive(attention),
+        launch_seconds=measurements.finite_number(tree["launch_seconds"]),
     )
 
 
@@ -261,6 +312,19 @@ def _parallelism(value: Any) -> float | None:
 
 def _by_size(tree: dict[str, Any]) -> dict[str, float]:
     return {str(int(size)): measurements.positive(value) for size, value in tree.items()}
+
+
+def _collectives(rows: Sequence[Sequence[Any]]) -> tuple[TimedCollective, ...]:
+    positive = measurements.positive
+    found = tuple(
+        TimedCollective(
+            str(kind), int(positive(n)), int(positive(rings)), int(positive(size)), positive(s)
+        )
+        for kind, n, rings, size, s in rows
+    )
+    if len({one.size for one in found}) == 1:
+        raise ValueError("a latency and a rate take two sizes")
+    return found
 
 
 def measure(shape: ClusterShape, quick: bool = False) -> tuple[Calibration, Path | None]:
@@ -290,13 +354,29 @@ def measure(shape: ClusterShape, quick: bool = False) -> tuple[Calibration, Path
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
         raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
-    if seconds := tree.pop("block_seconds", None):
-        tree["overrun"] = seconds / block_seconds(Calibration(**tree).applied(shape))
+    found, path = _deduced(tree, shape), calibration_file(shape)
     about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
-    path = calibration_file(shape)
-    found = Calibration(**tree)
     is_kept = measurements.write(path, {**about, **vars(found)})
     return found, path if is_kept else None
+
+
+def _deduced(tree: dict[str, Any], shape: ClusterShape) -> Calibration:
+    """Return the calibration by which the measured programs take what they took."""
+    block, elements, attention, layer = (tree.pop(f"{name}_seconds", None) for name in _PROGRAMS)
+    if elements:
+        of_a_byte = dataclasses.replace(shape, memory_bandwidth=1.0)
+        tree["memory_bandwidth"] = element_seconds(of_a_byte) / elements
+    if attention:
+        of_one = dataclasses.replace(shape, attention_flops=1.0)
+        tree["attention_flops"] = attention_seconds(of_one) / attention
+    if layer:
+        of_one = dataclasses.replace(shape, launch_seconds=1.0)
+        tree["launch_seconds"] = layer / sum(formulas.launch_seconds(_A_LAYER, 0, of_one))
+    found = Calibration(**tree | {"collectives": _collectives(tree["collectives"])})
+    if block:
+        by_rates = block_seconds(found.applied(shape))
+        found = dataclasses.replace(found, overrun=block / by_rates)
+    return found
 
 
 def platform_of(shape: ClusterShape) -> str:
@@ -330,19 +410,40 @@ def run_program(program: ModuleType, request: dict[str, Any], time_out: float) -
 def block_seconds(shape: ClusterShape) -> float:
     """Return what a device takes for both passes of the block that is measured, by its rates."""
     given, weights = measure_devices.BLOCK
-    x, *of = (jax.ShapeDtypeStruct((1, *each), jnp.float32) for each in (given, *weights))
-    forward = inline_calls(make_jaxpr(measure_devices.block, of, x))
+    x, *of = (_like((1, *each), jnp.float32) for each in (given, *weights))
+    return _seconds(shape, measure_devices.block, of, x)
+
+
+def element_seconds(shape: ClusterShape) -> float:
+    """Return the same of what is measured element by element."""
+    *rows, width = measure_devices.ELEMENTS
+    weights = _like((1, 2, *(1 for _ in rows), width), jnp.float32)
+    x = _like((1, *rows, width), jnp.bfloat16)
+    return _seconds(shape, measure_devices.elements, weights, x)
+
+
+def attention_seconds(shape: ClusterShape) -> float:
+    """Return the same of the fused attention that is measured."""
+    x = _like(measure_devices.ATTENDED, jnp.bfloat16)
+    with described_cudnn():
+        both = make_jaxpr(functools.partial(measure_devices.attention, implementation="cudnn"), x)
+    fused = filter(is_fused_attention, inline_calls(both).eqns)
+    return sum(shape.attention_seconds(flops(eqn)) for eqn in fused)
+
+
+_like = jax.ShapeDtypeStruct
+
+
+def _seconds(shape: ClusterShape, fun: Callable[..., Any], *of: Any) -> float:
+    """Return what a device takes for both passes of a program, by its rates."""
 
     def seconds(eqn: Equation) -> float:
         if eqn.primitive.name in PRODUCTS:
             return shape.product_seconds(0.0, flops(eqn))
         return shape.element_seconds(flops(eqn), moved_bytes(eqn))
 
-    return sum((1 + backward_share(eqn)) * seconds(eqn) for eqn in forward.eqns)
-
-
-def _largest(rates: dict[str, float]) -> float:
-    return float(rates[max(rates, key=int)])
+    forward = inline_calls(make_jaxpr(fun, *of)).eqns
+    return sum((1 + backward_share(eqn)) * seconds(eqn) for eqn in forward)
 
 
 def measure_first(shape: ClusterShape) -> Calibration | None:

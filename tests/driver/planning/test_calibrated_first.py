@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.base import measurements
 from launcher.cluster.kinds import pool_shape
 from launcher.config.compose import load
-from launcher.driver.planning import prepare
+from launcher.driver.planning import check, prepare
 from launcher.driver.planning.check import find_pool, measures_first
 from launcher.driver.planning.prepare import shape_of
 from launcher.plan.profile.calibration import Calibration
@@ -21,7 +22,7 @@ FOUND = Calibration(
     effective_parallelism=2.0,
     product_parallelism=1.5,
     dispatch_overhead=3e-4,
-    all_reduce_seconds={},
+    collectives=(),
     memory_bytes=None,
 )
 HERE = "recipe=mlp_synthetic", "cluster=emulated", "cluster.gpus=2"
@@ -105,3 +106,23 @@ def test_a_plan_alone_measures_nothing_and_says_what_would(
 def test_only_trainings_measure(measured: list[object]) -> None:
     prepare.prepare(load([*HERE, "parallel=data"]), make_console())
     assert measured == []
+
+
+def test_predictions_allow_for_other_processes_by_cores_in_use(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    keep()
+    config = load([*HERE, "parallel=data"])
+    cores = len(psutil.Process().cpu_affinity() or [0])
+    seconds = []
+    for others in (0.0, 0.05, 1.0):
+        monkeypatch.setattr(check, "cores_in_use", lambda of=others: of)
+        traced = prepare.trace(config, make_console(), check.look(config, 0), measures=True)
+        seconds.append(prepare.plan(config, make_console(), traced).plan.predicted_step_seconds)
+    assert seconds[1] == seconds[0]
+    assert seconds[2] == pytest.approx((1 + 1 / cores) * seconds[0])
+    line = "other processes use 1.0 cores, and predictions allow for it"
+    assert [one for one in said if "other processes" in one] == [line]
+    assert check.look(config, 0, plan_only=True).others == 0.0
+    for words in (("parallel.cost=model",), ("cluster=h100_8",)):
+        assert check.look(load([*HERE, *words]), 0, plan_only=True).others == 0.0

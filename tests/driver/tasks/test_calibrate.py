@@ -23,7 +23,7 @@ FOUND = {
     "effective_parallelism": 2.0,
     "product_parallelism": 1.5,
     "dispatch_overhead": 3e-4,
-    "all_reduce_seconds": {"4096": 1e-3, "4194304": 9e-3},
+    "collectives": [["all-reduce", 4, 1, 4096, 1e-3], ["all-reduce", 4, 1, 4194304, 9e-3]],
     "memory_bytes": None,
 }
 

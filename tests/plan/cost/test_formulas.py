@@ -14,11 +14,11 @@ from launcher.plan.cost.formulas import (
     all_reduce_seconds,
     beside_work,
     exposed_seconds,
-    gather_seconds,
     launch_seconds,
     pass_seconds,
     peak_in_turn,
     ring_links,
+    ring_seconds,
     sharded_bytes,
     transfer_seconds,
     update_seconds,
@@ -48,7 +48,12 @@ def test_a_ring_sends_a_part_at_a_time(devices):
     found = all_reduce_seconds(sizes, devices, 100.0, start, counts)
     of_three = 3 * ring(30.0, devices, 100.0, 0.5)
     assert found == pytest.approx([ring(800.0, devices, 100.0, 0.5), 0.0, of_three])
-    assert gather_seconds(sizes, devices, 100.0, start, counts) == pytest.approx(found / 2)
+    cluster = dataclasses.replace(CLUSTER, gather_rate=0.5)
+    args = devices, 100.0, cluster, counts
+    for kind, same in (("all-gather", sizes / 0.5), ("reduce-scatter", sizes / 0.5)):
+        half = all_reduce_seconds(same, devices, 100.0, start, counts) / 2
+        assert ring_seconds(kind, sizes, *args) == pytest.approx(half)
+    assert ring_seconds("all-reduce", sizes, *args) == pytest.approx(found)
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 5])

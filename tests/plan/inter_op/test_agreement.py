@@ -65,6 +65,7 @@ def cluster_of(rng):
             ("intra_host", 7),
             ("inter_host", 6),
             ("latency", -5),
+            ("gather_rate", -1),
             ("dispatch_overhead", -4),
         )
     }

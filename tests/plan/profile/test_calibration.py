@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import threading
@@ -13,21 +14,27 @@ from filelock import FileLock
 
 from launcher.base import measurements
 from launcher.plan import PlanError, local_shape
-from launcher.plan.cost.formulas import all_reduce_seconds
+from launcher.plan.cost.formulas import launch_seconds, ring_seconds
 from launcher.plan.profile import calibration
 from launcher.plan.profile.calibration import (
     Calibration,
     HostLinks,
+    TimedCollective,
+    attention_seconds,
     block_seconds,
     calibrated,
     calibration_file,
+    element_seconds,
     keep_host_rates,
     measure,
 )
 from launcher.plan.profile.measure_devices import (
-    dispatch_overhead,
+    COLLECTIVES,
+    Meter,
     effective_parallelism,
     is_undisturbed,
+    line,
+    of_gpus,
 )
 
 VERSIONS = measurements.versions()
@@ -37,7 +44,10 @@ FOUND = Calibration(
     effective_parallelism=2.0,
     product_parallelism=1.5,
     dispatch_overhead=3e-4,
-    all_reduce_seconds={"4096": 1e-3, "4194304": 9e-3},
+    collectives=(
+        TimedCollective("all-reduce", 4, 1, 4096, 1e-3),
+        TimedCollective("all-reduce", 4, 1, 4194304, 9e-3),
+    ),
     memory_bytes=None,
 )
 
@@ -64,9 +74,36 @@ def test_the_figures_stand_in_the_shape() -> None:
 
 def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
-    for size, seconds in FOUND.all_reduce_seconds.items():
-        again = all_reduce_seconds(float(size), 4, shape.intra_host, shape.start_seconds(4))
-        assert math.isclose(again, seconds, rel_tol=0.01)
+    for one in FOUND.collectives:
+        again = ring_seconds(one.kind, one.size, 4, shape.intra_host, shape)
+        assert math.isclose(again, one.seconds, rel_tol=0.01)
+
+
+def test_rings_of_every_kind_and_size_give_back_their_rates() -> None:
+    nominal = local_shape(8, 1, "NVIDIA H100 80GB HBM3")
+    true = dataclasses.replace(nominal, intra_host=2e11, latency=7e-6, gather_rate=0.8)
+    ways = itertools.product(COLLECTIVES, (2, 8), (1 << 16, 1 << 28))
+    timed = tuple(
+        TimedCollective(kind, n, 1, size, ring_seconds(kind, size, n, true.intra_host, true))
+        for kind, n, size in ways
+    )
+    shape = dataclasses.replace(FOUND, collectives=timed).applied(nominal)
+    found = shape.intra_host, shape.latency, shape.gather_rate
+    assert found == pytest.approx((2e11, 7e-6, 0.8))
+
+
+def test_rings_that_share_a_hosts_link_tell_its_rate() -> None:
+    nominal = local_shape(16, 2, "NVIDIA H100 80GB HBM3")
+    true = dataclasses.replace(nominal, inter_host=4e10)
+    timed = [
+        ("all-reduce", 16 // rings, rings, size, seconds)
+        for rings in (1, 8)
+        for size in (1 << 16, 1 << 28)
+        for seconds in [ring_seconds("all-reduce", size, 16 // rings, 4e10 / rings, true)]
+    ]
+    shape = HostLinks.from_cache({"collectives": timed}).applied(nominal)
+    assert shape.inter_host == pytest.approx(4e10)
+    assert (shape.intra_host, shape.latency) == (nominal.intra_host, nominal.latency)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -74,12 +111,13 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(
     devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     nominal = local_shape(devices, 2, "cpu")
-    measured = HostLinks({"4096": 1e-3, "16777216": 40e-3})
+    sums = [("all-reduce", devices, 1, 4096, 1e-3), ("all-reduce", devices, 1, 1 << 24, 40e-3)]
+    measured = HostLinks.from_cache({"collectives": sums})
     path = keep_host_rates(nominal, measured)
     assert path is not None
     shape = calibrated(nominal)
     short, long = (
-        all_reduce_seconds(size, devices, shape.inter_host, shape.start_seconds(devices))
+        ring_seconds("all-reduce", size, devices, shape.inter_host, shape)
         for size in (4096, 1 << 24)
     )
     assert math.isclose(long, 40e-3, rel_tol=0.02)
@@ -88,15 +126,15 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(
     assert (shape.latency == nominal.latency) == (devices == 4)  # that inside a host
     assert calibrated(local_shape(devices, 1, "cpu")) == local_shape(devices, 1, "cpu")
     assert caplog.messages == []
-    for damaged in ({"4096": "fast"}, {"4096": 1e-3}, {"1": 1e-3, "2": 2e-3, "3": 3e-3}):
-        tree = {"versions": VERSIONS, "all_reduce_seconds": damaged}
-        path.write_text(json.dumps(tree))
+    for damaged in ("fast", sums[:1], [(*sums[0][:4], "fast"), sums[1]]):
+        path.write_text(json.dumps({"versions": VERSIONS, "collectives": damaged}))
         assert calibrated(nominal) == nominal
 
 
 def test_links_that_noise_hides_stay_nominal() -> None:
     nominal = local_shape(2, 2, "cpu")
-    assert HostLinks({"4096": 2e-3, "16777216": 1e-3}).applied(nominal) == nominal
+    sums = [("all-reduce", 2, 1, 4096, 2e-3), ("all-reduce", 2, 1, 1 << 24, 1e-3)]
+    assert HostLinks.from_cache({"collectives": sums}).applied(nominal) == nominal
 
 
 @pytest.mark.parametrize(
@@ -121,8 +159,11 @@ def test_links_that_noise_hides_stay_nominal() -> None:
                 *({"memory_bandwidth": bad} for bad in (None, "x", -1.0, 0, math.nan, math.inf)),
                 {"product_flops": {"bfloat16": {"128": None}, "float32": {"128": 1e9}}},
                 {"product_flops": {"bfloat16": {}, "float32": {"128": 1e9}}},
-                {"all_reduce_seconds": {"4096": 1e-3, "4194304": -1.0}},
-                {"all_reduce_seconds": {"4096": 1e-3}},
+                {"collectives": [["all-reduce", 4, 1, 4096, -1.0]]},
+                {"collectives": [["all-reduce", 4, 1, 4096, 1e-3]]},
+                {"collectives": 7},
+                {"attention_flops": 0},
+                {"launch_seconds": None},
                 {"effective_parallelism": "x"},
                 {"product_parallelism": 0.5},
                 {"dispatch_overhead": None},
@@ -221,6 +262,57 @@ def test_a_block_is_predicted_to_take_what_it_took(
     assert products / 2e9 < by_rates < 1.1 * products / 2e9
 
 
+@pytest.mark.devices
+def test_a_gpus_programs_are_predicted_to_take_what_they_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rate of each, in place of the datasheet's share."""
+    told = {name: value for name, value in vars(FOUND).items() if name != "overrun"} | {
+        "product_flops": {"bfloat16": {"8192": 600e12}, "float32": {"8192": 300e12}},
+        "effective_parallelism": None,
+        "product_parallelism": None,
+        "element_seconds": 4e-3,
+        "attention_seconds": 2e-3,
+        "layer_seconds": 80e-6,
+        "dispatch_overhead": 30e-6,
+    }
+    script = tmp_path / "measure_devices.py"
+    script.write_text(f"print({json.dumps(json.dumps(told))})")
+    monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
+    nominal = local_shape(4, 1, "NVIDIA H100 80GB HBM3")
+    assert nominal.rates(measured=True) == []
+    measure(nominal)
+    shape = calibrated(nominal)
+    assert element_seconds(shape) == pytest.approx(4e-3)
+    assert attention_seconds(shape) == pytest.approx(2e-3)
+    assert sum(launch_seconds(2, 0, shape)) == pytest.approx(80e-6)
+    product = shape.product_seconds(2 * 8192.0**3, 0.0, results=8192**2)
+    assert product == pytest.approx(2 * 8192**3 / 600e12)
+    assert shape.dispatch_overhead == 30e-6
+    assert "gathers beside sums" in shape.rates(measured=False)
+    assert {"fused attention", "launches", "links in a host"} <= {*shape.rates(measured=True)}
+
+
+@pytest.mark.devices
+def test_what_is_measured_of_gpus_runs_on_any_devices() -> None:
+    meter = Meter(2, longest=0.1, fewest=1, most=1, together=2)
+    found = of_gpus(meter, (2, 16, 32), (2, 16, 2, 8), "xla")
+    seconds = {name: value for name, value in found.items() if name.endswith("_seconds")}
+    assert [*seconds] == ["element_seconds", "attention_seconds", "layer_seconds"]
+    assert 0 < seconds["element_seconds"] < 10
+    assert 0 < seconds["attention_seconds"] < 10
+    assert meter.attention_seconds((2, 16, 2, 8), "cudnn") is None  # of which CPUs have none
+
+
+@pytest.mark.devices
+def test_collectives_are_timed_in_pairs_and_of_all() -> None:
+    found = Meter(4, longest=0.1, fewest=2, most=2).collectives((1 << 12, 1 << 16), quick=False)
+    ways = [*itertools.product(COLLECTIVES, (2, 4), (1,), (1 << 12, 1 << 16))]
+    assert [one[:4] for one in found] == [(kind, n, one, size) for kind, n, one, size in ways]
+    assert all(0 < one[-1] < 10 for one in found)
+    assert Meter(1).collectives((1 << 12,), quick=True) == []
+
+
 def test_cores_in_use_say_how_much_devices_slow_one_another() -> None:
     """A device that uses one of two cores alone runs at twice the speed of four at work."""
     every = [(2.0, 4.0), (4.0, 4.0)]  # seconds, processor seconds: the second was disturbed
@@ -241,7 +333,7 @@ def test_what_other_work_hides_is_nominal() -> None:
         effective_parallelism=None,
         product_parallelism=None,
         dispatch_overhead=0.0,
-        all_reduce_seconds={},
+        collectives=(),
     )
     nominal = local_shape(4, 1, "cpu")
     shape = hidden.applied(nominal)
@@ -255,7 +347,7 @@ def test_what_other_work_hides_is_nominal() -> None:
 def test_a_start_is_told_from_one_row() -> None:
     """However much longer than its work the long program took, since other work disturbed it."""
     for disturbed in (1.0, 10.0):
-        found = dispatch_overhead({1: 2.04e-3, 512: disturbed * 22.4e-3})
+        _, found = line({1: 2.04e-3, 512: disturbed * 22.4e-3})
         assert found == pytest.approx(2e-3, rel=0.25)
 
 
