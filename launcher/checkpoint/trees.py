@@ -63,8 +63,6 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
     """
     final = Path(folder).expanduser().absolute()
     paths, leaves = _named(tree)
-    for path, leaf in zip(paths, leaves, strict=True):
-        _check_leaf(path, leaf)
     if os.path.lexists(final):
         if not _may_replace(final):
             what = "it holds something else than a checkpoint; name another folder"
@@ -107,8 +105,6 @@ def restore(folder: str | os.PathLike[str], like: Any) -> Any:
     """
     path = Path(folder).expanduser().absolute()
     paths, leaves = _named(like)
-    for name, leaf in zip(paths, leaves, strict=True):
-        _check_leaf(name, leaf)
     _check_stored(path, paths, leaves)
     backend = current()
     there = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RemoteArray)]
@@ -193,13 +189,14 @@ def _named(tree: Any) -> tuple[list[_Path], list[Any]]:
     """Return each leaf's path, as text, and the leaves.
 
     Raises:
-        TypeError: two leaves would be stored under one name.
+        TypeError: two leaves would be stored under one name, or one cannot be stored.
     """
     flat = jax.tree_util.tree_leaves_with_path(tree)
     word = functools.partial(jax.tree_util.keystr, simple=True)
     paths = [tuple(word((key,)) for key in path) or (_ALONE,) for path, _ in flat]
     seen: set[str] = set()
-    for path in paths:
+    for path, (_, leaf) in zip(paths, flat, strict=True):
+        _check_leaf(path, leaf)
         if (name := ".".join(path)) in seen:
             raise TypeError(f"two leaves of the tree are named {name}; rename one")
         seen.add(name)
