@@ -168,7 +168,7 @@ def _no_other_process_counts():
     """Predictions are those of a quiet machine, whatever else it does."""
     with pytest.MonkeyPatch.context() as patch:
         check = import_module("launcher.driver.planning.check")
-        patch.setattr(check, "cores_in_use", lambda: 0.0)
+        patch.setattr(check, "threads_at_work", lambda: 0.0)
         yield
 
 

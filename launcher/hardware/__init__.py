@@ -6,12 +6,12 @@ from launcher.hardware.cluster_shape import NETWORK_SHARE as NETWORK_SHARE
 from launcher.hardware.cluster_shape import ClusterShape as ClusterShape
 from launcher.hardware.cluster_shape import WorkerInfo as WorkerInfo
 from launcher.hardware.cluster_shape import beside_others as beside_others
-from launcher.hardware.cluster_shape import cores_in_use as cores_in_use
 from launcher.hardware.cluster_shape import gpu_memory_variables as gpu_memory_variables
 from launcher.hardware.cluster_shape import is_nominal as is_nominal
 from launcher.hardware.cluster_shape import local_shape as local_shape
 from launcher.hardware.cluster_shape import memory_share as memory_share
 from launcher.hardware.cluster_shape import sheet_rates as sheet_rates
+from launcher.hardware.cluster_shape import threads_at_work as threads_at_work
 from launcher.hardware.cluster_shape import with_measured as with_measured
 from launcher.hardware.datasheets import Datasheet as Datasheet
 from launcher.hardware.datasheets import described_sheet as described_sheet

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import statistics
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,6 +232,7 @@ NETWORK_SHARE = 0.9  # of those between hosts
 
 # Assumed rates for GPUs without a datasheet; their memory is unknown.
 _OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
+_LOAD, _LOOKS = Path("/proc/loadavg"), 20
 LOCAL = "local"  # the name of GPUs that are here
 _ETHERNET = 12.5e9  # 100 Gbit/s
 _CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
@@ -290,10 +295,25 @@ def is_nominal(shape: ClusterShape) -> bool:
     return shape.device_kind != "cpu" and shape.peak_flops is None
 
 
-def cores_in_use(seconds: float = 0.2) -> float:
-    """Return how many cores are at work while this process sleeps, but for what is niced."""
-    of = psutil.cpu_times_percent(seconds)
-    return float(of.user + of.system) / 100 * (psutil.cpu_count() or 1)
+def threads_at_work(seconds: float = 0.2) -> float:
+    """Return how many threads want a core while this one sleeps, in the mean.
+
+    Those of niced processes, which take little from others, do not count unless this one is niced.
+    It is 0 where the kernel is not Linux.
+    """
+    found = []
+    psutil.cpu_times_percent()
+    for _ in range(_LOOKS):
+        time.sleep(seconds / _LOOKS)
+        try:
+            running, _, _ = _LOAD.read_text().split()[3].partition("/")
+        except OSError:
+            return 0.0
+        found.append(int(running) - 1)  # this one, which reads
+    of = psutil.cpu_times_percent()
+    busy = of.user + of.nice + of.system
+    share = (busy if os.nice(0) > 0 else busy - of.nice) / max(busy, 1.0)
+    return share * statistics.mean(found)
 
 
 def _cores() -> int:
@@ -304,11 +324,11 @@ def _cores() -> int:
 def beside_others(shape: ClusterShape, others: float) -> ClusterShape:
     """Return devices that share a machine as fast as others leave them.
 
-    The devices' threads keep all cores at work, which the kernel divides equally.
+    A thread of theirs on each core gets as much of it as each other one.
 
     Args:
         shape: the devices, alone on the machine.
-        others: how many cores other processes use.
+        others: how many threads of other processes want a core.
     """
     factor = 1.0 + others / _cores()
     rates = "flops", "flops_fp32", "memory_bandwidth", "intra_host", "inter_host"

@@ -26,7 +26,7 @@ from launcher.driver.folder.mirrored import look_at_mirror
 from launcher.driver.planning.downloads import hub_needs
 from launcher.driver.planning.init_from import find_start
 from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
-from launcher.hardware import cores_in_use
+from launcher.hardware import threads_at_work
 from launcher.recipes import check_dataset, find_module, needs_preparing
 from launcher.report.trackers.tracker import openers
 
@@ -40,7 +40,7 @@ class Inputs:
     Attributes:
         pool: the devices there are, or None if the run is only planned.
         init_from: the checkpoint that the first parameters come from.
-        others: how many of this machine's cores other processes use, if devices are to share them.
+        others: how many threads of other processes want a core, if devices are to share these.
     """
 
     pool: DevicePool | None
@@ -68,7 +68,7 @@ def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     pool = find_pool(config, plan_only)
     shares = not plan_only and pool is not None and pool.kind == "cpu" and measures_first(config)
-    return Inputs(pool, find_start(config, finished), cores_in_use() if shares else 0.0)
+    return Inputs(pool, find_start(config, finished), threads_at_work() if shares else 0.0)
 
 
 def check(config: Config, environ: Mapping[str, str]) -> list[str]:

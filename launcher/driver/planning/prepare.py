@@ -48,7 +48,7 @@ from launcher.train.program import Program, build_program, stored_part
 _log = logging.getLogger(__name__)
 _PLANS = 3
 _VERIFIED = 4  # so many plans are compiled at most, to find one that fits
-_IN_USE = 0.1  # of a core: fewer are a system's own
+_AT_WORK = 0.2  # fewer threads are a system's own
 _PAYS = 1800.0  # seconds of training from which on trying, some ten seconds a plan, costs little
 
 
@@ -125,8 +125,9 @@ def trace(config: Config, console: Console, inputs: Inputs, measures: bool = Fal
     """
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     cluster = shape_of(config, inputs.pool, console if measures else None)
-    if inputs.others > _IN_USE:
-        _log.info(f"other processes use {inputs.others:.1f} cores, and predictions allow for it")
+    if inputs.others > _AT_WORK:
+        at_work = f"other processes have {inputs.others:.1f} threads at work"
+        _log.info(f"{at_work}, and predictions allow for it")
         cluster = beside_others(cluster, inputs.others)
     target = compiler_of(config, cluster)
     if config.train.deterministic and cluster.device_kind != "cpu":

@@ -108,7 +108,7 @@ def test_only_trainings_measure(measured: list[object]) -> None:
     assert measured == []
 
 
-def test_predictions_allow_for_other_processes_by_cores_in_use(
+def test_predictions_allow_for_threads_of_other_processes(
     monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     keep()
@@ -116,12 +116,12 @@ def test_predictions_allow_for_other_processes_by_cores_in_use(
     cores = len(psutil.Process().cpu_affinity() or [0])
     seconds = []
     for others in (0.0, 0.05, 1.0):
-        monkeypatch.setattr(check, "cores_in_use", lambda of=others: of)
+        monkeypatch.setattr(check, "threads_at_work", lambda of=others: of)
         traced = prepare.trace(config, make_console(), check.look(config, 0), measures=True)
         seconds.append(prepare.plan(config, make_console(), traced).plan.predicted_step_seconds)
     assert seconds[1] == seconds[0]
     assert seconds[2] == pytest.approx((1 + 1 / cores) * seconds[0])
-    line = "other processes use 1.0 cores, and predictions allow for it"
+    line = "other processes have 1.0 threads at work, and predictions allow for it"
     assert [one for one in said if "other processes" in one] == [line]
     assert check.look(config, 0, plan_only=True).others == 0.0
     for words in (("parallel.cost=model",), ("cluster=h100_8",)):
