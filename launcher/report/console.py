@@ -158,11 +158,6 @@ def status(console: Console, text: str, phase: Phase | None = None) -> Iterator[
         yield advance
 
 
-def in_mib(advance: Advance) -> Callable[[int, int], None]:
-    """Return what shows the progress of a phase in bytes: how many are done, of how many."""
-    return lambda done, total: advance(done // 2**20, total // 2**20, "MiB")
-
-
 class _PlainLines:
     """A phase off a terminal: `<text> ... 3.2 s`, and in between a line every half minute."""
 

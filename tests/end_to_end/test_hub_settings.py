@@ -138,8 +138,8 @@ def test_a_check_names_the_commits_and_downloads_no_weights_and_no_data(stub, th
     }
     assert (config.model.hidden_size, config.dataset.folder) == (32, "org-talks-data.tokens")
     said = check(config, os.environ)
-    assert f"train.init_from: {pinned} (0.2 MB to download, files: 1)" in "; ".join(said)
-    assert f"dataset.path: {data} (0.0 MB to download, files: 4)" in said
+    assert f"train.init_from: {pinned} (0.2 MiB to download, files: 1)" in "; ".join(said)
+    assert f"dataset.path: {data} (0.0 MiB to download, files: 4)" in said
     names = {file.name for file in (tmp_path / "cache").rglob("snapshots/*/**/*") if file.is_file()}
     assert names == {"config.json", "tokenizer.json"}
     written = to_yaml(to_written(config))

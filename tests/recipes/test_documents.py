@@ -88,7 +88,7 @@ def test_bad_documents_are_counted_in_what_is_said(given):
 
 
 def test_a_held_out_target_stands_for_its_share_of_a_documents_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.pieces_of, "__defaults__", (300,))  # several parts
+    monkeypatch.setattr(sources, "PIECE", 300)  # several parts
     texts = ["é" * (1 + i % 7) for i in range(60)]
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from launcher.base import complain, read_own, stores, to_type, write_whole
+from launcher.base import Advance, complain, read_own, stores, to_type, write_whole
 from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
-from launcher.report.console import in_mib, line_printer, status
+from launcher.report.console import line_printer, status
 from launcher.stop import Stop
 
 _IDENTITY = "mirror.json"  # in the run's folder
@@ -111,7 +111,7 @@ def bring_back(config: Config, console: Console) -> None:
             doing = f"fetching step {copy.step} from {mirror.store.url}"
             try:
                 with status(console, doing) as advance:
-                    problem = mirror.fetch(copy, home.path, in_mib(advance))
+                    problem = mirror.fetch(copy, home.path, _in_mib(advance))
             except stores.StoreError as error:
                 raise OSError(f"run.mirror: {error}") from None
             if problem is None:
@@ -123,6 +123,10 @@ def bring_back(config: Config, console: Console) -> None:
                 f"intact (in {copy.step}, {problem})",
                 "Choose another prefix and run.id to start afresh.",
             )
+
+
+def _in_mib(advance: Advance) -> Callable[[int, int], None]:
+    return lambda done, total: advance(done >> 20, total >> 20, "MiB")
 
 
 def _note(home: Path, owner: str) -> None:
@@ -192,4 +196,4 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
     ):
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
-                in_mib(advance)(*process.progress)
+                _in_mib(advance)(*process.progress)

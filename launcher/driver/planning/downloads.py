@@ -14,7 +14,7 @@ from launcher.recipes import needs_preparing
 from launcher.recipes.data.corpus.sources import wanted_files
 from launcher.recipes.datasets.documents import Documents
 from launcher.recipes.datasets.text import Text
-from launcher.report.console import in_mib, status
+from launcher.report.console import status
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def download(config: Config, console: Console, finished: int | None = None) -> N
         with naming(key, text):
             if hub.missing(text, fits):
                 with status(console, f"downloading {hub.described(text, fits)}") as advance:
-                    hub.fetch(text, fits, in_mib(advance))
+                    hub.fetch(text, fits, lambda n, of: advance(n >> 20, of >> 20, "MiB"))
             _log.info(f"{key}: {hub.described(text, fits)}")
 
 

@@ -53,7 +53,7 @@ def written(folder):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(sources.pieces_of, "__defaults__", (300,))
+    monkeypatch.setattr(sources, "PIECE", 300)
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "arrow", "stream", "text"])
@@ -130,7 +130,7 @@ def test_a_killed_run_leaves_no_processes_and_goes_on(tmp_path):
         "import sys\nfrom launcher.recipes.data.corpus import sources\n"
         "from launcher.recipes.datasets.documents import Documents\n"
         "from launcher.recipes.datasets.documents.prepare import prepare_corpus\n"
-        "sources.pieces_of.__defaults__ = (10**5,)\n"
+        "sources.PIECE = 10**5\n"
         "if __name__ == '__main__':\n"
         f"    prepare_corpus({work(folder, tmp_path / 'out')!r}, 2)\n"
     )
@@ -166,7 +166,7 @@ def test_ctrl_c_waits_for_nothing_that_is_half_done(tmp_path):
     code = (
         "import os, time\nfrom launcher.recipes.data.corpus import sources\n"
         "from launcher.recipes.datasets.documents import Documents, prepare\n"
-        "sources.pieces_of.__defaults__ = (1,)\n"
+        "sources.PIECE = 1\n"
         "def _make(*_):\n"
         "    os.write(1, b'%d\\n' % os.getpid())  # in one piece, beside another's\n"
         "    time.sleep(1000)\n"
