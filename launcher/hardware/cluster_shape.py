@@ -313,7 +313,7 @@ def threads_at_work(seconds: float = 0.2) -> float:
     of = psutil.cpu_times_percent()
     busy = of.user + of.nice + of.system
     share = (busy if os.nice(0) > 0 else busy - of.nice) / max(busy, 1.0)
-    return share * statistics.mean(found)
+    return float(share * statistics.mean(found))
 
 
 def _cores() -> int:
