@@ -313,7 +313,7 @@ def threads_at_work(seconds: float = 0.2) -> float:
     of = psutil.cpu_times_percent()
     busy = of.user + of.nice + of.system
     share = (busy if os.nice(0) > 0 else busy - of.nice) / max(busy, 1.0)
-    return share * statistics.mean(found)
+    return float(share * statistics.mean(found))
 
 
 def _cores() -> int:
@@ -324,13 +324,13 @@ def _cores() -> int:
 def beside_others(shape: ClusterShape, others: float) -> ClusterShape:
     """Return devices that share a machine as fast as others leave them.
 
-    A thread of theirs on each core gets as much of it as each other one.
+    All threads get as much of the cores, and each device has one, as has each core.
 
     Args:
         shape: the devices, alone on the machine.
         others: how many threads of other processes want a core.
     """
-    factor = 1.0 + others / _cores()
+    factor = 1.0 + others / max(shape.num_devices, _cores())
     rates = "flops", "flops_fp32", "memory_bandwidth", "intra_host", "inter_host"
     waits = {name: getattr(shape, name) * factor for name in ("latency", "dispatch_overhead")}
     found = {name: getattr(shape, name) / factor for name in rates}

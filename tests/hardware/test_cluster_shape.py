@@ -1,8 +1,11 @@
 """What is known of devices by their kind alone."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from launcher.base import warn_once
+from launcher.hardware import cluster_shape
 from launcher.hardware.cluster_shape import is_nominal
 from launcher.hardware.datasheets import find_datasheet
 from launcher.plan import local_shape
@@ -95,3 +98,16 @@ def test_of_emulated_devices_nothing_is_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calibrated(local_shape(2, 1, "cpu"))
     assert caplog.messages == []
+
+
+def test_threads_of_others_want_a_core_unless_they_are_niced(tmp_path, monkeypatch):
+    load = tmp_path / "loadavg"
+    load.write_text("0.10 0.20 0.30 4/321 1234\n")  # four run, of which one reads this
+    monkeypatch.setattr(cluster_shape, "_LOAD", load)
+    busy = SimpleNamespace(user=40.0, nice=60.0, system=20.0)
+    monkeypatch.setattr(cluster_shape.psutil, "cpu_times_percent", lambda: busy)
+    for mine, wanted in ((0, 1.5), (10, 3.0)):
+        monkeypatch.setattr(cluster_shape.os, "nice", lambda _, mine=mine: mine)
+        assert cluster_shape.threads_at_work(0.0) == pytest.approx(wanted)
+    load.unlink()
+    assert cluster_shape.threads_at_work(0.0) == 0.0
