@@ -84,7 +84,7 @@ class Liveness:
         columns = _columns(self.equations) if on_gpu else {}
         held = [*outs, *at_once, *columns, *same.values()]
         kept = _kept(self.equations, held, as_soon, on_gpu, turned)
-        whole = _whole(self.equations, gathered)
+        whole = _first_reads(self.equations, gathered)
         behind = _behind(self.equations, kept, whole)
         end = len(self.equations)
         last: dict[Var, int] = {}
@@ -120,13 +120,10 @@ class Liveness:
         """Make copies where the compiler does: those of inputs at the start.
 
         XLA:GPU runs them under collectives. That of an input is made when the one before it of this
-        shape is read. Those of a value are made with it, if something else reads it by the same
-        kernel, which then does not write over what it reads.
+        shape is read. Those of a value are made with it.
         """
-        reads = Counter(v for eqn in self.equations for v in eqn.invars if is_var(v))
-        copies = Counter(v for copied in self._turned for v in copied if on_gpu)
+        copies = {v for copied in self._turned for v in copied if on_gpu}
         made = {v: place for place, of in enumerate(self._made) for v in of if v in copies}
-        self._in_place -= {place for v, place in made.items() if copies[v] < reads[v]}
         ahead: dict[object, int] = {}
         for place, copied in enumerate(self._turned):
             self._turned[place] = [v for v in copied if v in defined and v not in made]
@@ -343,7 +340,7 @@ def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> se
     """Return the equations, by number, whose result may take the place of what they read.
 
     XLA:GPU computes a value in one kernel with the sums of it, and of what it is made of at once,
-    which may not write over what it reads; nor may one that computes in another width between.
+    which may not write over what it reads.
     """
     summed = set[Var]()
     for eqn in reversed(equations):
@@ -356,7 +353,7 @@ def _in_place(equations: Sequence[Equation], kept: Set[Var], on_gpu: bool) -> se
         reads = {v for v in eqn.invars if is_var(v)} if on_gpu and name in FUSED else set()
         if name in IN_PLACE and not (reads and (summed & outs or apart & reads)):
             found.add(place)
-        if reads and (apart & reads or _changes_width(eqn)):
+        if apart & reads:
             apart |= outs - kept
     return found
 
@@ -395,16 +392,11 @@ def _columns(equations: Sequence[Equation]) -> dict[Var, Var]:
     return found
 
 
-def is_folded(eqn: Equation) -> bool:
-    """Return whether a product of XLA:GPU reads through an equation, as another order of dims."""
-    return eqn.primitive.name in OTHER_DIMS
-
-
 def _read_through(equations: Iterable[Equation]) -> dict[Var, Var]:
-    """Return for values that are another order of dims of one what that is."""
+    """Return for values that are another order of dims of one, which a product reads, that one."""
     found: dict[Var, Var] = {}
     for eqn in equations:
-        if is_folded(eqn) and is_var(source := eqn.invars[0]):
+        if eqn.primitive.name in OTHER_DIMS and is_var(source := eqn.invars[0]):
             found[eqn.outvars[0]] = found.get(source, source)
     return found
 
@@ -413,12 +405,6 @@ def _spreads(eqn: Equation) -> bool:
     """Return whether the result is a broadcast, which is recomputed at no cost."""
     read = max((v.aval.size for v in eqn.invars), default=1)
     return eqn.primitive.name in BROADCASTS and read < eqn.outvars[0].aval.size
-
-
-def _changes_width(eqn: Equation) -> bool:
-    """Return whether the result has elements of another number of bits."""
-    name, (first, *_), (out, *_) = eqn.primitive.name, eqn.invars, eqn.outvars
-    return name in FORMS and first.aval.dtype.itemsize != out.aval.dtype.itemsize
 
 
 def _is_wider(eqn: Equation, defined: Set[Var]) -> bool:
@@ -491,21 +477,10 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
     return found
 
 
-def _whole(equations: Sequence[Equation], gathered: Iterable[Var]) -> dict[Var, int]:
-    """Return where inputs are gathered: those that are not read as something narrower alone.
-
-    That is gathered in their stead.
-    """
-    first: dict[Var, int] = {}
-    wide = set()
-    for place, eqn in enumerate(equations):
-        for v in eqn.invars:
-            if is_var(v):
-                first.setdefault(v, place)
-                made = eqn.outvars[0].aval if eqn.primitive.name in FORMS else v.aval
-                if nbytes(v.aval) <= nbytes(made):
-                    wide.add(v)
-    return {v: first[v] for v in gathered if v in wide}
+def _first_reads(equations: Sequence[Equation], of: Iterable[Var]) -> dict[Var, int]:
+    """Return the equation, by number, that first reads each of these values, if one does."""
+    first = {v: n for n, eqn in reversed([*enumerate(equations)]) for v in eqn.invars if is_var(v)}
+    return {v: first[v] for v in of if v in first}
 
 
 def _behind(

@@ -180,7 +180,7 @@ def mesh_memory(
     batch = 0 if _is_afresh(cut) else batch  # each task counts what it reads of its slice
     held = state + _result_bytes(cut, mesh) + exchanged
     own = graphs if cut.slicing.own_replicas > 1 else []
-    of_sums = {graph.index: _sums(cut, sums[graph.index], layout, on_gpu) for graph in own}
+    of_sums = {graph.index: _sums(cut, graph.index, sums[graph.index], on_gpu) for graph in own}
     made = summed if _is_afresh(cut) else grads
     beside = {s: one for s, one in of_sums.items() if one.beside}
     working = mesh_activation_bytes(footprints, cut.tasks[mesh], beside, waiting)
@@ -229,16 +229,17 @@ class Sums(NamedTuple):
     beside: bool
 
 
-def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout, on_gpu: bool) -> Sums:
+def _sums(cut: PartitionedStep, stage: int, sync: GradientSync, on_gpu: bool) -> Sums:
     """Return what the buckets that a stage sums once a step need.
 
-    A bucket is packed, and what the collective makes of it unpacked before the pass continues,
-    except one alone that is all-reduced: of that XLA:GPU copies the sums alone, in a program that
-    does nothing else. The gradients of the only microbatch are there before they are summed, and
-    their sums are not unpacked.
+    A bucket is packed, and what the collective makes of it unpacked before the pass continues. One
+    gradient is summed where it is, but XLA:GPU makes two copies if the rest of the pass waits for
+    it; those of a layer that is recomputed are there at once. The gradients of the only microbatch
+    are there before they are summed, and their sums are not unpacked.
     """
-    afresh, once, replicas = _is_afresh(cut), sync.once, layout.sizes[DATA]
-    beside = sync.backward_sums_once
+    layout, afresh, once = cut.layout(stage), _is_afresh(cut), sync.once
+    replicas, beside = layout.sizes[DATA], sync.backward_sums_once
+    ties = on_gpu and beside and cut.assignment.remat[stage] == "none"
     together = sync.in_pass(last=True) if beside else once
 
     def working(bucket: Bucket) -> float:
@@ -247,8 +248,9 @@ def _sums(cut: PartitionedStep, sync: GradientSync, layout: Layout, on_gpu: bool
         if afresh:
             unpacks = not stays_packed(bucket, together, cut.slicing, cut.leaving)
             return bucket.nbytes * (2 if scatters or (flat and unpacks) else 1)
-        copies = 2 if flat else on_gpu and len(bucket.operands) > 1 and not beside
-        return bucket.nbytes * (1 + 1 / replicas if scatters else copies)
+        in_place = all(is_summed_in_place(layout, i, cut.leaving) for i in bucket.operands)
+        waited = ties and bucket is not together[-1] and in_place
+        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 * (flat or waited))
 
     fresh = 0
     if not afresh:  # those of the only microbatch are counted as the gradients

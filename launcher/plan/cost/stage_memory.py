@@ -21,13 +21,12 @@ from launcher.partition import (
     opened,
     sum_places,
 )
-from launcher.plan.cost.liveness import Liveness, Size, is_folded
+from launcher.plan.cost.liveness import Liveness, Size
 from launcher.plan.cost.waiting import PutOff
 from launcher.schedule import Kind
 from launcher.trace import (
     CONTRACTIONS,
     FORMS,
-    FUSED,
     GRADIENT_SUMS,
     Aval,
     Equation,
@@ -104,20 +103,13 @@ class Stored:
         summed = [v for name, v in outs if name.kind in ("grad", "result")]
         held = [v for name, v in outs if name.kind not in ("grad", "result")]
         self.gradients = {v: name.of for name, v in outs if name.kind == "grad" and is_var(v)}
+        # On GPUs a product's kernel adds to an accumulator itself, and so does what is fused.
+        self._added = frozenset(self.gradients if on_gpu else ())
         if not on_gpu:
-            self._added: Set[Var] = frozenset()
             self.slack, self._workspace = _SLACK, 0
             self.liveness = Liveness(self.jaxpr.eqns, held, summed)
             return
         self.slack, self._workspace = 1.0, _WORKSPACE
-        # A product's kernel adds to an accumulator itself, and so does what is fused.
-        by: dict[Var, str] = {}
-        for eqn in self.jaxpr.eqns:
-            name, source = eqn.primitive.name, eqn.invars[0] if eqn.invars else None
-            if is_folded(eqn) and source is not None and is_var(source):
-                name = by.get(source, "")
-            by.update(dict.fromkeys(eqn.outvars, name))
-        self._added = {v for v in self.gradients if by.get(v) in FUSED | {"dot_general"}}
         is_operand = ((v, name) for v, name in self.inputs.items() if name.kind == "operand")
         whole = [v for v, name in is_operand if name.of in how.gathered]
         products, own = _products(self.jaxpr.eqns), {*self.gradients.values()}

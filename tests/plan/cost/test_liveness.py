@@ -115,17 +115,6 @@ def summed_beside(x, w):
     return y * 2, y.sum(0)
 
 
-def rounded(x, w):
-    """One that rounds to fewer bits on the way does not, either."""
-    return (x @ w).astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def computed_wide(x, w):
-    """Nor does one that widens what it reads, and rounds its result to as many bits."""
-    y = x[:, :1].astype(jnp.bfloat16) @ w[:1].astype(jnp.bfloat16)
-    return jnp.tanh(y.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
 def scattered_and_narrowed(x, w):
     """What is scattered into took the place of what it is made of."""
     y = jnp.tanh(x @ w).at[jnp.arange(ROWS), 0].add(w[:ROWS, 0])
@@ -169,8 +158,6 @@ def columns(x, w):
         (turned_weight, 3),
         (summed, 2.1),
         (summed_beside, 2.1),
-        (rounded, 2),
-        (computed_wide, 1),
         (scattered_and_narrowed, 1.5),
         (largest, 5),
         (widened, 0.8),
@@ -210,7 +197,7 @@ def of_columns(scores, x):
     ("program", "squares"),
     [
         (lambda s, x: (of_columns(jnp.tanh(of_columns(s, s)), x),), 1),
-        (lambda s, x: (of_rows(y := jnp.tanh(of_columns(s, s)), x), of_columns(y, x)), 3),
+        (lambda s, x: (of_rows(y := jnp.tanh(of_columns(s, s)), x), of_columns(y, x)), 2),
         (lambda s, x: of_columns(s.transpose(1, 0, 2) + 1, x), 1),
     ],
     ids=["as it lies", "turned beside", "made for one"],

@@ -80,6 +80,18 @@ def test_layers_computed_again_add_their_inputs_alone(method):
     assert needed(8) - needed(4) <= 4 * most
 
 
+def test_a_gradient_is_copied_twice_where_the_rest_of_the_pass_waits_for_it():
+    """That of the second layer: a layer has its weight and its gradient besides."""
+    weight = 2048 * 2048 * 4
+
+    def needed(layers):
+        step = layered_step([(2048, 2048)] * layers, 4 * ROWS, updated=range(layers))
+        plan = DataParallel(2, bucket_bytes=1).plan(step, local_shape(2, 1, "H100"))
+        return plan.stages[0].memory_bytes
+
+    assert needed(2) - needed(1) == pytest.approx(4 * weight, rel=0.01)
+
+
 def test_the_stages_of_a_mesh_add_up(found):
     tasks = make_tasks("interleaved_1f1b", STAGES, 2, MICRO_BATCHES)
     shared = peaks(found, "interleaved_1f1b", 2, "full")
