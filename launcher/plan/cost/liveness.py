@@ -478,6 +478,7 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
 
 
 def _first_reads(equations: Sequence[Equation], of: Iterable[Var]) -> dict[Var, int]:
+    """Return the equation, by number, that first reads each of these values, if one does."""
     first = {v: n for n, eqn in reversed([*enumerate(equations)]) for v in eqn.invars if is_var(v)}
     return {v: first[v] for v in of if v in first}
 
