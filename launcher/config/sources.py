@@ -450,10 +450,13 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
         tree: composed, and not yet resolved.
         origin: the files and overrides that it is composed of.
     """
-    task, plan = str(tree.get("task")), _plan_of_run(tree)
+    task = str(tree.get("task"))
     reads = read_by(task)
-    is_of_run = reads is not None and "run.id" in reads
-    if reads is None or (is_of_run and plan is None):
+    if reads is None:
+        return
+    is_of_run = "run.id" in reads
+    plan = _plan_of_run(tree) if is_of_run else None
+    if is_of_run and plan is None:
         return
     run = settings_beside(str(plan)) if is_of_run else {}
     untracked = () if _at(tree, "report.trackers") else ("report", "report.trackers")
@@ -485,7 +488,8 @@ def _counting(origin: Origin) -> Iterator[str]:
 
 def _plan_of_run(tree: Tree) -> Path | None:
     """Return the plan of the run `run.id`, None if none is named."""
-    run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
+    settings = OmegaConf.create(tree)
+    run_of = [OmegaConf.select(settings, f"run.{key}") for key in ("dir", "id")]
     return Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
 
 
