@@ -452,11 +452,9 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
     """
     task = str(tree.get("task"))
     reads = read_by(task)
-    if reads is None:
-        return
-    is_of_run = "run.id" in reads
+    is_of_run = reads is not None and "run.id" in reads
     plan = _plan_of_run(tree) if is_of_run else None
-    if is_of_run and plan is None:
+    if reads is None or (is_of_run and plan is None):
         return
     run = settings_beside(str(plan)) if is_of_run else {}
     untracked = () if _at(tree, "report.trackers") else ("report", "report.trackers")
