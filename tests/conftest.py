@@ -6,10 +6,12 @@ belongs to the default tier and the rest to another one.
 """
 
 import collections
-import copy
 import gc
+import multiprocessing.process
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 from importlib import import_module
@@ -48,10 +50,11 @@ PURE = (
     *("schedule", "trace"),
 )
 ON_DEMAND = "slow", "stress", "slurm", "gpu_compile"  # run where `-m` names them
-STARTING = {
-    *("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty"),
-    *("os.exec", "pty.spawn"),
-}
+# What starts a process, which patches watch: each `id` of an object would call an audit hook.
+STARTING = (
+    *((subprocess.Popen, "__init__"), (os, "system"), (os, "posix_spawn"), (os, "fork")),
+    *((os, "forkpty"), (multiprocessing.process.BaseProcess, "start")),
+)
 _MOST_AT_ONCE = 5  # each compiles on all cores; more wait for one another
 
 
@@ -119,8 +122,8 @@ def _settings_are_parsed_once():
         start, text = file.tell(), file.read()
         if text not in known:
             file.seek(start)  # the file itself, whose name errors tell
-            known[text] = load(file)
-        return copy.deepcopy(known[text])
+            known[text] = pickle.dumps(load(file))
+        return pickle.loads(known[text])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OmegaConf, "load", load_once)
@@ -210,21 +213,13 @@ def said():
 _found: list[str] | None = None  # what a pure test has done that it must not
 
 
-def _note(event, args):
-    if _found is not None and event in STARTING:
-        _found.append(f"starts a process: {event}{args[:2]}")
-
-
-sys.addaudithook(_note)
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item):
     """Watch a pure test, its fixtures included, which a wrapper around it sees, too."""
     global _found
     if item.get_closest_marker("devices") is None:
         _found = []
-        item._undo_watch = _watched_compile()
+        item._undo_watch = _watched()
     return (yield)
 
 
@@ -241,9 +236,9 @@ def pytest_runtest_teardown(item):
             pytest.fail(f"A test without the mark `devices` {found[0]}", pytrace=False)
 
 
-def _watched_compile():
-    """Note compiling ahead of time, as plans' programs are compiled, and processes that
-    `multiprocessing` starts; returns what ends that."""
+def _watched():
+    """Note processes that are started, and compiling ahead of time, as plans' programs are
+    compiled; returns what ends that."""
     patch = pytest.MonkeyPatch()
 
     def noting(owner, name, words):
@@ -256,9 +251,8 @@ def _watched_compile():
 
         patch.setattr(owner, name, noted)
 
+    for owner, name in STARTING:
+        noting(owner, name, f"starts a process: {owner.__name__}.{name}")
     if "jax" in sys.modules:
         noting(sys.modules["jax"].stages.Lowered, "compile", "compiles a program for devices")
-    if "multiprocessing.process" in sys.modules:
-        process = sys.modules["multiprocessing.process"].BaseProcess
-        noting(process, "start", "starts a process by multiprocessing")
     return patch.undo

@@ -69,7 +69,7 @@ def test_a_pure_test_that_is_none_fails(tmp_path: Path) -> None:
     told = re.findall(error, done.stdout)
     assert sorted(told) == [
         ("test_compiles", "compiles a program for devices"),
-        ("test_spawns", "starts a process by multiprocessing"),
+        ("test_spawns", "starts a process"),
         ("test_with_a_process_in_a_fixture", "starts a process"),
     ]
     assert re.search(r"^4 passed, 3 deselected, 3 errors", done.stdout, re.MULTILINE)

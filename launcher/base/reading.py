@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
 import types
 from collections.abc import Mapping
@@ -192,7 +193,12 @@ def yaml_node(path: Path) -> yaml.Node | None:
     Merge keys (`<<`) are followed: their names stand before a table's own, which win. Raises as
     `read_yaml`.
     """
-    loader = yaml.SafeLoader(read_text(path, _LARGEST_YAML))
+    return _node(read_text(path, _LARGEST_YAML))
+
+
+@functools.lru_cache  # a sweep composes the same files for each of its runs
+def _node(text: str) -> yaml.Node | None:
+    loader = yaml.SafeLoader(text)
     try:
         node: yaml.Node | None = loader.get_single_node()
         _follow_merges(loader, node)

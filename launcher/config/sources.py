@@ -450,9 +450,10 @@ def refuse_unread(tree: Tree, origin: Origin) -> None:
         tree: composed, and not yet resolved.
         origin: the files and overrides that it is composed of.
     """
-    task, plan = str(tree.get("task")), plan_of_run(tree)
+    task = str(tree.get("task"))
     reads = read_by(task)
     is_of_run = reads is not None and "run.id" in reads
+    plan = plan_of_run(tree) if is_of_run else None
     if reads is None or (is_of_run and plan is None):
         return
     run = settings_beside(str(plan)) if is_of_run else {}
@@ -485,7 +486,8 @@ def _counting(origin: Origin) -> Iterator[str]:
 
 def plan_of_run(tree: Tree) -> Path | None:
     """Return the plan of the run `run.id`, None if none is named."""
-    run_of = [OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")]
+    settings = OmegaConf.create(tree)
+    run_of = [OmegaConf.select(settings, f"run.{key}") for key in ("dir", "id")]
     return Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
 
 

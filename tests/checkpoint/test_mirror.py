@@ -255,6 +255,7 @@ def check_faults(url: str, proxy: FaultProxy, home: Path, seed: int) -> None:
         assert damage(home / f"checkpoints/{step}") is None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(3))
 def test_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> None:
     check_faults(url, proxy, tmp_path, seed)

@@ -47,7 +47,7 @@ def mended(words, error):
     return [*(word for word in words if word not in removed), *added]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10, rest="stress")
 @pytest.mark.parametrize("seed", range(100))
 def test_the_remedy_mends_a_broken_command_line(seed, here, ask):
     words = ["task=check", *broken(seed, here)]
@@ -132,6 +132,7 @@ def test_no_remedy_leaves_out_a_file_that_protects_a_run(said, here, ask):
     assert (error["code"], error["remedy"]) == ("unknown_setting", None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "added"),
     [

@@ -1,5 +1,6 @@
 """A loss spike in a run: it goes back, passes over the batches that did it, and is killed."""
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -71,9 +72,16 @@ def kill_the_launcher(launcher: Launcher, run: Path) -> None:
     os.kill(launcher.process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("disturb", [kill_the_next_workers, kill_a_worker, kill_the_launcher])
-@pytest.mark.parametrize("snapshot", ["4", "off"])
+KILLS = kill_the_next_workers, kill_a_worker, kill_the_launcher
+
+
+@pytest.mark.parametrize(
+    ("disturb", "snapshot"),
+    [
+        pytest.param(disturb, snapshot, marks=pytest.mark.stress if k % 2 else pytest.mark.slow)
+        for k, (snapshot, disturb) in enumerate(itertools.product(["4", "off"], KILLS))
+    ],
+)
 def test_a_run_that_spikes_comes_to_the_bytes_of_one_without_these_batches(
     disturb: Callable[[Launcher, Path], None], snapshot: str, without: Path, tmp_path: Path
 ) -> None:

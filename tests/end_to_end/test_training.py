@@ -155,7 +155,7 @@ def test_a_complete_run_has_nothing_left_to_do(
     assert summary(run) == before
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("more", "code", "told"),
     [

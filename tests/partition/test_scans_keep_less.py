@@ -152,6 +152,7 @@ def test_scans_keep_their_source_lines():
     assert [source_line(eqn).split(" ")[-1] for eqn in scans] == ["(dense)", "(dense)"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.devices
 @pytest.mark.parametrize(
     ("model", "remat"),

@@ -93,6 +93,7 @@ def test_no_parameter_moves_between_stages(make):
     assert not any("bytes move" in note for part in plan.parts for note in part.notes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", several.STEPS)
 @pytest.mark.parametrize("method", [TWO_STAGES, Zero3Parallel()])
 def test_results_lie_where_the_arguments_do_whose_places_they_take(make, method):

@@ -59,6 +59,7 @@ BLOCK = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gpt_is_cut_as_megatron_cuts_it(devices, tied):

@@ -296,9 +296,7 @@ def test_the_busiest_link_of_a_runner_up_counts_collectives():
     step, cluster = traced(rows=64), cluster_of(2, 2, **FAST, latency=1e-9)
     apart, shared = (
         build_plan(
-            step,
-            equal_stages(tuple(Submesh(of, (2, 1)) for of in meshes), 4, zero=(3, 3)),
-            cluster,
+            step, equal_stages(tuple(Submesh(of, (2, 1)) for of in meshes), 4, zero=(3, 3)), cluster
         )
         for meshes in [((0, 1), (2, 3)), ((0, 2), (1, 3))]
     )
@@ -330,6 +328,7 @@ def random_assignment(rng, cluster):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(0, 60, 20)])
 def test_no_plan_is_predicted_below_what_its_own_bytes_take(seeds):
     """Sums over replicas, ZeRO, meshes that share hosts, stages that take turns."""

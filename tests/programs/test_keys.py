@@ -8,16 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from programs.pieces import (
-    CLASSES,
-    HIDDEN,
-    batch,
-    descended,
-    losses,
-    net,
-    params,
-    rows,
-)
+from programs.pieces import CLASSES, HIDDEN, batch, descended, losses, net, params, rows
 from programs.program import METHODS, ROWS, Program, assert_same, check, table_test
 
 import launcher
@@ -220,9 +211,7 @@ test_equal_to_one_device_or_refused = table_test(PROGRAMS)
 PLANS = {  # data × microbatches × stages × ZeRO
     f"{kind.__name__}, data {devices}, microbatches {count}": (devices, kind(count))
     for devices, count, kind in itertools.product(
-        (2, 4),
-        (1, 2, 4),
-        (launcher.DataParallel, launcher.Zero2Parallel, launcher.Zero3Parallel),
+        (2, 4), (1, 2, 4), (launcher.DataParallel, launcher.Zero2Parallel, launcher.Zero3Parallel)
     )
 }
 PLANS |= {
@@ -234,7 +223,7 @@ PLANS |= {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, rest="stress")
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_as_one_device(monkeypatch, plan):
     """Losses, gradients and parameters of each step."""
@@ -273,6 +262,7 @@ KEYS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [ROWS, 4], ids=["", "as many rows as words"])
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_key_in_the_batch_is_a_key_and_no_rows(kind, rows):

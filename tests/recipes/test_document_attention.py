@@ -80,6 +80,7 @@ def with_gradients(attend, given, first, weights):
     return jax.tree.map(np.asarray, (out, *slopes))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("way", WAYS)

@@ -116,6 +116,7 @@ def read(options, folder):
     return checkpoint.restore_model(folder, {"params": like})["params"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_and_arrays_come_back(kind, tmp_path):
     options, folder = KINDS[kind], tmp_path / "theirs"

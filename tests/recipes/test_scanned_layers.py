@@ -132,6 +132,7 @@ WIDE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -17,7 +17,7 @@ from pathlib import Path
 
 INDEX, COUNT, COORDINATOR, DEVICES = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 os.environ["NPROC"] = str(int(DEVICES) + 2)  # threads, see launcher.cluster.ray.session
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -122,6 +122,7 @@ def both_ways(monkeypatch, request):
     return found
 
 
+@pytest.mark.sampled(2)
 def test_the_parts_of_a_step_seen_by_the_host_add_up(both_ways):
     for one in (one for pair in both_ways for one in pair):
         assert sum(one.parts.values()) == pytest.approx(one.step_seconds, rel=0.02)

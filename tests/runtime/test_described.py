@@ -109,25 +109,25 @@ OTHERS = {
     "XLA_FLAGS": lambda plan: plan,
     "device": lambda plan: plan,
 }
+PLUGINS = [SimpleNamespace(dist=SimpleNamespace(version="0.99"))]
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_another_plan_is_compiled_anew(compiles, monkeypatch, what):
+def test_another_plan_is_compiled_anew(compiles, monkeypatch):
     traced, plan = planned(2)
     target = target_for(plan)
     compile_for(traced, plan, target)
-    count, plan = len(compiles), OTHERS[what](plan)
-    if what == "version of the compiler":
-        monkeypatch.setattr("launcher.base.measurements.version", lambda name: "0.99")
-    elif what == "version of the plug-in":
-        plugins = [SimpleNamespace(dist=SimpleNamespace(version="0.99"))]
-        monkeypatch.setattr("launcher.runtime.described.entry_points", lambda group: plugins)
-    elif what == "XLA_FLAGS":
-        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    elif what == "device":
-        target = target._replace(text="another")
-    compile_for(traced, plan, target)
-    assert len(compiles) > count
+    for what, changed in OTHERS.items():
+        count = len(compiles)
+        with monkeypatch.context() as patch:
+            if what == "version of the compiler":
+                patch.setattr("launcher.base.measurements.version", lambda name: "0.99")
+            elif what == "version of the plug-in":
+                patch.setattr("launcher.runtime.described.entry_points", lambda group: PLUGINS)
+            elif what == "XLA_FLAGS":
+                patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+            device = target._replace(text="another") if what == "device" else target
+            compile_for(traced, changed(plan), device)
+        assert len(compiles) > count, what
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(1, [True] * 3), (2, [True, False, True])])

@@ -78,6 +78,7 @@ def in_sweep(*words: str) -> tuple[Config, Config]:
     return point.config, load(sweep._command(point, (), Path("a home=1"), "s-0", "s")[3:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", [*WITH_GROUP, *WITHOUT])
 def test_a_run_gets_the_sweeps_group_where_it_can_have_one(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -57,11 +57,7 @@ PLANS = {
     "three_d": ["parallel=three_d", "parallel.model=2", "parallel.pipeline=2"],
 }
 FAST = {("lora", "manual")}
-SLOW = {
-    ("groups", "manual"),
-    ("lora_scanned", "manual"),
-    ("muon", "zero3"),
-}
+SLOW = {("groups", "manual"), ("lora_scanned", "manual"), ("muon", "zero3")}
 STEPS = 3
 
 
@@ -86,10 +82,7 @@ def largest_change(one, other):
     ("way", "method"),
     [
         pytest.param(
-            way,
-            method,
-            marks=[] if (way, method) in FAST else [by_hand],
-            id=f"{way}-{method}",
+            way, method, marks=[] if (way, method) in FAST else [by_hand], id=f"{way}-{method}"
         )
         for way in WAYS
         for method in PLANS

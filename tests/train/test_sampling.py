@@ -25,10 +25,7 @@ WORDS = (
     *("model.num_layers=2", "model.num_heads=2", "model.sequence_length=32"),
     *("optimizer.learning_rate=3e-2", "optimizer.lora.rank=2", "cluster.gpus=2"),
 )
-PLANS = {
-    "two_stages": ["parallel=manual", "parallel.num_stages=2"],
-    "zero3": ["parallel=zero3"],
-}
+PLANS = {"two_stages": ["parallel=manual", "parallel.num_stages=2"], "zero3": ["parallel=zero3"]}
 
 
 @pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.stress)])

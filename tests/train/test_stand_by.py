@@ -1,6 +1,7 @@
 """What a worker that stands by has emitted is what it runs once it takes a place."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -24,10 +25,28 @@ WORDS = (
 )
 
 
+def stepped(worker):
+    """The loss and the state after a step."""
+    worker.create()
+    worker.step(1)
+    loss = worker.flush().metrics["train/loss"]
+    worker.close()
+    return loss, worker._state
+
+
+@functools.cache
+def planned():
+    """The settings, their plan, and the step of a worker that did not stand by."""
+    config, worker = load(WORDS), TrainWorker()
+    plan = plan_of(config.parallel, build_program(config).train, local_shape(2, 1, "cpu"))
+    worker.build(to_dict(config))
+    worker.setup(plan.to_dict())
+    return config, plan, stepped(worker)
+
+
 @pytest.mark.parametrize("anew", ["no", "the plan", "the locality"])
 def test_a_place_is_taken_with_what_was_emitted_for_it_alone(monkeypatch, anew):
-    config = load(WORDS)
-    plan = plan_of(config.parallel, build_program(config).train, local_shape(2, 1, "cpu"))
+    config, plan, expected = planned()
     monkeypatch.setattr(module, "on_cpus", nullcontext)  # no other test's arrays are to end
     worker, emitted, emit = TrainWorker(), [], compiling.emit
     monkeypatch.setattr(compiling, "emit", lambda *args: emitted.append(args) or emit(*args))
@@ -40,16 +59,7 @@ def test_a_place_is_taken_with_what_was_emitted_for_it_alone(monkeypatch, anew):
         plan = dataclasses.replace(plan, predicted_step_seconds=1.0)
     worker.setup(plan.to_dict())
     assert len(emitted) == (2 if anew == "no" else 4)
-    other = TrainWorker()
-    other.build(to_dict(config))
-    other.setup(plan.to_dict())
-    for each in worker, other:
-        each.create()
-        each.step(1)
-        each.loss = each.flush().metrics["train/loss"]
-        each.close()
-    assert worker.loss == other.loss
-    jax.tree.map(np.testing.assert_array_equal, worker._state, other._state)
+    jax.tree.map(np.testing.assert_array_equal, stepped(worker), expected)
 
 
 STANDS_BY = f"""

@@ -159,6 +159,7 @@ def volume(words):
     return found["model.num_layers"] * found["model.hidden_size"] ** 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("times", [0.2, 1.0, 30.0])
 @pytest.mark.parametrize("name", ["gpt", "llama", "moe", "vit", "resnet", "unet", "mlp"])
 def test_a_scaled_model_is_one_that_the_family_takes(name, times):

@@ -33,15 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "train"))
 from checkpoint_peer import Trainee
 
 GPT_WORDS = (
-    *(
-        "model=gpt",
-        "dataset=text",
-        f"dataset.path={__file__}",
-        "model.hidden_size=16",
-        "model.num_layers=2",
-    ),
-    *("model.num_heads=2", "model.sequence_length=64", "train.global_batch_size=8"),
-    *("optimizer.learning_rate=3e-2", "train.eval_every=0", "cluster=emulated"),
+    *("model=gpt", "dataset=text", f"dataset.path={__file__}", "model.hidden_size=16"),
+    *("model.num_layers=2", "model.num_heads=2", "model.sequence_length=64", "cluster=emulated"),
+    *("train.global_batch_size=8", "optimizer.learning_rate=3e-2", "train.eval_every=0"),
 )
 PLANS = {
     "one": ["parallel=data", "cluster.gpus=1"],
@@ -136,10 +130,9 @@ def spread(folder, name):
 @pytest.mark.parametrize(
     "name",
     [
-        n
-        if n in FAST
-        else pytest.param(n, marks=pytest.mark.slow if n in SLOW else pytest.mark.stress)
+        pytest.param(n, marks=() if n in FAST else by_hand)
         for n in RUNS
+        for by_hand in [pytest.mark.slow if n in SLOW else pytest.mark.stress]
     ],
 )
 def test_greedy_tokens_are_those_of_a_plain_loop_under_every_plan(runs, name):

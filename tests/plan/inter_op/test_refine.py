@@ -29,6 +29,7 @@ def four_stages(seed, share):
     return assignment, dataclasses.replace(whole, memory_bytes=memory)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("seed", [0, 1, 2, 5])
 def test_as_little_is_computed_again_as_fits(seed, share):

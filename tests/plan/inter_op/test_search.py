@@ -1,7 +1,6 @@
 """The search finds what simulating every plan of its space finds, and proves how near it is."""
 
 import dataclasses
-import functools
 import itertools
 
 import numpy as np
@@ -100,7 +99,6 @@ def test_an_open_schedule_is_searched_with_any_policy_that_is_fixed(remat, hosts
     assert remat == "none" or "zero_bubble" not in {plan.schedule for plan in found.estimates}
 
 
-@functools.cache
 def solved(seed):
     """4 to 8 layers on up to 8 devices, links and memory at random; and what the search finds."""
     problem = middle_problem(np.random.default_rng(seed), (4, 8), most_devices=8)
@@ -108,10 +106,10 @@ def solved(seed):
 
 
 def networks():
-    """The seeds of `solved`: 5 by default, 5 slow."""
+    """The seeds of `solved`: 2 by default, 4 slow."""
 
     def marks(seed):
-        return [] if seed % 40 == 0 else [pytest.mark.stress if seed % 20 else pytest.mark.slow]
+        return [] if seed % 100 == 0 else [pytest.mark.stress if seed % 40 else pytest.mark.slow]
 
     return [pytest.param(seed, marks=marks(seed)) for seed in range(200)]
 
@@ -123,6 +121,7 @@ def test_no_plan_is_below_the_bound_nor_faster_than_the_one_found(seed):
     if np.isinf(found.best):
         assert least_seconds(problem, np.inf) == (np.inf, None)
         return
+    assert found.best <= found.least_seconds / 0.99
     limit = max(found.least_seconds * (1 - 1e-9), 0.99 * found.best)
     assert least_seconds(problem, limit) == (limit, None)
 
@@ -136,12 +135,7 @@ def test_gpipe_is_tried_on_the_best_plan():
     assert estimate.predicted_step_seconds < 0.99 * eager.predicted_step_seconds
 
 
-@pytest.mark.parametrize("seed", networks())
-def test_the_bound_is_at_most_one_percent_below_the_plan(seed):
-    _, found = solved(seed)
-    assert np.isinf(found.best) or found.best <= found.least_seconds / 0.99
-
-
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("hosts", "each", "seed"), [(2, 7, 1), (2, 7, 3), (2, 5, 3), (2, 3, 0)])
 def test_hosts_of_few_divisors_are_left_partly_idle(hosts, each, seed):
     """Whole hosts cannot share the batch, nor can the divisors of their number of devices."""
@@ -152,7 +146,7 @@ def test_hosts_of_few_divisors_are_left_partly_idle(hosts, each, seed):
     assert least_seconds(problem, limit) == (limit, None)
 
 
-@pytest.mark.sampled(2, rest="stress")
+@pytest.mark.sampled(4, rest="stress")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("hosts", "each", "fewer"), [(5, 7, 4), (2, 7, 4), (3, 6, 4)])
 def test_more_devices_on_each_host_are_no_slower(hosts, each, fewer, seed):

@@ -61,6 +61,7 @@ def assignment_of(shapes, remat):
 
 
 # The search does not know what waits in a GPU's program; it then searches again with less memory.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "least"), [("cpu", 0.98), ("gpu", 0.6)])
 @pytest.mark.parametrize("shapes", [[(1, 1)] * 2, [(1, 2)]], ids=["stages", "model"])
 def test_an_estimate_is_the_plans_own_prediction(shapes, kind, least):
