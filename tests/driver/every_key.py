@@ -268,14 +268,16 @@ class FakeWorkers:
         if method == "sample":
             return Sample(arguments[0], tuple((120,) for _ in arguments[1]))
         if method == "evaluate":
-            return StepResult(self._newest, _metrics() | {"eval/loss": 1.0}, 0.0)
+            metrics = _metrics() | {"eval/loss": 1.0}
+            return StepResult(self._newest, metrics, 0.0, snapshots=(self._newest,))
         if method != "step":
             return None
         step = self._newest = arguments[0]
         if step == 3 and self._third == "hangs":
             raise HungError("no answer", {})
         diverges = step == 3 and self._third == "diverges"
-        return StepResult(step, _metrics(math.nan if diverges else 1.0), 0.0)
+        metrics = _metrics(math.nan if diverges else 1.0)
+        return StepResult(step, metrics, 0.0, snapshots=(step,))
 
 
 def _metrics(loss=1.0):
