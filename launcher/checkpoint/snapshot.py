@@ -9,8 +9,8 @@ comes.
 Beside a buffer lies its header (`share_file`), which is deleted before the first byte is written,
 and comes back by a rename after the last one: a snapshot that was cut anywhere is not there, and
 one with a changed bit is not taken. The older of the two buffers is written, so one is whole at any
-time. The driver asks for the next once the one before is whole in all places, copies included: else
-the hosts that are left may have no step in common.
+time, and so are two of the neighbour's copies. The driver asks for the next once the one before is
+whole in all places: else the hosts that are left may have no step in common.
 
 What no other host holds as a replica is then copied to the next host's folder. So when a host is
 lost with its folder, the others still have all of the state. It is put together from the pieces of
@@ -257,8 +257,8 @@ class Snapshots:
             for path in self._folder.glob(f"{_COPY}.*"):
                 path.unlink(missing_ok=True)
             return None
-        needed = len(self._buffers) * self._layout.size + size
-        return self._too_little("two copies of its share and one of a neighbour's take", needed)
+        needed = 2 * (self._layout.size + size)
+        return self._too_little("two copies of its share and two of a neighbour's take", needed)
 
     def _too_little(self, what: str, needed: int) -> str | None:
         assert self._folder is not None
@@ -315,7 +315,9 @@ class Snapshots:
         return sum(found) if found else None
 
     def settle(self) -> None:
-        """Wait until the newest one that is copied is at the other host."""
+        """Wait until the newest one is complete, and at the other host."""
+        if self._taken is not None:
+            self._taken[1].result()
         self._sent.result()
 
     def close(self) -> None:
@@ -328,7 +330,7 @@ class Snapshots:
             shutil.rmtree(self._folder, ignore_errors=True)  # with a neighbour's copy
 
     def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, waited: float) -> Buffer:
-        self.settle()
+        self._sent.result()
         began = time.thread_time()
         buffer = min((b for b in self._buffers if not b.is_held), key=lambda b: b.step)
         buffer.forget()

@@ -362,7 +362,7 @@ def test_too_little_memory_for_a_copy_is_told_and_one_that_is_not_taken_goes(
     other = keep(tmp_path / "next", 3, copied)
     monkeypatch.setattr(snapshot, "memory_left", lambda: 2**20)
     told = other.exchange([], Beside("", ""), 10 * 2**20)
-    assert told.startswith("two copies of its share and one of a neighbour's take 10 MiB, and 1 M")
+    assert told.startswith("two copies of its share and two of a neighbour's take 20 MiB, and 1 M")
     assert list(intact(copied.all(tmp_path / "next"))) == [Moment(3, 0)]
     assert other.exchange([], Beside("", ""), 0) is None
     assert list(intact(copied.all(tmp_path / "next"))) == []
@@ -388,5 +388,5 @@ def test_a_copy_that_takes_long_holds_up_no_checkpoint_and_no_step_is_lost_meanw
     taken.result()
     assert steps_in(tmp_path) == {3, 4}
     kept._sent.result()
-    assert [moment.step for moment in intact([there])] == [4]
+    assert sorted(moment.step for moment in intact([there])) == [3, 4]
     shutil.rmtree(tmp_path / "next")

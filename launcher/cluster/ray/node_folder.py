@@ -38,10 +38,9 @@ class NodeFolder(NamedTuple):
         return cls(ray.get_runtime_context().get_node_id(), str(path))
 
     def write(self, name: str, chunks: Iterable[Chunk], header: bytes) -> float:
-        """Write a file in place of all whose names are the same up to the first dot.
+        """Write a file beside the newest whole one whose name is the same up to the first dot.
 
-        Where the file is one part, the others are deleted once it is whole; else before it, so that
-        there never is memory taken for two.
+        The others of that name are deleted before, so that memory is never taken for three.
 
         Args:
             name: its name.
@@ -107,14 +106,12 @@ def write_file_part(folder: str, name: str, part: Sequence[Chunk], header: bytes
     """
     path, described_in = Path(folder, name), Path(folder, name + HEADER)
 
-    def drop_others() -> None:
-        alike = path.parent.glob(f"{name.partition('.')[0]}.*")
-        for other in sorted({*alike} - {path, described_in}, reverse=True):  # headers first
-            other.unlink(missing_ok=True)
-
     def write() -> float:
-        if header is None:
-            drop_others()
+        alike = {*path.parent.glob(f"{name.partition('.')[0]}.*")} - {path, described_in}
+        whole = [each for each in alike if each.name.endswith(HEADER)]
+        newest = max(whole, key=lambda each: each.stat().st_mtime_ns, default=path)
+        for other in sorted(alike - {newest, newest.with_suffix("")}, reverse=True):
+            other.unlink(missing_ok=True)  # headers first
         described_in.unlink(missing_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -126,7 +123,6 @@ def write_file_part(folder: str, name: str, part: Sequence[Chunk], header: bytes
             partial = path.with_name(f"{name}.partial")
             partial.write_bytes(header)
             partial.replace(described_in)
-            drop_others()
         return time.thread_time()
 
     # Ray may give other tasks the process: the low priority is this thread's alone.

@@ -9,7 +9,7 @@ import pytest
 from launcher.cluster.ray import node_folder
 from launcher.cluster.ray.node_folder import write_file_part
 
-OLD, NEW = "copy.4.0", "copy.5.0"
+OLDEST, OLD, NEW = "copy.3.0", "copy.4.0", "copy.5.0"
 BYTES = np.arange(100, dtype=np.uint8)
 PART = [(0, BYTES[:40]), (64, BYTES[40:])]
 
@@ -20,7 +20,8 @@ class Cut(BaseException):
 
 @pytest.fixture
 def folder(tmp_path):
-    write_file_part(str(tmp_path), OLD, PART, b"old")
+    for name, header in ((OLDEST, b"oldest"), (OLD, b"old")):
+        write_file_part(str(tmp_path), name, PART, header)
     return tmp_path
 
 
@@ -28,20 +29,20 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_file_takes_the_place_of_the_one_before_once_it_is_whole(folder):
+def test_a_file_takes_the_place_of_the_oldest(folder):
     (folder / "share.0").touch()
     assert write_file_part(str(folder), NEW, PART, b"new") > 0
-    assert names(folder) == {"share.0", NEW, f"{NEW}.json"}
+    assert names(folder) == {"share.0", OLD, f"{OLD}.json", NEW, f"{NEW}.json"}
     assert (folder / f"{NEW}.json").read_bytes() == b"new"
     assert (folder / NEW).read_bytes() == bytes([*range(40), *[0] * 24, *range(40, 100)])
     assert (folder / NEW).stat().st_mode & 0o777 == 0o600
 
 
-def test_one_of_several_parts_never_has_memory_beside_the_one_before(folder):
+def test_one_of_several_parts_never_has_memory_beside_two_others(folder):
     write_file_part(str(folder), NEW, PART[:1], None)
-    assert names(folder) == {NEW}
+    assert names(folder) == {OLD, f"{OLD}.json", NEW}
     write_file_part(str(folder), NEW, PART[1:], b"new")
-    assert names(folder) == {NEW, f"{NEW}.json"}
+    assert names(folder) == {OLD, f"{OLD}.json", NEW, f"{NEW}.json"}
 
 
 @pytest.mark.parametrize("where", ["open", "pwrite", "write_bytes", "replace"])
@@ -56,9 +57,10 @@ def test_one_that_is_cut_has_no_header_and_the_one_before_stays(folder, monkeypa
         with pytest.raises(Cut):
             write_file_part(str(folder), name, PART, b"new")
     headers = {each for each in names(folder) if each.endswith(".json")}
-    assert headers == (set() if name == OLD else {f"{OLD}.json"})
+    before = OLDEST if name == OLD else OLD
+    assert headers == {f"{before}.json"}
     write_file_part(str(folder), name, PART, b"new")
-    assert names(folder) == {name, f"{name}.json"}
+    assert names(folder) == {before, f"{before}.json", name, f"{name}.json"}
 
 
 def test_a_folder_that_is_gone_stays_gone(tmp_path):
