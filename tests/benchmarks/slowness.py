@@ -4,8 +4,8 @@
 
 In each round a small GPT trains in two stages, on two hosts of one emulated device each, all of
 them processes of their own. One after another a host, the link, the data, garbage collection and
-the dispatch of programs are slowed, by 10 to 50 % of a step, until the run names a cause or 40
-steps have passed; in between, all is as before. See `slowed.py`, a dataset's module.
+the dispatch of programs are slowed, by 10 to 50 % of a step, until the run names a cause or 100
+steps have passed, as batches are read ahead; in between, all is as before. See `slowed.py`.
 
 Then steps are recorded of a training in this process, and single spots of them made longer by 3 to
 10 % of the step. Prints how many causes are named, and how often one is where nothing is slow.
@@ -73,7 +73,7 @@ CAUSES = {
     GARBAGE: "garbage collection in {}",
     DISPATCH: "the dispatch of programs",
 }
-NORMAL, CALM, LONGEST = 60, 25, 40  # steps
+NORMAL, CALM, LONGEST = 60, 25, 100  # steps
 
 
 class Named(NamedTuple):
