@@ -61,12 +61,14 @@ class StepSeconds:
         parts: seconds of each of `PARTS`, in the mean over the devices.
         stages: the time of each stage's devices.
         waits: seconds that the devices of a mesh waited for arrays, by (source mesh, mesh).
+        dispatch: seconds that the devices of a process waited for programs, as recorded.
     """
 
     step_seconds: float
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     stages: dict[int, StageParts] = field(default_factory=dict)
     waits: dict[tuple[int, int], float] = field(default_factory=dict)
+    dispatch: dict[str, float] = field(default_factory=dict)
 
 
 def predicted_seconds(plan: Plan) -> StepSeconds:

@@ -81,6 +81,7 @@ def measured_seconds(
     found = StepSeconds(total / _NS)
     rows: dict[int, list[StageParts]] = defaultdict(list)
     waits: dict[tuple[int, int], list[float]] = defaultdict(list)
+    dispatch: dict[str, list[float]] = defaultdict(list)
     count = {mesh: sum(d.mesh == mesh for d in devices) for mesh in {d.mesh for d in devices}}
     for device in devices:
         split, waited = _split(device, step)
@@ -88,9 +89,11 @@ def measured_seconds(
             found.parts[name] += seconds / _NS / len(devices)
         for source, seconds in waited.items():
             waits[source, device.mesh].append(seconds / _NS)
+        dispatch[device.process].append(split["driver"] / _NS)
         for row in _rows(device, step, stages):
             rows[row.stage].append(row)
     found.waits = {link: sum(each) / count[link[1]] for link, each in waits.items()}
+    found.dispatch = {process: sum(each) / len(each) for process, each in dispatch.items()}
     found.stages = {stage: _mean(rows[stage]) for stage in sorted(rows)}
     return found
 

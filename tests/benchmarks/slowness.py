@@ -71,7 +71,7 @@ CAUSES = {
     LINK: "the link of stage {}",
     DATA: "the data of {}",
     GARBAGE: "garbage collection in {}",
-    DISPATCH: "the dispatch of programs",
+    DISPATCH: "the dispatch of programs in {}",
 }
 NORMAL, CALM, LONGEST = 60, 25, 100  # steps
 
@@ -141,7 +141,7 @@ def watched(run: Watched, kind: str) -> Named:
         "link": (f"the link of stage {ends}", share * base / 2),  # each; some are hidden
         "data": (f"the data of worker {worker}", (1 + share) * base),
         "garbage": (f"garbage collection in worker {worker}", (1 + share) * base),
-        "dispatch": ("the dispatch of programs", (1 + share) * base),
+        "dispatch": (f"the dispatch of programs in worker {worker}", (1 + share) * base),
     }[kind]
     first = run.step
     run.tell(kind, worker, seconds)

@@ -91,7 +91,7 @@ def spots_of(step: StepSeconds, stages_of: Mapping[int, Sequence[int]]) -> dict[
     for meshes, seconds in step.waits.items():
         ends = ["+".join(map(str, stages_of.get(mesh, ()))) for mesh in meshes]
         found[Spot(LINK, " to ".join(ends))] = seconds
-    return found | {Spot(DISPATCH, ""): step.parts["driver"]}
+    return found | {Spot(DISPATCH, process): each for process, each in step.dispatch.items()}
 
 
 class Monitor:
@@ -234,7 +234,7 @@ def _named(spot: Spot, slow: set[Spot], hosts: Sequence[tuple[int, ...]]) -> str
     if kind != STAGE:
         return {
             LINK: f"the link of stage {name}",
-            DISPATCH: "the dispatch of programs",
+            DISPATCH: f"the dispatch of programs in {name}",
             DATA: f"the data of {name}",
             GARBAGE: f"garbage collection in {name}",
         }[kind]

@@ -18,7 +18,7 @@ from launcher.driver.record.slow import (
 HOSTS = [(0,), (0,), (1,), (1,)]
 STAGES = [Spot(STAGE, str(k)) for k in range(4)]
 LINKS = [Spot(LINK, f"{k} to {k + 1}") for k in range(3)]
-OTHERS = [Spot(DISPATCH, ""), Spot(GARBAGE, "worker 1"), Spot(DATA, "worker 0")]
+OTHERS = [Spot(DISPATCH, "worker 1"), Spot(GARBAGE, "worker 1"), Spot(DATA, "worker 0")]
 
 
 def samples(slow, cost, begin, count, noise=0.01, seed=0):
@@ -48,7 +48,7 @@ CAUSES = [
     ([STAGES[1]], "stage 1"),
     ([STAGES[2], STAGES[3]], "host 1 (stages 2, 3)"),
     ([LINKS[1]], "the link of stage 1 to 2"),
-    ([OTHERS[0]], "the dispatch of programs"),
+    ([OTHERS[0]], "the dispatch of programs in worker 1"),
     ([OTHERS[1]], "garbage collection in worker 1"),
     ([OTHERS[2]], "the data of worker 0"),
 ]

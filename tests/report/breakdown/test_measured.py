@@ -90,6 +90,7 @@ def test_idle_moments_have_reasons_and_the_start_of_the_recording_is_no_part_of_
     assert 1e3 * found.step_seconds == pytest.approx(56)
     expected = {"compute": 18, "collectives": 7, "data": 10, "driver": 20, "residue": 1}
     assert ms == dict.fromkeys(PARTS, 0.0) | expected
+    assert found.dispatch == {"worker 0": found.parts["driver"]}
     row = found.stages[0]
     assert 1e3 * row.forward_seconds == pytest.approx(10 + 2.5)
     assert 1e3 * row.update_seconds == pytest.approx(5)
@@ -97,6 +98,17 @@ def test_idle_moments_have_reasons_and_the_start_of_the_recording_is_no_part_of_
     assert row.others_seconds == pytest.approx(0)
     assert row.step_seconds == pytest.approx(found.step_seconds)
     assert measured_seconds([ProcessSpans("worker 0", spans[:3], Clock())]) is None
+
+
+def test_devices_wait_for_the_dispatch_of_their_own_process():
+    late = span("device 1", 30, 40, "forward", mesh=1, program="p", stage=1)
+    parts = [
+        ProcessSpans("worker 0", (span("dispatch", 0, 1), run(1, 40)), Clock()),
+        ProcessSpans("worker 1", (span("dispatch", 0, 30), late), Clock()),
+    ]
+    found = measured_seconds(parts)
+    assert found.dispatch == pytest.approx({"worker 0": 0.001, "worker 1": 0.030})
+    assert found.parts["driver"] == pytest.approx(0.031 / 2)
 
 
 def test_a_recording_may_have_more_stages_than_the_plan_of_today():
