@@ -30,6 +30,7 @@ _A_DAY = 24 * 3600  # seconds; whoever started the processes looks after them
 # Private attributes of JAX's objects.
 _devices_of_sharding = attrgetter("_internal_device_list")  # in their order
 _program_of_compiled = attrgetter("_executable._unloaded_executable")  # what is to be loaded
+_about_lowered = attrgetter("_lowering.compile_args")
 _constants_of_compiled = attrgetter("_params.const_args")
 _takes_no_keywords = attrgetter("_no_kwargs")
 _registry_of_pytrees = attrgetter("_registry")
@@ -276,6 +277,53 @@ def described_devices(target_config: str, count: int) -> list[jax.Device]:
         del os.environ[_UNCHECKED]
         if before is not None:
             os.environ[_UNCHECKED] = before
+
+
+def lower_for(
+    jitted: Any, arguments: Sequence[jax.ShapeDtypeStruct], platform: str | None = None
+) -> jax.stages.Lowered:
+    """Lower a jitted function; on abstract meshes for a platform, as `jax.Device.platform` has it.
+
+    The second gives the text that the first gives for devices.
+    """
+    names = platform and ({"gpu": "cuda"}.get(platform, platform),)
+    lowered: jax.stages.Lowered = jitted.trace(*arguments).lower(lowering_platforms=names)
+    return lowered
+
+
+def free_of_devices(lowered: jax.stages.Lowered) -> None:
+    """Have a program that was lowered on abstract meshes keep no backend alive."""
+    _about_lowered(lowered)["backend"] = None
+
+
+def bound_to_devices(
+    lowered: jax.stages.Lowered, arguments: Sequence[Sharding], results: Sequence[Sharding]
+) -> bool:
+    """Give a program that was lowered on abstract meshes its devices, as if lowered for these.
+
+    Lowering again takes most of the time of a start whose programs are in the compilation cache.
+
+    Args:
+        lowered: the program, of `free_of_devices`.
+        arguments: the shardings of its arguments.
+        results: those of its results.
+
+    Returns:
+        Whether this JAX can do that.
+    """
+    try:
+        about = _about_lowered(lowered)
+        devices = _devices_of_sharding([*arguments, *results][0])
+        there = len(about["in_shardings"]), len(about["out_shardings"])
+        if there != (len(arguments), len(results)) or lowered._lowering.const_args:
+            return False
+        about["backend"] = devices[0].client
+        about["in_shardings"], about["out_shardings"] = tuple(arguments), tuple(results)
+        made: Any = lowered._lowering
+        made._device_list = devices
+        return True
+    except Exception:  # private names may fail in any way
+        return False
 
 
 def compiled(

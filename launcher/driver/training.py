@@ -39,7 +39,7 @@ from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
 from launcher.driver.folder.mirrored import mirroring
 from launcher.driver.loop import Saving, SnapshotCadence, resuming, train
-from launcher.driver.planning.fewer_hosts import on_what_is_left
+from launcher.driver.planning.fewer_hosts import loss_of_a_host, on_what_is_left
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
 from launcher.driver.record.run_log import RunLog
 from launcher.driver.record.step_log import DivergedError, SpikeError
@@ -437,8 +437,13 @@ class _Job:
     def _set_up(self, workers: Workers, built: Answers, finished: int) -> None:
         """Compile the plan, and create the state or read it from the checkpoint."""
         begun = workers.submit("begin_setup", self.plan.to_dict())
-        with self._interruptible():  # may wait for the network
-            self.run_log.open(finished)  # while the worker traces and compiles
+        with self._interruptible():  # may wait for the network, while workers compile
+            self.run_log.open(finished)
+            cluster, on_fewer = machines_of(self._config.cluster), self._all.on_fewer
+            if not self.restarts and cluster.hosts > 1 and cluster.host_wait and on_fewer:
+                with held_back():
+                    line = loss_of_a_host(self.plan, on_fewer)
+                _log.info(line)
         with status(self._console, "compiling", Phase.COMPILING) as advance:
             built.result(advance)
             self.run_log.compile_seconds = compile_everywhere(workers, begun, advance)

@@ -20,8 +20,8 @@ from launcher.runtime.programs.compilation_cache import why_not_kept as why_not_
 from launcher.runtime.programs.compile import Locality as Locality
 from launcher.runtime.programs.compile import StepCompilation as StepCompilation
 from launcher.runtime.programs.compile import compile_step as compile_step
-from launcher.runtime.programs.compile import emit_for as emit_for
 from launcher.runtime.programs.compile import locality_of as locality_of
+from launcher.runtime.programs.compile import lower_ahead as lower_ahead
 from launcher.runtime.programs.compile import wait_for_more as wait_for_more
 from launcher.runtime.recording import StageTimes as StageTimes
 from launcher.runtime.replicas import Copies as Copies

@@ -102,13 +102,13 @@ class StepRecording:
             start, name = time.time_ns(), _name(entry)
             with jax.profiler.TraceAnnotation(name):  # in the profiler's own trace
                 results = entry.run(slots, key)
-            self._recorder.add("dispatch", name, start, time.time_ns())
+            self._recorder.add("dispatch", name, start, sent := time.time_ns())
             if isinstance(entry.instruction, Run):
                 self._runs[place] = entry.instruction
                 if self._profile is None:
                     told_by = min((results[k] for k in watched[place]), key=attrgetter("nbytes"))
                     ready = self._watchers.submit(_arrival, [told_by])
-                    self._ends[place] = start, self._reads(entry), ready
+                    self._ends[place] = sent, self._reads(entry), ready
                 for i in entry.inputs:
                     self._reader.setdefault(self._made_by.get(i, -1), place)
             elif isinstance(entry.instruction, Send):
@@ -197,10 +197,10 @@ class StepRecording:
         """
         found, before = [], dict.fromkeys(range(len(devices_of)), 0)
         covered, unseen = Counter[int](), dict[int, int]()
-        for place, (start, reads, arrival) in sorted(self._ends.items()):
+        for place, (sent, reads, arrival) in sorted(self._ends.items()):
             run, end = self._runs[place], arrival.result()
             covered[run.mesh] += 1
-            begun = max([start, before[run.mesh], *(ends[k] for k in reads if k in ends)])
+            begun = max([sent, before[run.mesh], *(ends[k] for k in reads if k in ends)])
             if end is None:
                 unseen.setdefault(run.mesh, begun)
                 continue

@@ -43,8 +43,8 @@ from launcher.runtime import (
     StepCompilation,
     StepServices,
     choices_in,
-    emit_for,
     locality_of,
+    lower_ahead,
     named_values,
     shared_copies,
     wait_for_more,
@@ -132,7 +132,7 @@ class TrainWorker(Peer):
         with on_cpus():
             self.build(*about)
             steps = self._program.by(Plan.from_dict(plan))
-            self._ahead = plan, locality, [emit_for(*each, locality) for each in steps]
+            self._ahead = plan, locality, [lower_ahead(*each, locality) for each in steps]
             self._program.dataset.train(0)  # imports and opens what a batch needs
 
     def begin_setup(self, plan: dict[str, Any]) -> int:
@@ -477,7 +477,7 @@ class Compiling:
         program: the run's program.
         plan: the plan of the train step; evaluation follows it.
         services: what instructions use.
-        ahead: what `emit_for` has returned for both steps, if it was called.
+        ahead: what `lower_ahead` has returned for both steps, if it was called.
 
     Attributes:
         programs: the distinct programs, while they are compiled.

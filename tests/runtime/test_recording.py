@@ -148,8 +148,9 @@ def test_on_gpus_runs_are_seen_without_the_profiler(parallel, monkeypatch):
     assert {span.lane for span in runs} == {f"device {i}" for i in range(4)}
     assert {"update"} < {span.kind for span in runs}
     per_mesh = collections.Counter()
-    for span in runs:
-        assert span.start <= span.end
+    sent = {span.name: span.end for span in timeline.spans() if span.lane == "dispatch"}
+    for span in runs:  # slow dispatch is no part of what the devices do
+        assert min(sent[span.name], span.end) <= span.start <= span.end or span.about["covers"] > 1
         per_mesh[span.about["mesh"]] += span.about["covers"]
     ran = sum(span.lane == "dispatch" and " to " not in span.name for span in timeline.spans())
     assert sum(per_mesh.values()) <= 2 * ran  # on two devices each; the last ones may be used up

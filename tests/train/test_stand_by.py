@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import jax
@@ -60,6 +61,30 @@ def test_a_place_is_taken_with_what_was_emitted_for_it_alone(monkeypatch, anew):
     worker.setup(plan.to_dict())
     assert len(emitted) == (2 if anew == "no" else 4)
     jax.tree.map(np.testing.assert_array_equal, stepped(worker), expected)
+
+
+@pytest.mark.parametrize("words", [(), ("parallel=zero3",), ("parallel=shard", "parallel.model=2")])
+def test_the_programs_that_are_lowered_ahead_are_those_for_the_devices(monkeypatch, words):
+    """Each of them, to the text, so that the compilation cache knows it; none is lowered again."""
+    config = load([*WORDS[:4], *(words or WORDS[4:])])
+    step = build_program(config).train
+    plan = plan_of(config.parallel, step, local_shape(2, 1, "cpu"))
+    services = compiling.StepServices(None, None, compiling.SpanRecorder())
+    ahead = compiling.lower_ahead(step, plan, compiling.locality_of(jax.devices(), services))
+    lowered, lower = {}, compiling._lower
+    monkeypatch.setattr(
+        compiling, "_lower", lambda name, *a: lowered.setdefault(name, lower(name, *a))
+    )
+    about = plan, jax.devices(), services
+    with ThreadPoolExecutor() as pool:
+        compiling.StepCompilation(step, *about, pool).result()
+        assert {name: one.digest for name, one in lowered.items()} == {
+            name: one.digest for name, one in ahead.lowered.items() if name in lowered
+        }
+        lowered.clear()
+        made = compiling.StepCompilation(step, *about, pool, ahead).result()
+    assert not lowered
+    assert made.hlo_text()
 
 
 STANDS_BY = f"""

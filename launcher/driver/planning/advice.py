@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from launcher.base import lines_to
+from launcher.base import held_back, lines_to
 from launcher.cluster.kinds import kind_of
 from launcher.config.cluster import Described
 from launcher.config.errors import ConfigError
@@ -20,6 +20,7 @@ from launcher.config.families import ModelOptions
 from launcher.config.parallel import Auto, Planned
 from launcher.config.schema import Config
 from launcher.driver.planning.check import look
+from launcher.driver.planning.fewer_hosts import loss_of_a_host
 from launcher.driver.planning.plan_from_config import plan_of
 from launcher.driver.planning.prepare import Prepared, Traced, trace
 from launcher.plan import Advice, Plan, PlanError, describe_plan
@@ -94,6 +95,10 @@ def advised(
         show(planned, planned, "settings")
     plan = replace(given, advice=tuple(found))
     print_advice(console, plan, planned)
+    if config.cluster.hosts > 1 and ready.on_fewer:
+        with held_back(), status(console, "planning for a host less", Phase.PLANNING):
+            line = loss_of_a_host(given, ready.on_fewer)
+        console.print(line, soft_wrap=True)
     return replace(ready, plan=plan)
 
 

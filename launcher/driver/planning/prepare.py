@@ -25,7 +25,7 @@ from launcher.driver.planning.compiled import (
     verifies,
     with_report,
 )
-from launcher.driver.planning.fewer_hosts import loss_of_a_host, plan_on_fewer
+from launcher.driver.planning.fewer_hosts import plan_on_fewer
 from launcher.driver.planning.init_from import check_parent_state, check_start
 from launcher.driver.planning.plan_from_config import plans_of, too_large, what_fits
 from launcher.hardware import beside_others, is_nominal
@@ -171,10 +171,6 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     candidates = () if plan_only or len(plans) == 1 else tuple(plans)
     asked = config.parallel, program.train, traced.cluster
     on_fewer = functools.cache(functools.partial(plan_on_fewer, *asked))
-    if config.cluster.hosts > 1 and (config.cluster.host_wait or plan_only):
-        with held_back(), status(console, "planning for a host less", Phase.PLANNING):
-            line = loss_of_a_host(chosen, on_fewer)
-        _log.info(line)
     found = traced.inputs.pool, chosen, seconds, traced.inputs.init_from
     return Prepared(*found, program.eval_batches, problem, candidates, on_fewer)
 

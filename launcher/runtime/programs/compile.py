@@ -11,17 +11,20 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from launcher.base import SpanRecorder
 from launcher.base.jax_compat import (
+    bound_to_devices,
     compiled,
+    free_of_devices,
     loaded_for,
+    lower_for,
     overlap_options,
     with_barriers_kept,
 )
@@ -32,7 +35,11 @@ from launcher.runtime.emit.emit import emit
 from launcher.runtime.emit.instructions import Emitted, Run, Send
 from launcher.runtime.executable import Executable
 from launcher.runtime.programs.choices import KernelChoices
-from launcher.runtime.programs.device_meshes import DeviceMeshes, place_on_devices
+from launcher.runtime.programs.device_meshes import (
+    DeviceMeshes,
+    place_on_devices,
+    place_without_devices,
+)
 from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transport import Transport
 from launcher.trace import TracedStep
@@ -79,7 +86,7 @@ class StepCompilation:
         devices: the devices, as for `compile_step`, which says what may be wrong with these.
         services: what its instructions use.
         pool: compiles the programs.
-        ahead: what `emit_for` has returned, if it was called with these.
+        ahead: what `lower_ahead` has returned for these, if it was called.
 
     Attributes:
         programs: the compilation of each distinct program of this process.
@@ -92,17 +99,17 @@ class StepCompilation:
         devices: Sequence[jax.Device],
         services: StepServices,
         pool: Executor,
-        ahead: tuple[TracedStep, Emitted] | None = None,
+        ahead: LoweredAhead | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._plan, self._services = plan, services
         _check(step, plan, devices, services.servers)
         with jax.transfer_guard("allow"):  # of the programs' constants
-            here = locality_of(devices, services)
-            self._step, self._emitted = ahead or emit_for(step, plan, here)
+            here = ahead or emit_for(step, plan, locality_of(devices, services))
+            self._step, self._emitted = here.step, here.emitted
             self._placement = place_on_devices(plan, devices, self._emitted.slots)
             self._compilation = Compilation(
-                self._emitted, self._placement, pool, choices=services.choices
+                self._emitted, self._placement, pool, choices=services.choices, ahead=here.lowered
             )
         self.programs: list[Future[Any]] = self._compilation.programs
 
@@ -134,12 +141,14 @@ class Locality:
         devices: its devices, by the plan's numbers; None: all of them.
         owners: the process of each device.
         near: the processes that share memory with it, itself included; None if devices have links.
+        platform: the devices' platform, as JAX names it.
     """
 
     rank: int
     devices: frozenset[int] | None = None
     owners: tuple[int, ...] = ()
     near: frozenset[int] | None = None
+    platform: str = "cpu"
 
     def between(self, mesh: tuple[int, ...], replicas: int) -> Between:
         """Return the medium between so many replicas on these devices."""
@@ -155,19 +164,49 @@ class Locality:
 
 def locality_of(devices: Sequence[jax.Device], services: StepServices) -> Locality:
     """Return the locality of this worker, by the devices and services of its steps."""
+    platform = devices[0].platform
     if services.servers:
-        return Locality(services.servers.rank)
+        return Locality(services.servers.rank, platform=platform)
     me = jax.process_index()
     near = frozenset((me, *(services.transport.neighbours if services.transport else ())))
     owners = tuple(device.process_index for device in devices)
     own = frozenset(n for n, process in enumerate(owners) if process == me)
-    return Locality(0, own, owners, near if devices[0].platform == "cpu" else None)
+    return Locality(0, own, owners, near if platform == "cpu" else None, platform)
 
 
-def emit_for(step: TracedStep, plan: Plan, locality: Locality) -> tuple[TracedStep, Emitted]:
-    """Return a step as its plan cuts it, and what a worker runs of it; no device is needed."""
+@dataclass(frozen=True)
+class LoweredAhead:
+    """What a worker needs no device for.
+
+    Attributes:
+        step: the step, as its plan cuts it.
+        emitted: what the worker runs of it.
+        lowered: its programs by their names, of equal ones one, as far as they were lowered.
+    """
+
+    step: TracedStep
+    emitted: Emitted
+    lowered: Mapping[str, Lowered] = field(default_factory=dict)
+
+
+def emit_for(step: TracedStep, plan: Plan, locality: Locality) -> LoweredAhead:
+    """Cut a step as its plan says, and emit what a worker runs of it; lower nothing."""
     step = step.planned_as(plan.fingerprint).cut_at(plan.layer_ends)
-    return step, emit(step, plan, locality.rank, locality.devices, locality.between)
+    return LoweredAhead(step, emit(step, plan, locality.rank, locality.devices, locality.between))
+
+
+def lower_ahead(step: TracedStep, plan: Plan, locality: Locality) -> LoweredAhead:
+    """Do the same and lower the programs for abstract meshes, which takes most of the time."""
+    made = emit_for(step, plan, locality)
+    owners = locality.owners or (0,) * plan.num_devices
+    placement = place_without_devices(plan, owners, made.emitted.slots)
+    with jax.transfer_guard("allow"):
+        programs = _programs(made.emitted, placement, {}, locality.platform)
+    lowered = {name: program.lowered for name, program in programs.items()}
+    whole = {name: one for name, one in lowered.items() if not isinstance(one.program, Exception)}
+    for one in whole.values():
+        free_of_devices(one.whole)
+    return replace(made, lowered=whole)
 
 
 def _check(
@@ -201,6 +240,7 @@ class Compilation:
         pool: compiles them.
         compile_one: what to do with each distinct program, in the pool.
         choices: XLA's for these programs, on GPUs.
+        ahead: programs that `lower_ahead` has lowered.
 
     Attributes:
         programs: the compilation of each distinct program: what `compile_one` returns.
@@ -213,30 +253,13 @@ class Compilation:
         pool: Executor,
         compile_one: Callable[[Lowered], Any] | None = None,
         choices: KernelChoices | None = None,
+        ahead: Mapping[str, Lowered] | None = None,
     ) -> None:
         self._pool, self._choices = pool, choices
-        runs: dict[str, Run] = {}
-        for x in emitted.instructions:
-            if isinstance(x, Run):
-                runs.setdefault(x.program, x)
-        # What another process may not have pulled yet must not be written over.
-        offered = {
-            slot
-            for x in emitted.instructions
-            if isinstance(x, Send) and not placement.is_local(x)
-            for slot in x.inputs
-        }
-        self._programs: dict[str, _Program] = {}
+        self._programs = _programs(emitted, placement, ahead or {})
         self._firsts: dict[Any, _Program] = {}  # of each kind
-        lowered: dict[Any, Lowered] = {}  # one for each key
-        for name, run in runs.items():
-            key = _same(name, run, emitted, placement, offered)
-            lower = functools.partial(_lower, name, run, emitted, placement, offered)
-            if key not in lowered:
-                lowered[key] = lower()
-            program = _Program(lowered[key], _placed(run, placement), lower)
-            self._programs[name] = program
-            self._firsts.setdefault(program.lowered.kind, program)
+        for program in self._programs.values():
+            self._firsts.setdefault(program.kind, program)
         firsts = [one.lowered for one in self._firsts.values()]
         if choices:
             compile_one = choices.begin(firsts, _compiled)
@@ -247,19 +270,19 @@ class Compilation:
         """The compilation of each distinct program, by the names of those that are equal to it."""
         names: dict[Any, tuple[str, ...]] = {}
         for name, x in self._programs.items():
-            names[x.lowered.kind] = (*names.get(x.lowered.kind, ()), name)
+            names[x.kind] = (*names.get(x.kind, ()), name)
         return {names[kind]: own for kind, own in zip(self._firsts, self.programs, strict=True)}
 
     def result(self) -> dict[str, Any]:
         """Wait for all programs and return them by name."""
         each = zip(self._firsts, self.programs, strict=True)
         firsts = {kind: future.result() for kind, future in each}
-        distinct = {(x.lowered.kind, x.placed): x for x in self._programs.values()}
+        distinct = {(x.kind, x.placed): x for x in self._programs.values()}
 
         def placed(x: _Program) -> Any:
             """Load what was compiled for other devices; compile it if this JAX cannot do so."""
-            executable, kept = firsts[x.lowered.kind]
-            if x.placed == self._firsts[x.lowered.kind].placed:
+            executable, kept = firsts[x.kind]
+            if x.placed == self._firsts[x.kind].placed:
                 return executable
             if loaded := loaded_for(executable, *x.placed, kept):
                 return loaded
@@ -267,7 +290,7 @@ class Compilation:
             return _compiled(one, self._choices.options(one) if self._choices else None)[0]
 
         executables = dict(zip(distinct, self._pool.map(placed, distinct.values()), strict=True))
-        return {name: executables[x.lowered.kind, x.placed] for name, x in self._programs.items()}
+        return {name: executables[x.kind, x.placed] for name, x in self._programs.items()}
 
 
 @dataclass(frozen=True)
@@ -279,19 +302,16 @@ class Lowered:
         program: the program, as it is lowered for some devices; or why it cannot be.
         mesh: these devices.
         options: the compiler's.
+        types: the shapes and dtypes of its arguments.
         digest: tells it from programs of another text or other options, whatever its name.
-        kind: a key that is equal for programs of which only one has to be compiled: those of equal
-            stages, which differ in their devices alone, since the text names positions in a mesh. A
-            program that runs in several processes is compiled by each of them, and shares its key
-            with no other program.
     """
 
     name: str
     program: jax.stages.Lowered | Exception
     mesh: Mesh
-    options: Mapping[str, Any]
-    digest: str
-    kind: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    types: Any = ()
+    digest: str = ""
 
     @property
     def whole(self) -> jax.stages.Lowered:
@@ -299,6 +319,50 @@ class Lowered:
         if isinstance(self.program, Exception):
             raise self.program
         return self.program
+
+
+def _programs(
+    emitted: Emitted,
+    placement: DeviceMeshes,
+    ahead: Mapping[str, Lowered],
+    platform: str | None = None,
+) -> dict[str, _Program]:
+    """Lower all programs but those that are lowered ahead.
+
+    Args:
+        emitted: the step's programs and instructions.
+        placement: its meshes.
+        ahead: programs that were lowered for abstract meshes, by name.
+        platform: that of the devices, where the meshes are abstract.
+    """
+    runs: dict[str, Run] = {}
+    for x in emitted.instructions:
+        if isinstance(x, Run):
+            runs.setdefault(x.program, x)
+    # What another process may not have pulled yet must not be written over.
+    offered = {
+        slot
+        for x in emitted.instructions
+        if isinstance(x, Send) and not placement.is_local(x)
+        for slot in x.inputs
+    }
+    found: dict[str, _Program] = {}
+    lowered: dict[Any, Lowered] = {}  # one for each key
+    for name, run in runs.items():
+        key = _same(name, run, emitted, placement, offered)
+        lower = functools.partial(_lower, name, run, emitted, placement, offered, platform)
+        placed = _placed(run, placement)
+        if key not in lowered:
+            there = ahead.get(name)
+            is_bound = there and bound_to_devices(there.whole, *placed)
+            mesh = placement.meshes[run.mesh]
+            lowered[key] = replace(there, mesh=mesh) if there and is_bound else lower()
+        one = lowered[key]
+        kind: Any = name
+        if not (_is_shared(run, placement) or isinstance(one.program, Exception)):
+            kind = _kinds(run, placement), one.types, one.digest
+        found[name] = _Program(one, kind, placed, lower)
+    return found
 
 
 def _compiled(
@@ -313,11 +377,16 @@ class _Program:
 
     Attributes:
         lowered: the lowered program, perhaps that of a program that is alike.
+        kind: a key that is equal for programs of which only one has to be compiled: those of equal
+            stages, which differ in their devices alone, since the text names positions in a mesh. A
+            program that runs in several processes is compiled by each of them, and shares its key
+            with no other program.
         placed: the shardings of its arguments and of its results.
         lower: returns the program as it is lowered for its own devices.
     """
 
     lowered: Lowered
+    kind: Any
     placed: _Placed
     lower: Callable[[], Lowered]
 
@@ -333,8 +402,8 @@ def _same(name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offere
     types = tuple((slot.aval.shape, slot.aval.dtype, slot.spec) for slot in slots)
     donated = tuple(k for k in run.donated if run.inputs[k] not in offered)
     sharding, *_ = map(placement.sharding, (*run.inputs, *run.outputs))
-    where = tuple(sharding.mesh.shape.items()), _kinds(sharding)
-    mesh = None if sharding.is_fully_addressable else run.mesh
+    where = tuple(sharding.mesh.shape.items()), _kinds(run, placement)
+    mesh = run.mesh if _is_shared(run, placement) else None
     return key, where, mesh, len(run.inputs), types, donated
 
 
@@ -343,12 +412,30 @@ def _placed(run: Run, placement: DeviceMeshes) -> _Placed:
     return tuple(map(placement.sharding, run.inputs)), tuple(map(placement.sharding, run.outputs))
 
 
-def _kinds(sharding: NamedSharding) -> tuple[str, ...]:
-    return tuple(device.device_kind for device in sharding.mesh.devices.flat)
+def _kinds(run: Run, placement: DeviceMeshes) -> tuple[str, ...]:
+    """Return the kind of each device that a program runs on; none of an abstract mesh."""
+    mesh = placement.meshes[run.mesh]
+    return () if _is_abstract(mesh) else tuple(device.device_kind for device in mesh.devices.flat)
+
+
+def _is_shared(run: Run, placement: DeviceMeshes) -> bool:
+    """Return whether a program runs in several processes."""
+    if _is_abstract(placement.meshes[run.mesh]):
+        return len(placement.owners[run.mesh]) > 1
+    return not placement.whole(run.mesh).is_fully_addressable
+
+
+def _is_abstract(mesh: Mesh | AbstractMesh) -> bool:
+    return isinstance(mesh, AbstractMesh)
 
 
 def _lower(
-    name: str, run: Run, emitted: Emitted, placement: DeviceMeshes, offered: Set[int]
+    name: str,
+    run: Run,
+    emitted: Emitted,
+    placement: DeviceMeshes,
+    offered: Set[int],
+    platform: str | None = None,
 ) -> Lowered:
     arguments, results = _placed(run, placement)
     made = emitted.programs[name]
@@ -364,28 +451,24 @@ def _lower(
         keep_unused=True,
     )
     avals = [placement.slots[slot].aval for slot in run.inputs]
-    first, mesh = (*arguments, *results)[0], placement.meshes[run.mesh]
+    mesh = placement.meshes[run.mesh]
+    given = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(avals, arguments, strict=True)
+    ]
     try:
-        lowered = jitted.lower(
-            *(
-                jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-                for aval, sharding in zip(avals, arguments, strict=True)
-            )
-        )
+        lowered = lower_for(jitted, given, platform)
     except Exception as error:  # a kernel that these devices cannot run, say
-        return Lowered(name, error, mesh, {}, name, name)
+        return Lowered(name, error, mesh)
     text = lowered.as_text()
-    platform = first.mesh.devices.flat[0].platform
+    platform = platform or mesh.devices.flat[0].platform
     options = {}
     if made.buckets:
         largest = max(bucket.nbytes for bucket in made.buckets)
         options = overlap_options(platform, largest, len(made.buckets) > 1)
     if "optimization_barrier" in text:
         options = with_barriers_kept(platform, options)
-    kind: Any = name
     told = text.replace(f"@jit_{name}", "@jit", 1), sorted(options.items())
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
-    if first.is_fully_addressable:
-        types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(lowered.in_avals))
-        kind = _kinds(first), types, digest
-    return Lowered(name, lowered, mesh, options, digest, kind)
+    types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(lowered.in_avals))
+    return Lowered(name, lowered, mesh, options, types, digest)

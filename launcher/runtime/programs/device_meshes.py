@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from launcher.partition import AXES, mesh_sizes
 from launcher.plan import Plan
 from launcher.runtime.emit.instructions import Send, Slot
-from launcher.runtime.programs.collectives import partition_spec
+from launcher.runtime.programs.collectives import abstract_mesh, partition_spec
 from launcher.runtime.transport.transfer import is_here
 
 
@@ -60,6 +61,32 @@ def place_on_devices(
         devices: numbered as the plan numbers them, or a worker's own.
         slots: what each slot holds.
     """
+
+    def mesh(numbers: Sequence[int], sizes: Mapping[str, int]) -> Mesh:
+        there = np.array([devices[number] for number in numbers])
+        return Mesh(there.reshape(tuple(sizes.values())), AXES)
+
+    return _placed(plan, slots, [device.process_index for device in devices], mesh)
+
+
+def place_without_devices(plan: Plan, owners: Sequence[int], slots: Sequence[Slot]) -> DeviceMeshes:
+    """Place a plan on abstract meshes: its programs can be lowered, and nothing can run.
+
+    Args:
+        plan: the plan.
+        owners: the process of each device, numbered as the plan numbers them.
+        slots: what each slot holds.
+    """
+    return _placed(plan, slots, owners, lambda _, sizes: abstract_mesh(sizes))
+
+
+def _placed(
+    plan: Plan,
+    slots: Sequence[Slot],
+    processes: Sequence[int],
+    mesh_of: Callable[[Sequence[int], Mapping[str, int]], Any],
+) -> DeviceMeshes:
+    """Place a plan on the meshes that `mesh_of` makes of devices' numbers and axes' sizes."""
     assignments = [part.assignment for part in plan.parts]
     own = {
         submesh.devices: assignment.own_submesh(mesh)
@@ -68,12 +95,7 @@ def place_on_devices(
     }
     replicas = assignments[0].slicing.own_replicas
     meshes = [
-        Mesh(
-            np.array([devices[d] for d in own[mesh].devices]).reshape(
-                tuple(mesh_sizes(own[mesh].logical_mesh, replicas).values())
-            ),
-            AXES,
-        )
+        mesh_of(own[mesh].devices, mesh_sizes(own[mesh].logical_mesh, replicas))
         for mesh in plan.all_meshes
     ]
     distinct = {
@@ -81,5 +103,5 @@ def place_on_devices(
         for slot in slots
     }
     shardings = tuple(distinct[slot.mesh, slot.spec] for slot in slots)
-    owners = tuple(frozenset(d.process_index for d in mesh.devices.flat) for mesh in meshes)
+    owners = tuple(frozenset(processes[d] for d in own[mesh].devices) for mesh in plan.all_meshes)
     return DeviceMeshes(tuple(meshes), tuple(slots), shardings, owners)

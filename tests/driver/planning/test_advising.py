@@ -276,3 +276,12 @@ little or no gain: none +0.4%, worse -20.0%
 larger, of those planned: 1.00 B parameters, 1.00 s a step: cluster.gpus=8
 """
     )
+
+
+def test_the_loss_of_a_host_is_planned_only_where_advice_is_asked_for(here, capsys):
+    """That search takes as long as the first."""
+    words = (*MLP, "cluster=p4d_24xlarge_x4", "cluster.gpus=32", "parallel=data")
+    assert main([*words]) == 0
+    assert "a host is lost" not in capsys.readouterr().out
+    assert main([*words, "plan.advise=true"]) == 0
+    assert "\nif a host is lost" in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_predictions_allow_for_threads_of_other_processes(
         traced = prepare.trace(config, make_console(), check.look(config, 0), measures=True)
         seconds.append(prepare.plan(config, make_console(), traced).plan.predicted_step_seconds)
     assert seconds[1] == seconds[0]
-    assert seconds[2] == pytest.approx((1 + 1 / max(2, cores)) * seconds[0])
+    assert seconds[2] == pytest.approx((1 + 1 / cores) * seconds[0])
     line = "other processes have 1.0 threads at work, and predictions allow for it"
     assert [one for one in said if "other processes" in one] == [line]
     assert check.look(config, 0, plan_only=True).others == 0.0
