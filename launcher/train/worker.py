@@ -88,7 +88,7 @@ class TrainWorker(Peer):
         self._stages: StageTimes | None = None
         self._trial: TriedPlan | None = None
         self._compiling: Compiling | None = None
-        self._ahead: tuple[Any, ...] = ()  # a plan, a locality, and what is emitted for them
+        self._ahead: tuple[Any, ...] = ()  # a plan, a locality, and what is lowered for them
         self._sampler: Sampler | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
@@ -146,8 +146,9 @@ class TrainWorker(Peer):
                 library has another version than in the driver.
         """
         services = StepServices(self._transport, self._servers, self._spans, self._choices)
-        *about, emitted = self._ahead or (None,)
-        ahead = emitted if about == [plan, self.locality()] else None
+        *about, lowered = self._ahead or (None,)
+        ahead = lowered if about == [plan, self.locality()] else None
+        self._ahead = ()
         self._compiling = Compiling(self._program, Plan.from_dict(plan), services, ahead)
         return len(self._compiling.programs)
 

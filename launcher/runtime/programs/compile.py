@@ -181,7 +181,8 @@ class LoweredAhead:
     Attributes:
         step: the step, as its plan cuts it.
         emitted: what the worker runs of it.
-        lowered: its programs by their names, of equal ones one, as far as they were lowered.
+        lowered: its programs by their names, of equal ones one, as far as they could be lowered;
+            they are taken once.
     """
 
     step: TracedStep
@@ -202,7 +203,7 @@ def lower_ahead(step: TracedStep, plan: Plan, locality: Locality) -> LoweredAhea
     placement = place_without_devices(plan, owners, made.emitted.slots)
     with jax.transfer_guard("allow"):
         programs = _programs(made.emitted, placement, {}, locality.platform)
-    lowered = {name: program.lowered for name, program in programs.items()}
+    lowered = {x.lowered.name: x.lowered for x in programs.values()}
     whole = {name: one for name, one in lowered.items() if not isinstance(one.program, Exception)}
     for one in whole.values():
         free_of_devices(one.whole)
