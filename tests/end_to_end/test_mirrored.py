@@ -23,7 +23,7 @@ WORDS = typed(
 )
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.stress)])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """A server, a proxy before it, and this process's environment for both."""
     with object_server(request.param) as server, FaultProxy(server.url) as proxy:

@@ -59,7 +59,7 @@ def marked(names: Any) -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, rest="slow")
 @pytest.mark.parametrize("name", marked(PLANS))
 def test_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,7 +99,7 @@ def test_instructions(name: str) -> None:
     hold("instructions", name, found)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, rest="slow")
 @pytest.mark.parametrize("words", REFUSED)
 def test_refusals(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """The code, the keys that are named, and that there is a remedy; words are free."""

@@ -181,14 +181,9 @@ def check_example(name, plan, devices=None):
     assert_same(jax.device_get(got[0]), jax.device_get(want), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        pytest.param(name, plan, marks=[pytest.mark.slow] * ((name, plan) != ("NNX", "stages")))
-        for name in EXAMPLES
-        for plan in PLANS
-    ],
-)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("plan", [*PLANS][::-1])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_as_by_jit(name, plan):
     check_example(name, plan, jax.devices()[:DEVICES])
 

@@ -223,7 +223,7 @@ PLANS |= {
 }
 
 
-@pytest.mark.sampled(8, rest="stress")
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_as_one_device(monkeypatch, plan):
     """Losses, gradients and parameters of each step."""

@@ -18,10 +18,10 @@ BATCH = {"x": RNG.normal(size=(ROWS, 8)), "y": RNG.normal(size=(ROWS, 2))}
 BATCH = {name: x.astype(np.float32) for name, x in BATCH.items()}
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 SEVERAL = {
+    "three_d": launcher.ThreeDParallel(data=2, pipeline=2, num_micro_batches=2),
     "data": launcher.DataParallel(num_micro_batches=2),
     "zero3": launcher.Zero3Parallel(num_micro_batches=2),
     "shard": launcher.ShardParallel(num_micro_batches=2, logical_mesh_shape=(2, 2)),
-    "three_d": launcher.ThreeDParallel(data=2, pipeline=2, num_micro_batches=2),
     "auto": launcher.PipeshardParallel(num_micro_batches=2, stage_option="auto"),
 }
 
@@ -87,16 +87,9 @@ def check(kind, method):
     assert int(max(jax.tree.leaves(state["state"]), key=lambda x: x.dtype == jnp.int32)) == ROUNDS
 
 
-def cases(methods, default=()):
-    for kind in ("linen", "nnx"):
-        for name, method in methods.items():
-            once = {"linen": "zero3", "nnx": "auto"}[kind]
-            by_hand = pytest.mark.slow if name == once else pytest.mark.stress
-            marks = [] if (kind, name) in default else [by_hand]
-            yield pytest.param(kind, method, marks=marks, id=f"{kind}-{name}")
-
-
-@pytest.mark.parametrize(("kind", "method"), [*cases(SEVERAL, {("nnx", "three_d")})])
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("method", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_running_averages_are_means_over_the_slices(kind, method):
     check(kind, method)
 

@@ -187,9 +187,8 @@ def is_part(own, whole, here):
     assert whole.used == {i for i, slot in whole.arguments if slot in read}
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(200, 206), *(pytest.param(s, marks=pytest.mark.slow) for s in range(300, 310))]
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(200, 216))
 def test_each_process_has_its_part_of_a_random_plan(traced, seed):
     check(traced, planned(traced, seed)[0], *random_lists(traced, seed))
 

@@ -92,7 +92,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(8, rest="stress")
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     check(EQUAL[name], PARAMS, BATCH, 4)
@@ -218,13 +218,8 @@ def test_a_random_mask_and_its_sum_are_of_the_same_draw():
     check(fun, PARAMS, BATCH, 4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [  # every tenth also without being asked for
-        pytest.param(name, marks=[pytest.mark.stress] if i % 10 else [])
-        for i, name in enumerate(EQUAL)
-    ],
-)
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("name", EQUAL)
 def test_slices_of_one_row(name):
     """JAX leaves out what repeats a single row: the program is another one."""
     check(EQUAL[name], PARAMS, BATCH, ROWS)

@@ -188,6 +188,7 @@ METHODS = {
 
 @pytest.mark.devices
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_discriminator(name):
     params = {"first": normal(3, 3, 1, 4), "second": normal(3, 3, 4, 4), "dense": normal(16, 1)}

@@ -81,13 +81,9 @@ def test_running_averages_are_means_over_slices_saved_and_started_from(tmp_path)
     trainee.worker.close()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("linen", marks=pytest.mark.slow),
-        pytest.param("nnx", marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_state_goes_on_under_another_plan(kind, tmp_path):
     model = normed(kind)
     stages, zero3 = (Trainee([*model, *plan], model=()) for plan in PLANS.values())

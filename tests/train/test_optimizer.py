@@ -216,7 +216,7 @@ UNDER = [
     *((form, None) for form in WANT_VALUE),
     ("where finite", STAGES),
     *(
-        pytest.param("in a chain", method, marks=pytest.mark.slow)
+        pytest.param("in a chain", method, marks=pytest.mark.stress)
         for method in (STAGES, launcher.DataParallel(2), launcher.Zero3Parallel())
     ),
 ]

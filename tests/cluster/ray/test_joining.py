@@ -17,13 +17,9 @@ from launcher.cluster.worker_group import WAITS, WorkerGroup
 from launcher.config.cluster import Emulated
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("join", marks=pytest.mark.slow),
-        *(pytest.param(m, marks=pytest.mark.stress) for m in ("connect", "meet")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", ["join", "connect", "meet"])
 def test_workers_that_stand_while_they_connect_are_named(method, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from held import Held

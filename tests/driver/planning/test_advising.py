@@ -93,6 +93,7 @@ def few(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STATED)
 def test_each_piece_of_advice_planned_again_has_the_promised_gain(name, here):
     hold_to_its_promises(STATED[name])

@@ -66,7 +66,7 @@ def choices_of_stages(tables: StageTables, devices):
     yield from before(layers, devices, ())
 
 
-@pytest.mark.sampled(10, rest="stress")
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(200))
 def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
     problem, wanted = small_problem(seed, most=10)
@@ -105,16 +105,8 @@ def solved(seed):
     return problem, find_plans(problem, Constraints())
 
 
-def networks():
-    """The seeds of `solved`: 2 by default, 4 slow."""
-
-    def marks(seed):
-        return [] if seed % 100 == 0 else [pytest.mark.stress if seed % 40 else pytest.mark.slow]
-
-    return [pytest.param(seed, marks=marks(seed)) for seed in range(200)]
-
-
-@pytest.mark.parametrize("seed", networks())
+@pytest.mark.sampled(100)
+@pytest.mark.parametrize("seed", range(200))
 def test_no_plan_is_below_the_bound_nor_faster_than_the_one_found(seed):
     """Of all divisors of the batch and all schedules; by 1 %."""
     problem, found = solved(seed)
@@ -146,7 +138,7 @@ def test_hosts_of_few_divisors_are_left_partly_idle(hosts, each, seed):
     assert least_seconds(problem, limit) == (limit, None)
 
 
-@pytest.mark.sampled(4, rest="stress")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("hosts", "each", "fewer"), [(5, 7, 4), (2, 7, 4), (3, 6, 4)])
 def test_more_devices_on_each_host_are_no_slower(hosts, each, fewer, seed):
