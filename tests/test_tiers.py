@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 # Without the plugins of other packages, which import half of what is installed.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "0"]
@@ -50,6 +52,7 @@ def test_is_pure(made):
 }
 
 
+@pytest.mark.slow
 def test_a_pure_test_that_is_none_fails(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -96,6 +99,7 @@ def test_of_slow(k):
 """
 
 
+@pytest.mark.slow
 def test_every_case_of_a_sampled_test_is_in_one_tier(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SAMPLED)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())

@@ -8,6 +8,7 @@ from threads import NET, PATIENCE, batch, in_threads, step
 import launcher
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("begun", [0, 4], ids=["while they connect", "while they step"])
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
 OWNER = "run/1234"
 
 
-@pytest.fixture(scope="module", params=["s3", "gs"])
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
     with object_server(request.param) as server:
         yield server

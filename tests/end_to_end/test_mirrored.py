@@ -121,6 +121,7 @@ def test_killed_while_it_mirrors_a_run_resumes(
     assert all(np.array_equal(found[name], whole[1][name]) for name in whole[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("url", "tried"),
     [

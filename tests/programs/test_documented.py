@@ -346,7 +346,7 @@ def test_plain_gradients_of_single_examples(plan):
     compare(lambda p, x: jax.vmap(jax.value_and_grad(loss_of), (None, 0))(p, x), plan)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", SLOPES)
 def test_a_gradient_of_the_step_is_the_loss_or_refused(name, plan):
@@ -360,7 +360,7 @@ def test_a_gradient_of_the_step_is_the_loss_or_refused(name, plan):
             compare(step, plan)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", SLOPES)
 def test_a_gradient_in_a_loss_is_a_part_of_it(name):
     """Of each example at its own place, as in a penalty."""

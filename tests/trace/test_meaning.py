@@ -135,6 +135,7 @@ JOINED = {
 }
 
 
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize("name", JOINED)
 def test_refused(name):
     fun, words = JOINED[name]
@@ -178,6 +179,7 @@ def test_metrics_of_every_kind():
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fun", "said"),
     [("masked mean", "mean"), ("sum over a number", "mean"), ("mean", "mean"), ("sum", "sum")],
@@ -225,6 +227,7 @@ def test_slices_of_one_row(name):
     check(EQUAL[name], PARAMS, BATCH, ROWS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["masked mean", "sum and decay", "row and label", "label of each"])
 def test_a_batch_of_two_rows(name):
     """No slice has several rows: a batch of four tells how slices differ from the whole."""
@@ -258,6 +261,7 @@ def test_a_step_is_traced_again_only_where_that_tells_something(name, times):
     assert len(calls) == times
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize(
     "numbers",

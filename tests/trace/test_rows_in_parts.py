@@ -124,6 +124,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(5, rest="slow")
 @pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, count):

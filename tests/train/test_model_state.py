@@ -60,7 +60,6 @@ def one_device(words, steps):
     return states
 
 
-@pytest.mark.slow
 def test_running_averages_are_means_over_slices_saved_and_started_from(tmp_path):
     model = normed()
     trainee = Trainee([*model, *PLANS["stages"]], model=())
@@ -196,6 +195,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(("model", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_a_model_with_state_is_refused_in_one_line(model, text):
     def train(x):

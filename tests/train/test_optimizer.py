@@ -222,6 +222,7 @@ UNDER = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("form", "method"), UNDER)
 def test_an_optimizer_that_wants_the_loss_gets_that_of_the_whole_batch(form, method, monkeypatch):
     built, made = custom(monkeypatch, WANT_VALUE[form]), WANT_VALUE[form]

@@ -56,6 +56,7 @@ class Compiles(Peer):
 '''
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_programs_and_outlives_the_first(tmp_path, monkeypatch):
     (tmp_path / "compiles.py").write_text(COMPILES)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -78,6 +79,7 @@ def test_each_process_keeps_its_programs_and_outlives_the_first(tmp_path, monkey
     del sys.modules["compiles"]
 
 
+@pytest.mark.slow
 def test_workers_begun_beside_others_take_their_place(probe, tmp_path):
     with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
         used = session.spawn(probe, 1)

@@ -31,6 +31,7 @@ def shape_on_two(parallel: Parallel, rows: int) -> tuple[int, ...]:
     return plan.cluster["hosts"], len(plan.stages), *mesh, plan.num_micro_batches
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("parallel", "rows", "found"),
     [
