@@ -346,7 +346,7 @@ def test_plain_gradients_of_single_examples(plan):
     compare(lambda p, x: jax.vmap(jax.value_and_grad(loss_of), (None, 0))(p, x), plan)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", SLOPES)
 def test_a_gradient_of_the_step_is_the_loss_or_refused(name, plan):

@@ -123,6 +123,7 @@ def both_ways(monkeypatch, request):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 def test_the_parts_of_a_step_seen_by_the_host_add_up(both_ways):
     for one in (one for pair in both_ways for one in pair):

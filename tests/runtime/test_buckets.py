@@ -250,6 +250,7 @@ def test_one_flat_array_crosses_sockets(monkeypatch, micro_batches):
 EACH = {"bucket_bytes": LAYER}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("method", "expected"),
     [

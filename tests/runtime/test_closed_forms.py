@@ -235,7 +235,7 @@ ALONG_DATA = {  # how often each parameter is in each kind: all that is needed
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("method", ALONG_DATA)
 @pytest.mark.parametrize("case", CASES)
 def test_along_data(case, method):

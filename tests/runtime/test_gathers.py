@@ -56,6 +56,7 @@ def states(executable, name):
     return run(executable, executable.create(init, jax.random.key(0)), batches)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "how"),

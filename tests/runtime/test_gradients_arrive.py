@@ -119,7 +119,7 @@ def forward_alone(net, x):
     return jnp.tanh(x @ net["a"]) @ net["b"]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize(
     ("name", "method", "count"), [*itertools.product(PROGRAMS, METHODS, (1, 2))]
 )

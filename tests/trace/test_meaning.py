@@ -261,7 +261,7 @@ def test_a_step_is_traced_again_only_where_that_tells_something(name, times):
     assert len(calls) == times
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize(
     "numbers",

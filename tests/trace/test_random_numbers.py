@@ -54,7 +54,7 @@ def skipped_layer(p, b, key):
     return jnp.mean((h @ p["b"] - b["t"]) ** 2)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("fun", [mixed, one_time, noisy_weights, shared_mask, skipped_layer])
 def test_what_is_of_no_example_is_drawn_as_on_one_device(fun, key):

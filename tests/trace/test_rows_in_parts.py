@@ -80,7 +80,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name, count):
