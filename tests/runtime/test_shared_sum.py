@@ -131,6 +131,7 @@ def test_so_many_processes_equal_one_device(count, devices, settings, sums):
         assert len({bits for peer in told for bits in peer[0]["state"]}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("meeting", [4, 0])
 def test_a_killed_process_ends_the_others(meeting):
