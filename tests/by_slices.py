@@ -68,8 +68,7 @@ def run(step, args, count):
     loss = traced.loss(count)
     names = [*traced.constants, *traced.invars]
     given = [*traced.constants.values(), *jax.tree.leaves(args)]
-    before = Jaxpr(names, traced.before, traced.operands)
-    operands = jax.jit(jaxpr_as_fun(before))(*given)
+    operands = computed(names, traced.before, traced.operands, given)
     cuts = [cut(x, i, loss) for i, x in enumerate(operands)]
     sliced = jaxpr_as_fun(Jaxpr(loss.invars, loss.equations, loss.outvars))
     seed = 1 / count if loss.reduce[:1] == ("mean",) else 1.0  # as tasks have it
@@ -89,8 +88,14 @@ def run(step, args, count):
     grads = [sum(parts) for parts in zip(*(grads for _, grads in found), strict=True)]
     known = dict(zip(names, given, strict=True)) | dict(zip(traced.operands, operands, strict=True))
     known |= dict(zip(traced.loss_equation.outvars, [*values, *grads], strict=True))
-    after = jaxpr_as_fun(Jaxpr([*known], traced.after, traced.outvars))
-    return jax.tree.unflatten(traced.out_tree, jax.jit(after)(*known.values())), loss.reduce
+    outs = computed([*known], traced.after, traced.outvars, [*known.values()])
+    return jax.tree.unflatten(traced.out_tree, outs), loss.reduce
+
+
+def computed(names, equations, results, given):
+    """What equations make; compiled, where there are any."""
+    fun = jaxpr_as_fun(Jaxpr(names, equations, results))
+    return (jax.jit(fun) if equations else fun)(*given)
 
 
 def compare(step, args, count, rtol=1e-5):
@@ -105,7 +110,8 @@ def compare(step, args, count, rtol=1e-5):
 def cut(x, i, loss):
     """The slices of an operand."""
     axis = loss.slice_axes[i]
-    return [x] * loss.num_slices if axis is None else jnp.split(x, loss.num_slices, axis)
+    split = np.split if isinstance(x, np.ndarray) else jnp.split
+    return [x] * loss.num_slices if axis is None else split(x, loss.num_slices, axis)
 
 
 def check(fun, params, batch, count, reduce="infer", **kwargs):

@@ -2,7 +2,7 @@
 
 Tests outside of `PURE` are `devices`; a test in there that starts a process or compiles a plan's
 program all the same needs that mark, or fails. If a test is `sampled(n)`, every n-th of its cases
-belongs to the default tier and the rest to another one.
+belongs to its tier, the default one or `slow`, and the rest to `stress`.
 """
 
 import collections
@@ -90,21 +90,23 @@ def pytest_collection_modifyitems(config, items):
         if item.path.relative_to(HERE).parts[0] not in PURE:
             item.add_marker("devices")
         marks = {mark.name for mark in item.iter_markers()}
+        if "stress" in marks:
+            marks.discard("slow")
         (others if marks & left_out else kept).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=others)
 
 
 def _sample(items):
-    """Mark what `sampled` leaves out of the default tier."""
+    """Mark what `sampled` leaves out of a tier, in which a parameter may have put a case."""
     seen = collections.Counter()
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is None or any(item.get_closest_marker(name) for name in ON_DEMAND):
+        if (mark := item.get_closest_marker("sampled")) is None:
             continue
-        of = item.path, item.originalname
+        own = tuple(one.name for one in item.callspec.marks if one.name in ON_DEMAND)
+        of = item.path, item.originalname, own
         if seen[of] % mark.args[0]:
-            item.add_marker(mark.kwargs.get("rest", "slow"))
+            item.add_marker(mark.kwargs.get("rest", "stress"))
         seen[of] += 1
 
 

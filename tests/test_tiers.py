@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 # Without the plugins of other packages, which import half of what is installed.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "0"]
@@ -50,6 +52,7 @@ def test_is_pure(made):
 }
 
 
+@pytest.mark.slow
 def test_a_pure_test_that_is_none_fails(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -78,18 +81,25 @@ def test_a_pure_test_that_is_none_fails(tmp_path: Path) -> None:
 SAMPLED = """
 import pytest
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize("k", range(7))
 def test_of_many(k):
     pass
 
-@pytest.mark.sampled(2, rest="stress")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_of_some(k):
+    pass
+
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("k", range(4))
+def test_of_slow(k):
     pass
 """
 
 
+@pytest.mark.slow
 def test_every_case_of_a_sampled_test_is_in_one_tier(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SAMPLED)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
@@ -101,10 +111,12 @@ def test_every_case_of_a_sampled_test_is_in_one_tier(tmp_path: Path) -> None:
         done = subprocess.run(
             command, cwd=tmp_path, env=ALONE, capture_output=True, text=True, check=False
         ).stdout
-        found = {name: re.findall(rf"{name}\[(\d)\]", done) for name in ("of_many", "of_some")}
+        found = {
+            name: re.findall(rf"{name}\[(\d)\]", done) for name in ("of_many", "of_some", "of_slow")
+        }
         return " ".join("".join(numbers) for numbers in found.values())
 
-    assert cases() == "036 03"
-    assert cases("-m", "slow") == "1245 2"
-    assert cases("-m", "stress") == " 1"
-    assert cases("test_it.py::test_of_many[1]") == "1 "
+    assert cases() == "036 03 "
+    assert cases("-m", "slow") == "1245 2 02"
+    assert cases("-m", "stress") == " 1 13"
+    assert cases("test_it.py::test_of_many[1]") == "1  "

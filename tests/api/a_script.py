@@ -1,7 +1,7 @@
 """A script as a user writes it: `python a_script.py HOW`. It ends without `launcher.shutdown`.
 
 HOW: `own` trains its own classes on two workers, and fails at the end; `joined` runs on the Ray
-that it has started itself; `signal` waits for a signal.
+that it has started itself.
 """
 
 import dataclasses
@@ -142,9 +142,4 @@ def joined():
     sys.exit(3)
 
 
-def signal():
-    run_small()
-    sys.stdin.read()
-
-
-{"own": own, "joined": joined, "signal": signal}[HOW]()
+{"own": own, "joined": joined}[HOW]()

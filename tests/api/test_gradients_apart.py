@@ -56,20 +56,10 @@ def gradients(state, x):
     return launcher.value_and_grad(loss)(state[0], x)
 
 
-OTHERS = {  # of every pair of a method, an optimizer and what is followed a case runs by default
-    ("data", "sgd", "step"): pytest.mark.slow,
-    ("zero2", "adamw", "gradients"): pytest.mark.slow,
-    **{(method, "sgd", "gradients"): pytest.mark.stress for method in METHODS},
-    **{(method, "adamw", "step"): pytest.mark.stress for method in METHODS},
-}
-
-
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("method", "optimizer", "follows"),
-    [
-        pytest.param(*case, marks=OTHERS.get(case, ()))
-        for case in itertools.product(METHODS, OPTIMIZERS, ("gradients", "step"))
-    ],
+    [*itertools.product(METHODS, OPTIMIZERS, ("gradients", "step"))],
 )
 def test_gradients_applied_apart_are_the_step(session, method, optimizer, follows):
     init, apply, step = functions(OPTIMIZERS[optimizer])

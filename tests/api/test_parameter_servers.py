@@ -138,7 +138,7 @@ def test_servers_that_are_stopped_or_killed_are_named():
         assert not any(server.is_running() for server in servers)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_ctrl_c_ends_a_wait_for_a_server():
     launcher.init(num_nodes=2, num_devices_per_node=1)
     train = launcher.parallelize(step, method=launcher.ParameterServer())

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -76,15 +75,3 @@ def test_a_script_runs_on_the_ray_that_it_has_started(start):
     assert script.returncode == 3
     assert "Traceback" not in told
     assert "A worker died" not in told
-
-
-@pytest.mark.stress  # test_cleanup ends drivers by signals, too
-def test_a_script_that_is_killed_politely_leaves_nothing(start, folder):
-    script, line, below = start("signal")
-    script.terminate()
-    _, told = script.communicate(timeout=120)
-    assert line == "as on one device\n", told
-    assert script.returncode == -signal.SIGTERM
-    assert "raylet" not in told
-    assert below
-    assert_nothing_is_left(below, folder)

@@ -8,19 +8,13 @@ from threads import NET, PATIENCE, batch, in_threads, step
 import launcher
 
 
-@pytest.mark.parametrize(
-    "begun",
-    [
-        pytest.param(0, id="while they connect"),
-        pytest.param(4, id="while they step", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("begun", [0, 4], ids=["while they connect", "while they step"])
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(launcher.PipeshardParallel(num_micro_batches=2), id="pipeline"),
-        pytest.param(launcher.ParameterServer(), id="parameter servers", marks=pytest.mark.slow),
-    ],
+    [launcher.PipeshardParallel(num_micro_batches=2), launcher.ParameterServer()],
+    ids=["pipeline", "parameter servers"],
 )
 def test_the_end_of_the_session_ends_the_waits_of_other_threads(method, begun):
     """Of threads that step without end the first waits for the workers, the others for it."""

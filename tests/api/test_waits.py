@@ -54,7 +54,7 @@ def test_a_worker_that_stands_while_it_compiles_is_named():
         parallel(loss)(jnp.float32(1), X)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_one_worker_may_wait_for_another_that_compiles():
     """For longer than a worker may stand: it has compiled, and they meet."""
     start(2)
@@ -69,7 +69,7 @@ def test_one_worker_may_wait_for_another_that_compiles():
     assert float(parallel(loss)(jnp.float32(1), X)[1]) == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_the_first_step_may_take_as_long_as_any():
     start(1)
 

@@ -108,6 +108,7 @@ USES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_it_is_used_as_an_array_of_this_process_is(workers, use):
     matrix, scalar = workers.handle(MATRIX), workers.handle(np.float32(2.5))

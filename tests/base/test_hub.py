@@ -225,6 +225,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.kind}-{f.matches}")
 def test_a_fault_on_the_way_costs_only_time(fault, stub, at, tmp_path):
     with FaultProxy(stub.url) as proxy:

@@ -23,6 +23,7 @@ def run(words: list[str], folder: Path, **streams) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=folder, text=True, check=False, **streams)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", [*ANSWERS, ["train.stepz=1"]], ids=" ".join)
 def test_nobody_reads_the_answer_or_the_complaint(words: list[str], tmp_path: Path) -> None:
     reader, writer = os.pipe()

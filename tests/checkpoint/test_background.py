@@ -128,6 +128,7 @@ def test_signals_that_are_the_drivers_do_not_end_it(background, copies, tmp_path
     assert checkpoint.newest(tmp_path).step == 3
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_checkpoint_and_a_killed_one_spoils_none(
     background, copies, tmp_path, monkeypatch
 ):

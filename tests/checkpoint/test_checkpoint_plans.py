@@ -75,8 +75,7 @@ def check(folder, source, target, losses, wanted):
 
 def pairs():
     for source, target in itertools.permutations(HERE_PLANS, 2):
-        by_hand = pytest.mark.slow if source == "shard_on_4" else pytest.mark.stress
-        marks = [] if (source, target) == ("manual_2x2", "zero3_on_8") else [by_hand]
+        marks = [] if (source, target) == ("manual_2x2", "zero3_on_8") else [pytest.mark.stress]
         yield pytest.param(source, target, marks=marks)
 
 

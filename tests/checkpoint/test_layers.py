@@ -50,6 +50,7 @@ def stored(params, kind, folder):
     return folder / "1"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["checkpoint", "npz"])
 @pytest.mark.parametrize(
     ("there", "here"),

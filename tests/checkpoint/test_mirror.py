@@ -25,7 +25,7 @@ from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
 OWNER = "run/1234"
 
 
-@pytest.fixture(scope="module", params=["s3", "gs"])
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
     with object_server(request.param) as server:
         yield server
@@ -276,6 +276,7 @@ def start(url: str, home: Path) -> subprocess.Popen:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 def test_killed_at_any_moment_nothing_half_counts(
     url: str, proxy: FaultProxy, tmp_path: Path
 ) -> None:
@@ -333,6 +334,7 @@ def until(condition, seconds: float = 60) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 def test_the_process_tells_retries_and_is_replaced(
     url: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def value_of(name, place):
     return arrays()[name][tuple(slice(*ends) for ends in place)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("most", [1, 20, 10**9])
 @pytest.mark.parametrize(
     ("held", "needed"),

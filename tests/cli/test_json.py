@@ -47,7 +47,7 @@ def mended(words, error):
     return [*(word for word in words if word not in removed), *added]
 
 
-@pytest.mark.sampled(10, rest="stress")
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(100))
 def test_the_remedy_mends_a_broken_command_line(seed, here, ask):
     words = ["task=check", *broken(seed, here)]
@@ -132,7 +132,7 @@ def test_no_remedy_leaves_out_a_file_that_protects_a_run(said, here, ask):
     assert (error["code"], error["remedy"]) == ("unknown_setting", None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("words", "added"),
     [
@@ -243,7 +243,7 @@ def test_every_symptom_of_the_page_is_found():
     assert len(SYMPTOMS) == PAGE.count("\n### ") >= 15
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize(("message", "words", "text"), SYMPTOMS, ids=[s[1] for s in SYMPTOMS])
 def test_a_symptom_of_the_page(message, words, text, ask):
     error = ask("task=check", *words.split())["error"]

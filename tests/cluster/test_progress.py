@@ -73,6 +73,7 @@ def watched(workers, method, seconds, timeout=60.0):
     return None
 
 
+@pytest.mark.sampled(5, rest="slow")
 @pytest.mark.parametrize("method", [*WAITS, "step"])
 def test_each_wait_ends_in_time_and_names_who_stands(monkeypatch, method):
     """By its own count of calls, so that none has to be waited for."""

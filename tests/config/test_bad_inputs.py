@@ -322,7 +322,7 @@ def test_in_a_frozen_file(refused, tmp_path):
     assert faults == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize(("command", "told"), ELSEWHERE, ids=[command for command, _ in ELSEWHERE])
 def test_what_is_not_there(command, told, refused, tmp_path):
     inputs = tmp_path / "in puts"

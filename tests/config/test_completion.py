@@ -34,7 +34,7 @@ def test_a_shell_is_told_how_to_complete_and_how_to_forget(shell, capfd):
 
 
 @pytest.mark.devices
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize("command", ["launcher", "python -m launcher"])
 @pytest.mark.parametrize("shell", STARTS)
 def test_a_shell_completes_what_is_typed(shell, command, tmp_path):

@@ -37,7 +37,7 @@ DEVICES = sorted((CONF / "device").glob("*.yaml"))  # parts of files
 OPTIONS = [file for file in FILES if file not in DEVICES]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: str(file.relative_to(CONF)))
 def test_every_file_composes_by_the_command_in_it(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -80,7 +80,7 @@ def test_what_is_wrong_ends_with_two(words, error, capfd):
     assert f"launcher: {error}" in capfd.readouterr().err
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

@@ -564,7 +564,7 @@ def answer(argv, capsys):
     return code, out, err
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize(("command", "message"), COMMAND_LINES, ids=[c for c, _ in COMMAND_LINES])
 def test_wrong_command_line(command, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -572,7 +572,7 @@ def test_wrong_command_line(command, message, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize(("file", "text", "command", "message"), FILES, ids=[f[3] for f in FILES])
 def test_wrong_file(file, text, command, message, tmp_path, monkeypatch, capsys):
     path = tmp_path / "my_conf" / file
@@ -687,7 +687,7 @@ BOUNDLESS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, rest="slow")
 @pytest.mark.parametrize("name", BOUNDLESS)
 def test_a_settings_file_beyond_all_bounds(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "conf" / "recipe" / "mine.yaml"

@@ -100,6 +100,7 @@ def test_what_is_to_grow_is_maximized_and_what_fails_stops_nothing(tmp_path):
     assert found["best_value"] == max(n for n in tried if n % 2)
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -267,6 +268,7 @@ PLACE = "(in my_conf/recipe/mine.yaml:"
 OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n    "
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("text", "error"),
     [

@@ -81,7 +81,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(("words", "key"), REFUSED, ids=lambda text: text.rpartition(" ")[2])
 def test_what_has_no_effect_is_refused(words, key):
     with pytest.raises(

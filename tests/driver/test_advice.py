@@ -94,6 +94,7 @@ def in_shell(text):
     return done.stdout.decode().split("\0")[:-1]
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_advised_is_understood(call):
     def given(*words):

@@ -534,7 +534,7 @@ def told_before(probe):
     return probe.shows(config_of(probe.base))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19, rest="slow")
 @pytest.mark.parametrize(
     ("option", "key", "probe"), PROBES, ids=[f"{option}.{key}" for option, key, _ in PROBES]
 )
@@ -556,6 +556,7 @@ VARIANTS = {
 NEEDED = {"module": "mine.net", "path": "books", "plan": "plan.json"}
 
 
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize(
     ("section", "option"), [(s, name) for s, found in VARIANTS.items() for name in found.classes]
 )
@@ -621,7 +622,7 @@ def test_every_method_and_key_of_parallel_is_tried():
     assert set(VALUES) == names - {"method", "allow_over_memory"}  # test_fitting.py shows the last
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10, rest="slow")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", VALUES)
 def test_every_key_of_parallel_changes_the_plan_or_is_refused(method, name, monkeypatch):

@@ -59,13 +59,9 @@ def test_a_run_is_what_plain_jax_makes_of_the_same_settings(undisturbed):
     np.testing.assert_allclose(list(found.values()), evaluations, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param("adafactor", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.stress) for name in ("adam", "sgd", "lion")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("optimizer", ["adafactor", "adam", "sgd", "lion"])
 def test_every_optimizer_runs_across_stages_as_on_one_device(optimizer, tmp_path):
     training = Training(tmp_path, f"optimizer={optimizer}").run()
     np.testing.assert_allclose(training.losses(), plain_training(training.config)[0], rtol=1e-5)
@@ -167,6 +163,7 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", [["train.checkpoint.on_error=stop"], []])
 def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(words, tmp_path):
     every = "train.checkpoint.every_steps=2" if words else "train.checkpoint.every_steps=0"
@@ -177,7 +174,7 @@ def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(wo
     assert len(training.lines) == 6 or words
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_the_last_step_is_saved_as_often_as_others_are_also_without_a_save_at_the_end(tmp_path):
     words = ("train.checkpoint.every_steps=3", "train.checkpoint.at_end=false")
     Training(tmp_path, *words).run()
@@ -283,24 +280,13 @@ def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
 
 SKIPPING = [
     (),
-    pytest.param(
-        (
-            "parallel=three_d",
-            "parallel.pipeline=2",
-            "parallel.model=2",
-            ONE_STAGE,
-            "cluster.gpus=4",
-        ),
-        marks=pytest.mark.slow,
-    ),
-    *(
-        pytest.param((f"parallel={method}", ONE_STAGE), marks=pytest.mark.stress)
-        for method in ("data", "zero3")
-    ),
-    pytest.param(("parallel.schedule=zero_bubble",), marks=pytest.mark.stress),
+    ("parallel=three_d", "parallel.pipeline=2", "parallel.model=2", ONE_STAGE, "cluster.gpus=4"),
+    *((f"parallel={method}", ONE_STAGE) for method in ("data", "zero3")),
+    ("parallel.schedule=zero_bubble",),
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", SKIPPING)
 def test_a_step_that_goes_wrong_is_skipped_as_on_one_device(words, bad_batch, tmp_path):
     training = Training(tmp_path, "train.non_finite=skip", *words).run()
@@ -315,6 +301,7 @@ def test_a_step_that_goes_wrong_is_skipped_as_on_one_device(words, bad_batch, tm
     assert checkpoint.newest(tmp_path).step == 6
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", SKIPPING)
 def test_a_spike_is_skipped_as_on_one_device(words, bad_batch, monkeypatch, tmp_path):
     """As the limit is, each step after the first twenty, whose scores are not known, may be one."""
@@ -332,7 +319,7 @@ def test_a_spike_is_skipped_as_on_one_device(words, bad_batch, monkeypatch, tmp_
     assert len(training.said) == sum(skipped)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):
     words = ("train.steps=1", "parallel.num_stages=1", "train.checkpoint.at_end=false")
     training = Training(tmp_path, *words).run()

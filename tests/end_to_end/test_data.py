@@ -92,14 +92,9 @@ def stream(folder: Path, changed: bool) -> tuple[str, ...]:
     return typed("model=mlp dataset=custom dataset.module=my_pkg.stream allow_modules=[my_pkg]")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(mixture, marks=pytest.mark.slow),
-        pytest.param(pictures, marks=pytest.mark.stress),
-        pytest.param(stream, marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("data", [mixture, pictures, stream])
 def test_data_resume_on_other_hosts_and_no_others_are_taken(
     data: Callable[[Path, bool], tuple[str, ...]], tmp_path: Path
 ) -> None:
@@ -120,18 +115,6 @@ def test_data_resume_on_other_hosts_and_no_others_are_taken(
     code, _, err = Launcher(tmp_path, *own, "run.id=resumed", "train.steps=5").end()
     assert code == 2
     assert f"the data of dataset={data.__name__} has changed since run.id=resumed" in err
-
-
-@pytest.mark.slow
-def test_a_bad_token_ends_a_run_with_its_file_and_position_and_no_traceback(tmp_path: Path) -> None:
-    tokens = np.zeros(1000, np.uint16)
-    tokens[500] = 300
-    tokens.tofile(tmp_path / "a.bin")
-    own = "dataset=tokens", "dataset.path=a.bin", "train.steps=30"
-    code, _, err = Launcher(tmp_path, *GPT, *TINY, *own).end()
-    assert code == 1
-    assert "a.bin: token 500 is 300, which is outside model.vocab_size=257" in err
-    assert "Traceback" not in err
 
 
 @pytest.mark.stress

@@ -25,6 +25,7 @@ FOREVER = "train.steps=1000000"
 
 
 @pytest.mark.slow  # test_random_faults.py kills and stops all else, at any moment
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("snapshot", ["3", "off"])
 def test_a_worker_is_killed_and_the_run_comes_to_the_same_bytes(
     undisturbed: Callable[..., Path], tmp_path: Path, snapshot: str
@@ -48,6 +49,7 @@ def test_a_worker_is_killed_and_the_run_comes_to_the_same_bytes(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGINT] * 2], ids=["kill", "leave"])
 def test_nothing_stays_in_memory_after_the_launcher_has_left_at_once(
     tmp_path: Path, signals: list[signal.Signals]
@@ -64,6 +66,7 @@ def test_nothing_stays_in_memory_after_the_launcher_has_left_at_once(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "is_damaged"), [("zero3", False), ("manual", False), ("manual", True)]
 )
@@ -132,9 +135,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("hosts", "moment"),
-    [(1, "after two steps"), (2, "after two steps"), (2, "at once"), (2, "during recovery")],
+    [(2, "after two steps"), (1, "after two steps"), (2, "at once"), (2, "during recovery")],
 )
 def test_workers_that_stand_by_take_over_and_come_to_the_same_bytes(
     hosts: int,

@@ -131,7 +131,7 @@ def test_three_hosts_become_two_and_then_three_again(
     assert_as(job.run, undisturbed(*MODEL, *settings, "cluster=emulated", "cluster.gpus=3"))
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_another_host_is_lost_before_the_run_continues(
     start: Callable[..., Job], undisturbed: Callable[..., Path]
 ) -> None:
@@ -150,7 +150,8 @@ def test_another_host_is_lost_before_the_run_continues(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", ["300", "30"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("wait", ["30", "300"])
 def test_a_run_that_has_no_plan_for_fewer_says_so_at_once_and_when_it_ends(
     start: Callable[..., Job], wait: str
 ) -> None:

@@ -23,7 +23,7 @@ WORDS = typed(
 )
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.stress)])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """A server, a proxy before it, and this process's environment for both."""
     with object_server(request.param) as server, FaultProxy(server.url) as proxy:
@@ -121,6 +121,7 @@ def test_killed_while_it_mirrors_a_run_resumes(
     assert all(np.array_equal(found[name], whole[1][name]) for name in whole[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("url", "tried"),
     [

@@ -136,7 +136,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_stays(
     somebodys.wait_until_empty()
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_node_that_leaves_costs_the_run_a_host(
     somebodys: Somebodys, tmp_path: Path, undisturbed
 ) -> None:

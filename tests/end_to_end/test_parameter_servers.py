@@ -33,7 +33,7 @@ def started(folder: Path, *words: str, steps: int = 6) -> Launcher:
     return launcher
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_run_saved_under_servers_resumes_in_stages_and_back(tmp_path: Path) -> None:
     """With the losses and evaluations of a run of two devices in one process."""
     words = ("train.eval_every=2", "train.eval_batches=1", "train.check_replicas_every=1")

@@ -118,7 +118,7 @@ def _bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("_bucket")
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_accepted(
     command: str,
@@ -170,7 +170,7 @@ def test_every_other_command_names_what_exists() -> None:
     assert [mark for mark in named if mark not in marks] == []
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_python_runs(program: list[Block], folder: Path) -> None:
     flags = os.environ["XLA_FLAGS"].split()

@@ -75,13 +75,9 @@ def kill_the_launcher(launcher: Launcher, run: Path) -> None:
 KILLS = kill_the_next_workers, kill_a_worker, kill_the_launcher
 
 
-@pytest.mark.parametrize(
-    ("disturb", "snapshot"),
-    [
-        pytest.param(disturb, snapshot, marks=pytest.mark.stress if k % 2 else pytest.mark.slow)
-        for k, (snapshot, disturb) in enumerate(itertools.product(["4", "off"], KILLS))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("snapshot", "disturb"), [*itertools.product(["4", "off"], KILLS)])
 def test_a_run_that_spikes_comes_to_the_bytes_of_one_without_these_batches(
     disturb: Callable[[Launcher, Path], None], snapshot: str, without: Path, tmp_path: Path
 ) -> None:

@@ -86,12 +86,13 @@ def wait_for(condition, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize(
     ("sent", "wanted", "code"),
     [
         (signal.SIGINT, "SIGINT", 130),
-        pytest.param(signal.SIGTERM, "SIGTERM", 75, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, "SIGTERM", 75, marks=pytest.mark.slow),
+        (signal.SIGTERM, "SIGTERM", 75),
+        (signal.SIGUSR1, "SIGTERM", 75),
     ],
 )
 def test_a_signal_ends_the_run_in_progress_and_the_sweep_in_good_order(
@@ -187,7 +188,7 @@ def test_the_points_of_a_sweep_compile_what_they_share_once(
     assert len(lines(tmp_path / "multirun" / "s" / "s-1")) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
     files = "recipe=smoke", "dataset=text", "dataset.path=missing.txt,text.txt"

@@ -86,7 +86,7 @@ def test_processes_sum_gradients_together_between_the_pass_and_the_update(
     assert (tmp_path / "outputs" / "a" / "plots" / "timeline.png").stat().st_size > 0
 
 
-@pytest.mark.slow  # as above, but each is a JAX of its own, process 0 with device 0
+@pytest.mark.stress  # as above, but each is a JAX of its own, process 0 with device 0
 def test_workers_of_parameter_servers_are_recorded_each_under_its_own_number(
     tmp_path: Path,
 ) -> None:

@@ -155,7 +155,7 @@ def test_a_complete_run_has_nothing_left_to_do(
     assert summary(run) == before
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("more", "code", "told"),
     [
@@ -199,20 +199,6 @@ def test_planning_starts_nothing_and_writes_the_plan(folder: Path, capsys, monke
     assert [stage["hosts"] for stage in plan["stages"]] == [[0], [1]]
     assert plan["workers"] == []
     assert "plan: manual, 2 stages" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_preempted_run_saves_and_says_that_it_is_to_go_on(tmp_path: Path) -> None:
-    run = tmp_path / "outputs" / "one"
-    launcher = Launcher(tmp_path, *SMOKE, "run.id=one", FOREVER)
-    launcher.wait_for(lambda: len(lines(run)) >= 3)
-    launcher.process.send_signal(signal.SIGTERM)
-    code, _, err = launcher.end()
-    assert (code, err) == (75, "")
-    found = lines(run)
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    assert (run / "checkpoints" / str(len(found))).is_dir()
-    assert summary(run)["exit_reason"] == "preempted"
 
 
 @pytest.mark.slow

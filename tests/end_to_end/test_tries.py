@@ -61,7 +61,7 @@ def test_the_fastest_plan_trains_as_its_replay_and_is_not_tried_again(
     assert len(losses(one)) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_ctrl_c_while_plans_are_tried_ends_the_run(tmp_path: Path) -> None:
     with (tmp_path / "output").open("w") as output:
         launcher = Launcher(tmp_path, *WORDS, TRIES, "run.id=one", stdout=output.fileno())

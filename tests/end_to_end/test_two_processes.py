@@ -138,7 +138,7 @@ def test_a_run_whose_replicas_part_ends_and_names_step_array_and_process(tmp_pat
     assert not list((home / "checkpoints").glob(told[1]))
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_replicas_of_stages_on_two_hosts_are_checked_at_each_step(tmp_path: Path) -> None:
     """More digests than a device may have in flight, each of several devices, beside transfers."""
     train(
@@ -201,6 +201,7 @@ def build(options, model_options, global_batch_size, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method",
     ["parallel=zero2", "parallel=manual parallel.num_stages=2 parallel.num_micro_batches=2"],

@@ -92,13 +92,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launched.COMMAND", (sys.executable, "-c", PROGRAM))
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("held_up", "doing"),
     [
-        pytest.param(
-            "build", "it reads the first data and traces the step", marks=pytest.mark.slow
-        ),
-        pytest.param("batch", "it reads its first batch", marks=pytest.mark.stress),
+        ("build", "it reads the first data and traces the step"),
+        ("batch", "it reads its first batch"),
     ],
 )
 def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
@@ -109,15 +108,10 @@ def test_data_that_never_come(held_up: str, doing: str, tmp_path: Path) -> None:
     assert "no answer from worker_0, worker_1" in err
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("compiled", marks=pytest.mark.slow),
-        *(
-            pytest.param(method, marks=pytest.mark.stress)
-            for method in typed("setup restore begin_setup create first_batch dry_step")
-        ),
-    ],
+    "method", typed("compiled setup restore begin_setup create first_batch dry_step")
 )
 def test_a_worker_that_stands_in_a_call(method: str, tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(DATA)
@@ -135,7 +129,7 @@ def test_a_worker_that_stands_in_a_call(method: str, tmp_path: Path) -> None:
     assert "held.py" in err  # where it stands
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_worker_that_is_stopped_while_it_starts(tmp_path: Path) -> None:
     running = Launcher(tmp_path, *WORDS)
     running.wait_for(lambda: len(running.workers()) == 2)

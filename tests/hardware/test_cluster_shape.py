@@ -36,6 +36,7 @@ def test_the_memory_is_that_of_the_kind(kind, gib):
     assert not is_nominal(shape)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "sheet"),
     [

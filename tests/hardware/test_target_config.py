@@ -53,6 +53,7 @@ def test_each_kind_is_in_the_table():
     assert SHEETS.keys() == KINDS.keys()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_can_do_what_its_compute_capability_says(name):
     sheet, (capability, shared, bf16, fused) = SHEETS[name], KINDS[name]

@@ -87,15 +87,13 @@ def test_arrays_are_the_same_everywhere():
     assert everywhere(jax.numpy.asarray(values)).tobytes() == values.tobytes()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "share"),
     [
-        pytest.param(
-            ["parallel=manual", "parallel.num_stages=2", "cluster.gpus=2"],
-            0.55,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["parallel=zero3", "cluster.gpus=4"], 0.3, marks=pytest.mark.stress),
+        (["parallel=manual", "parallel.num_stages=2", "cluster.gpus=2"], 0.55),
+        (["parallel=zero3", "cluster.gpus=4"], 0.3),
     ],
     ids=["stages", "zero3"],
 )

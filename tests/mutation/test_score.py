@@ -43,6 +43,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_kill_and_a_survivor(root: Path) -> None:
     first, *others = ran(root, "--seconds", "60").splitlines()
     assert first == "2 of 2 mutants, seed 3: 1 killed, 1 survived, 0 timeout, 0 unsure"

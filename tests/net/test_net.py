@@ -59,7 +59,7 @@ def marked(names: Any) -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize("name", marked(PLANS))
 def test_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,6 +68,7 @@ def test_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     hold("plans", name, planned_digest(plan))
 
 
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize("name", net_steps.PROGRAMS)
 def test_compiled_programs(name: str) -> None:
     with_jax = read("programs")["made_with"]["jax"]
@@ -84,6 +85,7 @@ def test_compiled_programs(name: str) -> None:
     hold("programs", name, {**dict(sorted(kinds.items())), **lines, **shas})
 
 
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize("name", net_steps.LISTS)
 def test_instructions(name: str) -> None:
     step, method, devices, hosts = net_steps.LISTS[name]
@@ -99,7 +101,7 @@ def test_instructions(name: str) -> None:
     hold("instructions", name, found)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize("words", REFUSED)
 def test_refusals(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """The code, the keys that are named, and that there is a remedy; words are free."""

@@ -81,13 +81,14 @@ SERVED = {  # workers × devices of each
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.sampled(2, rest="slow")
 @pytest.mark.parametrize(
     ("name", "optimizer", "split"),
     [
         ("mlp", "adam", "2 x 2"),
+        ("mlp", "sgd", "2 x 1"),
         ("toy", "sgd", "2 x 1"),
-        pytest.param("mlp", "sgd", "2 x 1", marks=pytest.mark.slow),
-        pytest.param("toy", "adam", "2 x 2", marks=pytest.mark.slow),
+        ("toy", "adam", "2 x 2"),
     ],
 )
 def test_fifty_steps_through_parameter_servers(name, optimizer, split):
@@ -109,13 +110,14 @@ def settings(name, *words):
     )
 
 
+@pytest.mark.sampled(2, rest="slow")
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param("toy", ("cluster.gpus=1",), marks=pytest.mark.slow),
         ("toy", ("cluster.gpus=4", "parallel.num_micro_batches=8")),
-        pytest.param("mlp", ("cluster.gpus=2",), marks=pytest.mark.slow),
+        ("toy", ("cluster.gpus=1",)),
         ("mlp", ("parallel=manual", "parallel.num_stages=2", "cluster.gpus=4")),
+        ("mlp", ("cluster.gpus=2",)),
     ],
 )
 def test_ten_steps_in_float32_by_settings(name, words):

@@ -49,6 +49,7 @@ def planned(method):
     return method.plan(TRACED, local_shape(4, 1, "cpu")).stages[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("limit", [0, 1, 500, 2000, 5000, 10**9])
 @pytest.mark.parametrize("kind", [DataParallel, Zero2Parallel])
 def test_each_gradient_is_in_one_bucket_that_is_not_too_large(kind, limit):
@@ -105,6 +106,7 @@ def test_without_replicas_nothing_is_summed():
     assert (stage.buckets, stage.hidden_seconds) == ((), 0.0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize(
     "slicing", [Slicing(1, 2), Slicing(4, 2), Slicing(1, 2, 2), Slicing(4, 4, 2)]

@@ -124,7 +124,7 @@ ONCE = 3 * 2 * LAYERS - 1
         ("half", "full:1+selective", 5),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_products_run_again_once_and_as_many_as_are_predicted(model, remat, again, stages):
     if model != "own" and remat.startswith("full:1"):  # of each stage
@@ -234,6 +234,7 @@ def test_words():
     assert parse_remat("full:3+selective") == RematName("full", first=3, rest="selective")
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("remat", "words"),
     [

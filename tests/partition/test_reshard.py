@@ -33,6 +33,7 @@ def crossing(pieces):
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1), (1, 4)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("src_layout", LAYOUTS)
 @pytest.mark.parametrize("dst_layout", LAYOUTS)
 @pytest.mark.parametrize("processes", [1, 2, 3])

@@ -105,7 +105,7 @@ def left_bytes(one):
     return sum(nbytes(name.of.aval) for name in one.outputs if name.kind == "residual")
 
 
-@pytest.mark.sampled(9, rest="stress")
+@pytest.mark.sampled(9)
 @pytest.mark.devices
 @pytest.mark.parametrize("remat", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -158,6 +158,7 @@ def test_both_passes_can_be_one():
     assert set(joint.named("result")) <= set(passes[Kind.BACKWARD_INPUT].outputs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("remat", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_parameters_and_inputs_are_read_again_and_never_kept(layer, remat):
@@ -177,7 +178,7 @@ def test_a_forward_pass_leaves_only_what_products_make_and_read():
     assert left_bytes(passes[Kind.FORWARD]) == (DEPTH + DEPTH - 1) * ROWS * WIDTH * 4
 
 
-@pytest.mark.sampled(3, rest="stress")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_planner_knows_what_is_kept(layer, remat):

@@ -23,6 +23,7 @@ def random_like(key, x):
     return jax.random.normal(jax.random.key(key), x.shape)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("permutation", [*itertools.permutations(range(4))][1:])
 def test_only_swapped_operands_are_folded_and_values_stay(permutation):
     def fun(a, b):

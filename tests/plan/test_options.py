@@ -137,6 +137,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5, rest="slow")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_planned_is_named(case):
     method, words = REFUSED[case]
@@ -221,6 +222,7 @@ INVALID = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize("case", INVALID)
 def test_a_plan_that_was_edited_is_proved(case):
     plan, words = INVALID[case]

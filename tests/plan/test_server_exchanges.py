@@ -32,6 +32,7 @@ def loads(plan):
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_servers_get_equal_shares(seed):
     """No server has more than the mean and the largest exchange; each is within 25 % where the

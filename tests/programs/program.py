@@ -83,7 +83,7 @@ def cases(programs: Mapping[str, Program], every: int = 12) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
     Without being asked for one program in `every` runs, in two stages of two replicas each, which
-    tell the most, or by data parallelism where they are refused. One in four is slow by one method,
+    tell the most, or by data parallelism where they are refused. One in twelve is slow by a method,
     in turn, and those of `SLOW`; all else is for `stress`.
     """
 
@@ -91,7 +91,7 @@ def cases(programs: Mapping[str, Program], every: int = 12) -> list[Any]:
         told_most = "data" if "stages" in program.refused else "stages"
         if i % every == 0 and method == told_most:
             return []
-        in_turn = i % 4 == 0 and i // 4 % len(METHODS) == place[method]
+        in_turn = i % 12 == 6 and i // 12 % len(METHODS) == place[method]
         is_slow = in_turn or (name in SLOW and method == told_most)
         return [pytest.mark.slow if is_slow else pytest.mark.stress]
 

@@ -181,14 +181,9 @@ def check_example(name, plan, devices=None):
     assert_same(jax.device_get(got[0]), jax.device_get(want), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        pytest.param(name, plan, marks=[pytest.mark.slow] * ((name, plan) != ("NNX", "stages")))
-        for name in EXAMPLES
-        for plan in PLANS
-    ],
-)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("plan", [*PLANS][::-1])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_as_by_jit(name, plan):
     check_example(name, plan, jax.devices()[:DEVICES])
 
@@ -351,7 +346,7 @@ def test_plain_gradients_of_single_examples(plan):
     compare(lambda p, x: jax.vmap(jax.value_and_grad(loss_of), (None, 0))(p, x), plan)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", SLOPES)
 def test_a_gradient_of_the_step_is_the_loss_or_refused(name, plan):
@@ -365,7 +360,7 @@ def test_a_gradient_of_the_step_is_the_loss_or_refused(name, plan):
             compare(step, plan)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", SLOPES)
 def test_a_gradient_in_a_loss_is_a_part_of_it(name):
     """Of each example at its own place, as in a penalty."""

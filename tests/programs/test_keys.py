@@ -223,7 +223,7 @@ PLANS |= {
 }
 
 
-@pytest.mark.sampled(8, rest="stress")
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_as_one_device(monkeypatch, plan):
     """Losses, gradients and parameters of each step."""
@@ -262,7 +262,7 @@ KEYS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("rows", [ROWS, 4], ids=["", "as many rows as words"])
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_key_in_the_batch_is_a_key_and_no_rows(kind, rows):

@@ -1,5 +1,6 @@
 """Steps of the table by further plans, and a plan's notes on them."""
 
+import itertools
 import re
 
 import jax
@@ -18,34 +19,11 @@ OTHER = {
     "remat": launcher.PipeshardParallel(stage_option=TWO_STAGES, remat="full", **TWO),
     "zero_bubble": launcher.PipeshardParallel(4, stage_option=TWO_STAGES, schedule="zero_bubble"),
 }
-FAST_PROGRAMS = {
-    ("losses: slope penalty", "zero3, 2"),
-    ("losses: loop of the batch", "zero_bubble"),
-    ("losses: standardized inputs", "data, 2"),
-    ("odd: checkpoint", "zero_bubble"),
-    ("odd: branch of the batch", "remat"),
-    ("odd: loss scaling", "zero_bubble"),
-    ("keys: drawn before the loss", "zero2, 2"),
-    ("odd: two arguments", "three_d"),
-    ("odd: own state", "zero_bubble"),
-    ("odd: norm of slices", "three_d"),
-}
+NAMES = [name for name, program in PROGRAMS.items() if not program.refused]
 
 
-def test_the_pairs_that_run_by_default_exist():
-    assert {(name, method) for name in PROGRAMS for method in OTHER} >= FAST_PROGRAMS
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        pytest.param(name, method, marks=[] if (name, method) in FAST_PROGRAMS else [by_hand])
-        for k, name in enumerate(name for name, program in PROGRAMS.items() if not program.refused)
-        for m, method in enumerate(OTHER)
-        for by_hand in [pytest.mark.stress if (k + m) % 40 else pytest.mark.slow]
-    ],
-)
+@pytest.mark.sampled(199)
+@pytest.mark.parametrize(("name", "method"), [*itertools.product(NAMES, OTHER)])
 def test_a_program_by_another_plan(monkeypatch, name, method):
     monkeypatch.setitem(METHODS, method, OTHER[method])
     check(PROGRAMS[name], method)

@@ -41,10 +41,8 @@ def compiled(program, method):
     return step.executable(program.init(), program.batch(0))
 
 
-@pytest.mark.parametrize(
-    "method",
-    [m if m in ("stages", "data") else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],
-)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("method", ["stages", *(m for m in METHODS if m != "stages")])
 def test_a_slice_without_weight_changes_nothing(method):
     check(MASKED, method, rtol=1e-6)
 

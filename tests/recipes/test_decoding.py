@@ -35,7 +35,7 @@ MODELS = {
         **SMALL, num_experts=4, capacity_factor=0.0, sliding_window=3, scan_layers=True
     ).filled(),
 }
-FAST = "gpt", "mistral", "moe"
+FAST = "mistral", "moe"
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10, 11], [39]]
 
 
@@ -60,7 +60,7 @@ def trained(options):
 
 @pytest.mark.devices
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.stress) for n in MODELS]
 )
 def test_greedy_tokens_are_those_of_the_whole_model(name, monkeypatch):
     monkeypatch.setattr(decoding, "_SHORT", 2)
@@ -78,7 +78,7 @@ def test_greedy_tokens_are_those_of_the_whole_model(name, monkeypatch):
     assert len({tuple(row) for row in together}) > 1
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.stress)])
 def test_a_decoder_reads_as_the_model_does_in_bf16(name):
     options = MODELS[name]
     params = trained(options)

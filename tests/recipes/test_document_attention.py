@@ -152,12 +152,13 @@ def test_each_device_calls_it_for_its_own_part(differentiates):
 
 
 @pytest.mark.devices(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "method",
     [
         launcher.ThreeDParallel(2, 2, 1),
-        pytest.param(launcher.PipeshardParallel(num_micro_batches=2), marks=pytest.mark.slow),
-        pytest.param(launcher.DataParallel(num_micro_batches=2), marks=pytest.mark.slow),
+        launcher.PipeshardParallel(num_micro_batches=2),
+        launcher.DataParallel(num_micro_batches=2),
     ],
     ids=["tensor", "pipeline", "data"],
 )

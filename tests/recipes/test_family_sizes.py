@@ -52,7 +52,7 @@ def count(options):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e9
 
 
-@pytest.mark.sampled(10, rest="stress")
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("family", "size"), [(f, s) for f, sizes in SIZES.items() for s in sizes])
 def test_a_size_has_the_parameters_of_its_name(family, size):
     said = SIZES[family][size]

@@ -125,6 +125,7 @@ def filled(root, key, place, others=(), count=3):
     return root
 
 
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("key", FOLDERS)
 def test_what_lies_in_a_folder_is_read_or_said(key, shape, tmp_path):
@@ -138,6 +139,7 @@ def test_what_lies_in_a_folder_is_read_or_said(key, shape, tmp_path):
         told(options_of(key, filled(tmp_path / "none" / "x", key, "", ["a.md"], count=0)))
 
 
+@pytest.mark.sampled(7, rest="slow")
 @pytest.mark.parametrize("shape", SPLITS)
 @pytest.mark.parametrize("key", FOLDERS)
 def test_several_splits_are_not_read_as_one(key, shape, tmp_path):

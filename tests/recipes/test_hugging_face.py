@@ -350,6 +350,7 @@ def test_a_model_is_read_in_every_form_that_transformers_reads(kind, form, tmp_p
         np.testing.assert_allclose(array, flat(params)[name], tolerance, tolerance, err_msg=name)
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_prefixes_and_pickled_weights_that_transformers_lacks_are_named(kind, tmp_path):
     options, base, file = KINDS[kind], base_of(KINDS[kind]), tmp_path / "model.safetensors"

@@ -49,13 +49,8 @@ def with_gradient(options):
 
 
 @pytest.mark.devices(1)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("bert", pytest.param("gpt_untied", marks=pytest.mark.slow)),
-        *(pytest.param(n, marks=pytest.mark.stress) for n in ("gpt_tied", "llama")),
-    ],
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ["bert", "gpt_untied", "gpt_tied", "llama"])
 def test_chunks_give_the_plain_loss_and_its_gradient_in_less_memory(name):
     plain, params, batch = with_gradient(OPTIONS[name])
     chunked, *_ = with_gradient(dataclasses.replace(OPTIONS[name], loss_chunks=8))

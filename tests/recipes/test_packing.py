@@ -52,7 +52,7 @@ def packed(rng, rows=1):
 
 
 @pytest.mark.devices
-@pytest.mark.sampled(3, rest="stress")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("family", ["gpt", "llama", pytest.param("moe", marks=pytest.mark.slow)])
 def test_a_documents_loss_is_what_it_is_alone(family, scan):
@@ -73,13 +73,9 @@ def test_a_documents_loss_is_what_it_is_alone(family, scan):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(
-    "family",
-    [
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "bert", "moe")),
-        pytest.param("gpt", marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("family", ["bert", "llama", "moe", "gpt"])
 def test_packed_rows_train_the_same_in_a_pipeline_of_microbatches(family):
     """The rows' weights differ: the mean is over all of the batch, not over microbatches."""
     model = build_model(options_of(family), "fp32")

@@ -153,7 +153,7 @@ def without_padding(name):
 
 
 @pytest.mark.devices
-@pytest.mark.sampled(4, rest="stress")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_plan_trains_as_one_device_does_without(name, plan):

@@ -71,6 +71,7 @@ def home(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SMALL)
 def test_it_trains_two_steps(name, home, monkeypatch):
     monkeypatch.chdir(home)

@@ -140,13 +140,8 @@ METHODS = {
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, id=name, marks=[] if name == "data_and_model" else pytest.mark.slow)
-        for name, method in METHODS.items()
-    ],
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_plans_of_it_train_as_one_device(method):
     def layer(weights, x):
         router, into, out = weights

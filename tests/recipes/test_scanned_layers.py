@@ -78,7 +78,7 @@ def test_scanned_layers_start_apart(name):
     assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == LAYERS
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["bert", pytest.param("vit", marks=pytest.mark.stress)])
 def test_the_plan_is_that_of_layers_in_a_row(name):
     """Stages, memory, parameters, seconds: only the names of the blocks' parameters differ."""
     optimizer, batch, plans = optax.adam(1e-3), batch_for(name), []

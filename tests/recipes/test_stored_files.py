@@ -179,13 +179,11 @@ def test_faults_change_no_batch(served, proxy, fault):
         assert time.monotonic() - began > fault.retry_after  # no sooner than it asks
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("served", "seed"),
-    [
-        pytest.param(("s3", "gs")[seed // 32], seed, marks=by_hand)
-        for seed in range(64)
-        for by_hand in [pytest.mark.stress if seed % 4 else pytest.mark.slow]
-    ],
+    [(("s3", "gs")[seed // 32], seed) for seed in range(64)],
     indirect=["served"],
 )
 def test_seeded_faults_change_no_batch_or_are_told(served, proxy, seed, tmp_path):

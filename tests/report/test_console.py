@@ -55,6 +55,7 @@ def step_numbers(lines):
     return [int(re.match(r"step +(\d+)/", line)[1]) for line in lines]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", [1, 7, 50, 60, 200, 1000])
 @pytest.mark.parametrize("log_every", [1, 3, 100])
 def test_lines_are_few_and_hold_the_first_and_the_last_logged_step(steps, log_every):

@@ -69,11 +69,12 @@ def assert_named(culprit, plan, timeline):
 
 STAGES = [
     (0, 2, "1f1b", 64),
-    pytest.param(1, 2, "gpipe", 96, marks=pytest.mark.stress),
-    pytest.param(2, 4, "zero_bubble", 64, marks=pytest.mark.slow),
+    (1, 2, "gpipe", 96),
+    (2, 4, "zero_bubble", 64),
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("slow", "layers", "schedule", "width"), STAGES)
 def test_a_stage_that_does_more_than_it_was_priced_for_is_named(slow, layers, schedule, width):
     found = recorded(stepped(layers, slow, schedule), layers, width)
@@ -122,6 +123,7 @@ def both_ways(monkeypatch, request):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 def test_the_parts_of_a_step_seen_by_the_host_add_up(both_ways):
     for one in (one for pair in both_ways for one in pair):
@@ -163,11 +165,12 @@ def slow_link(between):
 
 LINKS = [
     (0, 2, "gpipe", 96),
-    pytest.param(1, 4, "1f1b", 64, marks=pytest.mark.stress),
-    pytest.param(2, 4, "zero_bubble", 64, marks=pytest.mark.slow),
+    (1, 4, "1f1b", 64),
+    (2, 4, "zero_bubble", 64),
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("after", "layers", "schedule", "width"), LINKS)
 def test_a_link_that_is_slow_is_named(monkeypatch, after, layers, schedule, width):
     monkeypatch.setattr(dispatch_table, "local_transfer", slow_link({after, after + 1}))

@@ -167,7 +167,7 @@ def test_each_stage_of_a_pipeline_sums_its_own():
 SIZES = (0, LAYER, TWO, 25 << 20)
 
 
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(1, marks=pytest.mark.stress)])
 def test_two_replicas_train_to_the_same_bits_whatever_the_buckets(micro_batches):
     runs = [trained(compiled(DataParallel(micro_batches, bucket_bytes=size), 2)) for size in SIZES]
     for other in runs[1:]:
@@ -187,9 +187,10 @@ def close(found, expected):
     "method",
     [
         *(
-            pytest.param(DataParallel(2, bucket_bytes=size), marks=() if size == TWO else by_hand)
+            pytest.param(
+                DataParallel(2, bucket_bytes=size), marks=() if size == TWO else pytest.mark.stress
+            )
             for size in SIZES
-            for by_hand in [pytest.mark.slow if size == 0 else pytest.mark.stress]
         ),
         ShardParallel(2, (2, 2), bucket_bytes=LAYER),
         Zero2Parallel(2, bucket_bytes=TWO),
@@ -249,6 +250,7 @@ def test_one_flat_array_crosses_sockets(monkeypatch, micro_batches):
 EACH = {"bucket_bytes": LAYER}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("method", "expected"),
     [

@@ -146,13 +146,14 @@ def test_a_stage_of_a_gpt_holds_the_inputs_of_its_blocks_and_one_block():
         assert each.predicted_bytes == pytest.approx(each.bytes, rel=0.12)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("method", "devices"),
     [
         (launcher.DataParallel(num_micro_batches=2, remat="full"), 2),
-        pytest.param(launcher.DataParallel(remat="selective"), 1, marks=pytest.mark.stress),
-        pytest.param(launcher.DataParallel(remat="full/3"), 1, marks=pytest.mark.slow),
-        pytest.param(launcher.Zero3Parallel(remat="full"), 2, marks=pytest.mark.slow),
+        (launcher.DataParallel(remat="selective"), 1),
+        (launcher.DataParallel(remat="full/3"), 1),
+        (launcher.Zero3Parallel(remat="full"), 2),
         (
             launcher.ThreeDParallel(
                 pipeline=2, num_micro_batches=2, remat=("full:1+selective", "full:1")

@@ -106,10 +106,10 @@ def small(devices):
 # Megatron-LM's (Shoeybi et al. 2019, section 3): one for an MLP and one for attention in each pass,
 # which is also what a pair of convolutions needs, and experts whose devices all have the tokens.
 CASES = {
-    "attention": (attention, ATTENTION, 2),
     "block": (block, MLP | SEPARATE, 4),
-    "conv": (conv, CONV, 2),
+    "attention": (attention, ATTENTION, 2),
     "moe": (moe, MOE, 2),
+    "conv": (conv, CONV, 2),
 }
 
 
@@ -181,16 +181,9 @@ def parameter_bytes(step, plan):
     return [size // (model if name in cut else 1) for name, size in leaves]
 
 
-MESHES = [
-    pytest.param(case, mesh, id=f"{case}-{mesh[0]}x{mesh[1]}", marks=marks)
-    for case in CASES
-    for mesh in [(1, 4), (2, 2)]
-    for by_hand in [pytest.mark.slow if mesh == (1, 4) else pytest.mark.stress]
-    for marks in [[] if mesh == (2, 2) and case in ("block", "moe") else [by_hand]]
-]
-
-
-@pytest.mark.parametrize(("case", "mesh"), MESHES)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("case", CASES)
 def test_tensor_parallel(case, mesh):
     """Sums over the model axis are as few as is known to be possible, each gradient is summed once
     over the replicas, and the plan says so."""
@@ -240,15 +233,11 @@ ALONG_DATA = {  # how often each parameter is in each kind: all that is needed
     "zero2": (Zero2Parallel(1, bucket_bytes=0), {"reduce-scatter": 1, "all-gather": 1}),
     "zero3": (Zero3Parallel(1, bucket_bytes=0), {"reduce-scatter": 1, "all-gather": 1}),
 }
-METHODS = [
-    pytest.param(case, method, marks=[] if case == "block" else [by_hand])
-    for k, case in enumerate(CASES)
-    for m, method in enumerate(ALONG_DATA)
-    for by_hand in [pytest.mark.stress if (k + m) % 3 else pytest.mark.slow]
-]
 
 
-@pytest.mark.parametrize(("case", "method"), METHODS)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("method", ALONG_DATA)
+@pytest.mark.parametrize("case", CASES)
 def test_along_data(case, method):
     """Each gradient is summed once, over all devices, or scattered; with ZeRO each parameter is
     gathered once: after the update, or for both passes of the only microbatch."""

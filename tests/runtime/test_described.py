@@ -60,6 +60,7 @@ def _nothing_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_peaks_are_those_of_the_programs_that_run(stages):
     traced, plan = planned(stages)
@@ -112,6 +113,7 @@ OTHERS = {
 PLUGINS = [SimpleNamespace(dist=SimpleNamespace(version="0.99"))]
 
 
+@pytest.mark.slow
 def test_another_plan_is_compiled_anew(compiles, monkeypatch):
     traced, plan = planned(2)
     target = target_for(plan)

@@ -56,13 +56,15 @@ def states(executable, name):
     return run(executable, executable.create(init, jax.random.key(0)), batches)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
         ("untied", {"num_micro_batches": 2}),
-        pytest.param("tied", {"num_micro_batches": 2, "remat": "full"}, marks=pytest.mark.slow),
-        pytest.param("scanned", {"num_micro_batches": 1}, marks=pytest.mark.slow),
-        pytest.param("pieces", {"num_micro_batches": 2, "remat": "full"}, marks=pytest.mark.slow),
+        ("tied", {"num_micro_batches": 2, "remat": "full"}),
+        ("scanned", {"num_micro_batches": 1}),
+        ("pieces", {"num_micro_batches": 2, "remat": "full"}),
     ],
 )
 def test_casting_before_a_gather_changes_no_bit(name, how, monkeypatch):

@@ -114,25 +114,14 @@ METHODS = {
     "stages": lambda count: launcher.PipeshardParallel(count, stage_option=TWO_STAGES),
 }
 
-# Each program once by each of these methods, with either number of slices.
-FAST = [
-    (name, method, 1 + (k + shift) % 2)
-    for k, name in enumerate(PROGRAMS)
-    for shift, method in enumerate(("zero3", "stages"))
-]
-
 
 def forward_alone(net, x):
     return jnp.tanh(x @ net["a"]) @ net["b"]
 
 
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize(
-    ("name", "method", "count"),
-    [
-        pytest.param(*case, marks=() if case in FAST else by_hand)
-        for k, case in enumerate(itertools.product(PROGRAMS, METHODS, (1, 2)))
-        for by_hand in [pytest.mark.stress if k % 5 else pytest.mark.slow]
-    ],
+    ("name", "method", "count"), [*itertools.product(PROGRAMS, METHODS, (1, 2))]
 )
 def test_with_other_arrays_read_beside_the_differentiated_ones(name, method, count):
     moved = equal_to_one_device(PROGRAMS[name], METHODS[method](count))

@@ -57,6 +57,7 @@ def planned(stages=4, devices=4, micro_batches=8, **how):
     return traced, method.plan(traced, local_shape(devices, 1, "cpu"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(
     ("schedule", "devices"),

@@ -1,5 +1,6 @@
 """The planner's estimate of a mesh's memory against what its compiled programs say they need."""
 
+import itertools
 import types
 
 import jax
@@ -209,36 +210,29 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "case"),
-    [
-        pytest.param(model, case, marks=pytest.mark.stress if (k + m) % 6 else pytest.mark.slow)
-        for m, model in enumerate((gpt, moe, conv))
-        for k, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(("model", "case"), [*itertools.product((gpt, moe, conv), CASES)])
 def test_the_estimate_is_within_a_tenth(model, case):
     check(model(), case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.stress if k % 2 else pytest.mark.slow)
-        for k, case in enumerate(HEAVY)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", HEAVY)
 def test_what_the_update_needs_is_counted(case):
     check(heavy(), case)
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["zero3", "data_in_one_microbatch"])
 def test_a_gradient_that_is_not_made_yet_leaves_room_for_activations(case):
     check(tapering(), case, within=0.12)
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["two_stages", "replicas"])
 def test_the_state_of_a_model_is_counted(case):
     check(averaged(), case, within=0.15)

@@ -187,14 +187,13 @@ def is_part(own, whole, here):
     assert whole.used == {i for i, slot in whole.arguments if slot in read}
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(200, 206), *(pytest.param(s, marks=pytest.mark.slow) for s in range(300, 310))]
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(200, 216))
 def test_each_process_has_its_part_of_a_random_plan(traced, seed):
     check(traced, planned(traced, seed)[0], *random_lists(traced, seed))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_each_process_has_its_part_under_every_schedule(traced, schedule, stages):
@@ -202,6 +201,7 @@ def test_each_process_has_its_part_under_every_schedule(traced, schedule, stages
     check(traced, plan, *lists_of(traced, plan, 4))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", several.STEPS)
 def test_each_process_has_its_part_of_several_losses(make):
     step, init = several.ours(make)
@@ -278,6 +278,7 @@ def swapped(listed, rng):
     return [*listed[:at], listed[at + 1], listed[at], *listed[at + 2 :]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(200, 206))
 def test_a_swapped_pair_is_found(traced, seed):
     """Whatever hangs or mixes arrays up when it is followed is refused, and more than that."""

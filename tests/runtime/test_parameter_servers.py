@@ -78,14 +78,15 @@ def equal(got, want):
 
 
 SPLITS = [  # workers, microbatches, settings
-    pytest.param(2, 1, {}, marks=pytest.mark.stress),
     (2, 2, {"bucket_bytes": LAYER, "servers": 2}),
-    pytest.param(4, 1, {"bucket_bytes": 0, "servers": 3}, marks=pytest.mark.slow),
-    pytest.param(4, 2, {"servers": 1}, marks=pytest.mark.stress),
-    pytest.param(2, 4, {"bucket_bytes": 2 * LAYER}, marks=pytest.mark.stress),
+    (2, 1, {}),
+    (4, 1, {"bucket_bytes": 0, "servers": 3}),
+    (4, 2, {"servers": 1}),
+    (2, 4, {"bucket_bytes": 2 * LAYER}),
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("workers", "micro_batches", "settings"), SPLITS)
 def test_workers_train_as_data_parallelism_does(workers, micro_batches, settings):
     plan = planned(TRACED, ParameterServer(micro_batches, **settings), workers)

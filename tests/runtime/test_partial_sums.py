@@ -60,6 +60,7 @@ def summed(program):
     return sum(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_gradient_of_several_parts_is_summed_once(count, form):

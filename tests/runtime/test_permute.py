@@ -39,6 +39,7 @@ def parcels_at_random(seed, count):
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_rounds_take_every_parcel_once(seed):
     parcels = parcels_at_random(seed, seed)

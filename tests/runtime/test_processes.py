@@ -33,23 +33,22 @@ def check(settings, told):
             np.testing.assert_allclose(found, losses, rtol=1e-5, err_msg=str(each))
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("count", "devices", "settings"),
     [
-        pytest.param(
-            2,
-            2,
+        (
+            *(2, 2),
             [
                 {**ONE_F_ONE_B, "stages": 4},
                 {"method": "zero3", "num_micro_batches": 3},  # a stage over both processes
                 UNEQUAL,
                 {"training": "gan", "method": "manual", "num_micro_batches": 2, "stages": 2},
             ],
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            2,
-            2,
+        (
+            *(2, 2),
             [
                 {**GPIPE, "stages": 2},  # a stage a process, two replicas each
                 # Many small tasks: a process must not run ahead of the other without bound.
@@ -61,10 +60,9 @@ def check(settings, told):
                 {"method": "three_d", "data": 1, "model": 2, "pipeline": 2},
                 {"training": "gan", "method": "zero3", "num_micro_batches": 2},
             ],
-            marks=pytest.mark.stress,
         ),
-        pytest.param(3, 1, [{**GPIPE, "stages": 3}], marks=pytest.mark.slow),
-        pytest.param(4, 1, [{**ONE_F_ONE_B, "stages": 4}], marks=pytest.mark.stress),
+        (3, 1, [{**GPIPE, "stages": 3}]),
+        (4, 1, [{**ONE_F_ONE_B, "stages": 4}]),
     ],
 )
 def test_processes_together_equal_one_device(count, devices, settings):

@@ -86,7 +86,7 @@ def test_values_that_change_places_are_another_digest():
         assert len(found({"whole": changed(arrays["whole"], 1, by)})) == 1
 
 
-@pytest.mark.sampled(3, rest="stress")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_any_type_has_words_and_comes_back_of_them(dtype):
     values = jnp.asarray([[0.0, 1, 1], [1, 0, 1]], dtype)

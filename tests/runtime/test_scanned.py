@@ -41,10 +41,6 @@ METHODS = {
     "data": launcher.DataParallel(),
     "zero3": launcher.Zero3Parallel(),
 }
-BY_HAND = {
-    **dict.fromkeys(("5 stages", "3d"), pytest.mark.slow),
-    **dict.fromkeys(("remat", "data", "zero3"), pytest.mark.stress),
-}
 
 
 @functools.cache
@@ -61,9 +57,8 @@ def trained(train, state, count, first=0):
     return state, losses
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=BY_HAND.get(name, ())) for name in METHODS]
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", METHODS)
 def test_training_is_that_of_one_device(name):
     devices = jax.devices()[: 5 if name == "5 stages" else 8]
     train = launcher.parallelize(step, method=METHODS[name], devices=devices)

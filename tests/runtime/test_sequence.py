@@ -39,12 +39,14 @@ def planned(name, meshes, sequence, num_micro_batches):
     return traced, build_plan(traced, assignment, local_shape(8, 1, "cpu"))
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "meshes", "sequence", "num_micro_batches"),
     [
-        pytest.param("gpt_short", [(1, 2)], (True,), 1, marks=pytest.mark.slow),
-        pytest.param("gpt_tied", [(2, 2), (1, 4)], (True, True), 2, marks=pytest.mark.stress),
-        pytest.param("gpt_short", [(1, 2), (1, 2)], (True, False), 2, marks=pytest.mark.slow),
+        ("gpt_short", [(1, 2), (1, 2)], (True, False), 2),
+        ("gpt_short", [(1, 2)], (True,), 1),
+        ("gpt_tied", [(2, 2), (1, 4)], (True, True), 2),
     ],
 )
 def test_a_sequence_that_is_cut_trains_as_a_whole_one(name, meshes, sequence, num_micro_batches):

@@ -35,9 +35,10 @@ METHODS = {
 }
 GRID = [
     *(("mlp", method) for method in METHODS),
+    pytest.param("gpt_short", "3d", marks=pytest.mark.slow),
     *(
-        pytest.param("gpt_short", method, marks=pytest.mark.slow)
-        for method in ("zero2, 2", "shard 2x2", "3d")
+        pytest.param("gpt_short", how, marks=pytest.mark.stress)
+        for how in ("zero2, 2", "shard 2x2")
     ),
 ]
 
@@ -87,7 +88,7 @@ def live_bytes(state):
     return dict(found)
 
 
-@pytest.mark.sampled(3, rest="stress")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "method"), GRID)
 def test_each_device_holds_what_the_plan_says(name, method):
     traced, executable = compiled(name, method)

@@ -112,6 +112,7 @@ def test_processes_share_memory_that_see_one_another(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("count", "devices", "settings", "sums"),
     [
@@ -130,7 +131,9 @@ def test_so_many_processes_equal_one_device(count, devices, settings, sums):
         assert len({bits for peer in told for bits in peer[0]["state"]}) == 1
 
 
-@pytest.mark.parametrize("meeting", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("meeting", [4, 0])
 def test_a_killed_process_ends_the_others(meeting):
     coordinator = launch.free_coordinator()
     script = [sys.executable, launch.HERE / "summing_peer.py"]

@@ -47,15 +47,10 @@ def test_many_programs_over_several_devices_of_one_process():
     assert np.isfinite(float(value))
 
 
-@pytest.mark.parametrize(
-    ("devices", "transport"),
-    [
-        pytest.param(1, "pull", marks=pytest.mark.stress),
-        pytest.param(2, "pull", marks=pytest.mark.slow),
-        pytest.param(1, "collective", marks=pytest.mark.stress),
-        pytest.param(2, "collective", marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("transport", ["pull", "collective"])
+@pytest.mark.parametrize("devices", [2, 1])
 def test_processes_run_ahead_of_one_another(devices, transport):
     settings = [{**each, "transport": transport, "ahead": STEPS} for each in PLANS[: 1 + devices]]
     told, expected = together(2, devices, settings), serial(STEPS)[1][-1]

@@ -90,6 +90,7 @@ def jax_copies(request, monkeypatch):
     return there
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("here", CUTS)
 @pytest.mark.parametrize("there", CUTS)
 def test_arrays_arrive_as_the_other_mesh_wants_them(jax_copies, here, there):

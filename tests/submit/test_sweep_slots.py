@@ -91,6 +91,7 @@ def test_a_run_gets_the_sweeps_group_where_it_can_have_one(
     assert in_sweep(*given)[1].wandb.group is None  # the variable counts
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("task", TASKS)
 def test_what_a_sweep_adds_to_a_task_is_what_it_reads(task: str) -> None:
     needed = {"sweep_status": ["sweep.dir=a"], "submit": ["cluster=slurm", "cluster.gpus=2"]}

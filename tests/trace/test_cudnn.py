@@ -64,6 +64,7 @@ def equation(attend, *given):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mask", "kv_heads"), [("all", 1), ("causal", HEADS), ("window", 2), ("lengths", HEADS)]
 )

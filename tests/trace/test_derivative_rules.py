@@ -173,13 +173,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_rule_of_each_example_is_equal(name, count):
     check(EQUAL[name], PARAMS, BATCH, count)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_rule_that_joins_examples_is_refused(name, count):

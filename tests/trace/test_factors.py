@@ -320,7 +320,7 @@ def bind(eqn, operands, params):
     return [np.asarray(x) for x in (made if eqn.primitive.multiple_results else [made])]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_along_a_factor_make_the_whole(case):
     *_, primitive, count = CASES[case]
@@ -373,7 +373,7 @@ def joined_axes(eqn, operands, whole, axes):
 CAREFUL = ("barrier", "reshape, transposed", "slice, strided", "max pool", "pool that pads")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES)
 def test_examples_are_along_the_axis_where_slices_make_the_whole(case):
     """For every choice of operands that depend on the batch, and of the axis of each.

@@ -69,7 +69,7 @@ def evaluation(fun):
     return lambda params, batch: launcher.microbatched(fun)(params, batch)
 
 
-@pytest.mark.sampled(4, rest="stress")
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("name", METRICS)
 def test_a_function_of_sums_is_that_of_the_whole_batch(name, count):

@@ -171,7 +171,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(9, rest="stress")
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     out = EQUAL[name](PARAMS, BATCH)

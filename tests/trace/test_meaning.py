@@ -92,7 +92,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(8, rest="stress")
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     check(EQUAL[name], PARAMS, BATCH, 4)
@@ -135,6 +135,7 @@ JOINED = {
 }
 
 
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize("name", JOINED)
 def test_refused(name):
     fun, words = JOINED[name]
@@ -178,6 +179,7 @@ def test_metrics_of_every_kind():
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fun", "said"),
     [("masked mean", "mean"), ("sum over a number", "mean"), ("mean", "mean"), ("sum", "sum")],
@@ -218,18 +220,14 @@ def test_a_random_mask_and_its_sum_are_of_the_same_draw():
     check(fun, PARAMS, BATCH, 4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [  # every tenth also without being asked for
-        pytest.param(name, marks=[pytest.mark.stress] if i % 10 else [])
-        for i, name in enumerate(EQUAL)
-    ],
-)
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("name", EQUAL)
 def test_slices_of_one_row(name):
     """JAX leaves out what repeats a single row: the program is another one."""
     check(EQUAL[name], PARAMS, BATCH, ROWS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["masked mean", "sum and decay", "row and label", "label of each"])
 def test_a_batch_of_two_rows(name):
     """No slice has several rows: a batch of four tells how slices differ from the whole."""
@@ -263,6 +261,7 @@ def test_a_step_is_traced_again_only_where_that_tells_something(name, times):
     assert len(calls) == times
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize(
     "numbers",

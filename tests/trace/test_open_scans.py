@@ -157,6 +157,7 @@ def twice(block, blocks, h):
 RUNS = (plain, reverse, with_sum, with_outputs, with_numbers, checkpointed, twice)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_the_opened_loss_is_the_loss(run):
     step = traced(loss_of(run))

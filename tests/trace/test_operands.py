@@ -93,6 +93,7 @@ KEPT = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", KEPT)
 def test_rows_in_order_are_cut(name):
     prepare, axis = KEPT[name]
@@ -119,7 +120,7 @@ ANY_ORDER = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ANY_ORDER)
 def test_what_is_made_of_the_batch_is_cut_in_any_order(name):
     def step(w, batch):

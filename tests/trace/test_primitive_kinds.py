@@ -102,6 +102,7 @@ def functions():
     return found | {f"nn.{name}": getattr(jax.nn, name) for name in names}
 
 
+@pytest.mark.sampled(5, rest="slow")
 @pytest.mark.parametrize("name", functions())
 def test_every_operation_of_jax_is_known(name):
     """One that a newer JAX introduces fails here until it is in the table, or read as a program.

@@ -54,16 +54,9 @@ def skipped_layer(p, b, key):
     return jnp.mean((h @ p["b"] - b["t"]) ** 2)
 
 
-@pytest.mark.sampled(5, rest="stress")
-@pytest.mark.parametrize(
-    ("fun", "key"),
-    [
-        pytest.param(fun, key, marks=[] if fun is mixed or key == "captured" else [by_hand])
-        for fun in (mixed, one_time, noisy_weights, shared_mask, skipped_layer)
-        for key in KEYS
-        for by_hand in [pytest.mark.stress]
-    ],
-)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("fun", [mixed, one_time, noisy_weights, shared_mask, skipped_layer])
 def test_what_is_of_no_example_is_drawn_as_on_one_device(fun, key):
     check(lambda p, b: fun(p, b, KEYS[key]()), PARAMS, BATCH, 4)
 

@@ -80,7 +80,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name, count):
@@ -124,6 +124,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(5, rest="slow")
 @pytest.mark.parametrize("count", [2, ROWS])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, count):
@@ -188,6 +189,7 @@ METHODS = {
 
 @pytest.mark.devices
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_discriminator(name):
     params = {"first": normal(3, 3, 1, 4), "second": normal(3, 3, 4, 4), "dense": normal(16, 1)}

@@ -121,6 +121,7 @@ def jax_grad_of_ours(w, x):
     return jax.grad(lambda w: launcher.value_and_grad(lambda w: (x @ w).sum())(w)[0])(w)
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("step", "slices", "error", "words"),
     [

@@ -58,14 +58,8 @@ def loss_of(worker, config, batch):
     return float(jax.jit(lambda p, b: model.loss(p, b, None)[0])(params, batch))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(DATA, id="data", marks=pytest.mark.slow),
-        pytest.param(STAGES, id="stages"),
-        pytest.param(SHARD, id="shard", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("plan", [STAGES, DATA, SHARD], ids=["stages", "data", "shard"])
 def test_every_held_out_row_counts_once(plan):
     worker, config = trained([*MLP, *plan])
     held = rows_of(worker._program.dataset.validation, 4)
@@ -76,13 +70,8 @@ def test_every_held_out_row_counts_once(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(SHARD, id="shard"),
-        pytest.param(STAGES, id="stages", marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("plan", [SHARD, STAGES], ids=["shard", "stages"])
 def test_every_held_out_sequence_of_a_text_counts_once(plan, tmp_path):
     length, text = 8, tmp_path / "a.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 16 * 101 * length, "u1").tobytes())

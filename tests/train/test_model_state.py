@@ -60,7 +60,6 @@ def one_device(words, steps):
     return states
 
 
-@pytest.mark.slow
 def test_running_averages_are_means_over_slices_saved_and_started_from(tmp_path):
     model = normed()
     trainee = Trainee([*model, *PLANS["stages"]], model=())
@@ -81,13 +80,9 @@ def test_running_averages_are_means_over_slices_saved_and_started_from(tmp_path)
     trainee.worker.close()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("linen", marks=pytest.mark.slow),
-        pytest.param("nnx", marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_state_goes_on_under_another_plan(kind, tmp_path):
     model = normed(kind)
     stages, zero3 = (Trainee([*model, *plan], model=()) for plan in PLANS.values())
@@ -200,6 +195,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(("model", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_a_model_with_state_is_refused_in_one_line(model, text):
     def train(x):

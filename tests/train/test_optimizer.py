@@ -216,12 +216,13 @@ UNDER = [
     *((form, None) for form in WANT_VALUE),
     ("where finite", STAGES),
     *(
-        pytest.param("in a chain", method, marks=pytest.mark.slow)
+        pytest.param("in a chain", method, marks=pytest.mark.stress)
         for method in (STAGES, launcher.DataParallel(2), launcher.Zero3Parallel())
     ),
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("form", "method"), UNDER)
 def test_an_optimizer_that_wants_the_loss_gets_that_of_the_whole_batch(form, method, monkeypatch):
     built, made = custom(monkeypatch, WANT_VALUE[form]), WANT_VALUE[form]

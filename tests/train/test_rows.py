@@ -22,6 +22,7 @@ class Source:
         return {"x": np.stack([which, which], 1).astype(np.float32)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_rows", range(8))
 @pytest.mark.parametrize("batch_size", [1, 6, 7])
 def test_pieces_hold_each_row_once_and_divide_a_batch(num_rows, batch_size):

@@ -91,6 +91,7 @@ BOTH = pytest.mark.parametrize("data", [(), DIGITS], ids=["synthetic", "digits"]
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @BOTH
 def test_poisonings_are_caught_within_three_steps(data):
     """Of each 30, at different steps: a batch times 100, shuffled targets, a rate times 30."""
@@ -117,6 +118,7 @@ def test_poisonings_are_caught_within_three_steps(data):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @BOTH
 def test_no_training_is_a_spike(data):
     """Of 20 in all, with a warm-up and restarts of the rate."""

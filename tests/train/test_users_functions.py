@@ -230,6 +230,7 @@ def test_every_function_that_users_hand_in_has_a_case():
     assert sorted(members()) == sorted(CASES)
 
 
+@pytest.mark.sampled(5, rest="slow")
 @pytest.mark.parametrize("member", [name for name, case in CASES.items() if case])
 def test_a_wrong_result_is_refused_in_one_line_with_its_place(member, caplog, monkeypatch):
     for name in MODULES:

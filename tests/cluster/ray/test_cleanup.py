@@ -174,14 +174,8 @@ def test_a_killed_driver_leaves_nothing_and_a_neighbour_goes_on(run_driver, prob
         assert worker.submit("add", 1).result() == 6
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.stress),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.stress
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_driver_that_a_signal_ends_leaves_nothing(run_driver, number):
     driver = run_driver(stderr=subprocess.DEVNULL)
     processes, folder = below(driver.pid)

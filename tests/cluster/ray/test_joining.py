@@ -17,13 +17,9 @@ from launcher.cluster.worker_group import WAITS, WorkerGroup
 from launcher.config.cluster import Emulated
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("join", marks=pytest.mark.slow),
-        *(pytest.param(m, marks=pytest.mark.stress) for m in ("connect", "meet")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("method", ["join", "connect", "meet"])
 def test_workers_that_stand_while_they_connect_are_named(method, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from held import Held
@@ -60,6 +56,7 @@ class Compiles(Peer):
 '''
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_programs_and_outlives_the_first(tmp_path, monkeypatch):
     (tmp_path / "compiles.py").write_text(COMPILES)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -82,6 +79,7 @@ def test_each_process_keeps_its_programs_and_outlives_the_first(tmp_path, monkey
     del sys.modules["compiles"]
 
 
+@pytest.mark.slow
 def test_workers_begun_beside_others_take_their_place(probe, tmp_path):
     with PrivateRay(emulated_pool(Emulated(gpus=2, hosts=2)), tmp_path) as session:
         used = session.spawn(probe, 1)

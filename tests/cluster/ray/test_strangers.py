@@ -203,10 +203,9 @@ def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypat
     assert (tmp_path / "met.py").read_text() == MET
 
 
-@pytest.mark.parametrize(
-    "starts",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.stress)],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("starts", [1, 20])
 def test_a_stranger_gets_into_no_start(starts, shared, tmp_path, probe):
     stranger = Stranger(shared, tmp_path / "told")
     try:

@@ -64,18 +64,21 @@ def test_every_variable_of_the_manual_is_answered(command: str) -> None:
     assert of_sbatch <= {*CHANGE, "SBATCH_CLUSTERS", "SBATCH_DEBUG"}
 
 
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize("name", CHANGE)
 def test_a_variable_that_changes_a_job_is_dropped_and_said(name: str) -> None:
     assert surroundings({name: "1", "HOME": "/h"}) == {"HOME": "/h"}
     assert unheeded({name: "1", "HOME": "/h"}) == [name]
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize("name", [*OF_A_JOB, *sorted(KEPT), *RANKS, *USERS])
 def test_the_rest_is_dropped_or_travels_without_a_word(name: str) -> None:
     assert (name in surroundings({name: "1"})) == (name not in OF_A_JOB)
     assert unheeded({name: "1"}) == []
 
 
+@pytest.mark.sampled(8, rest="slow")
 @pytest.mark.parametrize("name", [*CHANGE, *OF_A_JOB, *RANKS, *USERS])
 def test_a_worker_does_not_take_itself_for_another_launchers_process(name: str) -> None:
     environ = worker_environment({name: "1"}, DevicePool("cpu", 2, 2, "CPU", ""), 0)

@@ -89,6 +89,7 @@ def test_a_checkpoint_has_several_names_and_a_damaged_one_is_passed_over(said):
     assert not Path("outputs/e").exists()
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -93,6 +93,7 @@ def few(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STATED)
 def test_each_piece_of_advice_planned_again_has_the_promised_gain(name, here):
     hold_to_its_promises(STATED[name])
@@ -120,6 +121,7 @@ def test_advice_keeps_its_promises_and_is_told(here, few, capsys):
     assert "train.global_batch_size=64" in page
 
 
+@pytest.mark.slow
 def test_where_the_plan_does_not_fit_advice_is_what_does(here, few, capsys):
     few("one more GiB a GPU", "remat full", "a searched plan")
     words = [*MLP, "cluster=a100_8", "cluster.gpus=1", "cluster.device.memory_gib=0.01"]
@@ -159,7 +161,7 @@ def volume(words):
     return found["model.num_layers"] * found["model.hidden_size"] ** 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("times", [0.2, 1.0, 30.0])
 @pytest.mark.parametrize("name", ["gpt", "llama", "moe", "vit", "resnet", "unet", "mlp"])
 def test_a_scaled_model_is_one_that_the_family_takes(name, times):

@@ -174,7 +174,7 @@ def test_a_word_on_a_key_leaves_its_section_the_runs(first: Path, here: Path) ->
     assert (sized["dropout"], sized["num_layers"]) == (0.5, 6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize(
     ("words", "differing"),
     [
@@ -202,7 +202,7 @@ def test_a_plan_for_other_devices(first: Path) -> None:
     assert (code, "is for 1 hosts × 2 devices; here are 1 × 3" in text) == (2, True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, rest="slow")
 @pytest.mark.parametrize("text", ["", "[", "a: b", "model: 3", "[]", "\x00"])
 def test_a_config_that_is_none_is_not_taken(text: str, first: Path) -> None:
     (first / "config.yaml").write_text(text)

@@ -31,6 +31,7 @@ def shape_on_two(parallel: Parallel, rows: int) -> tuple[int, ...]:
     return plan.cluster["hosts"], len(plan.stages), *mesh, plan.num_micro_batches
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("parallel", "rows", "found"),
     [
@@ -100,6 +101,7 @@ def test_what_the_loss_of_a_host_costs_is_said(parallel: Parallel, rows: int, li
     assert re.fullmatch(f"if a host is lost(: )?{line}", loss_of_a_host(whole, on_fewer))
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_gives_way_to_more_microbatches_or_is_told_of() -> None:
     needs = [plan_of(Data(), step(96), HOSTS).stages[0].memory_bytes]
     needs += [plan_on_fewer(Data(), step(96), HOSTS, 2).stages[0].memory_bytes]

@@ -23,6 +23,7 @@ def planned(step=STEP, hosts=1, method="auto", **settings):
 OPEN = {"model": None, "pipeline": None}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("settings", "stages", "logical", "micro_batches"),
     [
@@ -181,6 +182,7 @@ SHARED = planned(
 ).to_dict()
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [

@@ -96,11 +96,12 @@ def alone(tmp_path, monkeypatch):
 
 DATA = [
     pipeline(1, 1),
-    pytest.param(pipeline(2, 4, "gpipe"), marks=pytest.mark.slow),
-    pytest.param(pipeline(4, 4, "eager_1f1b"), marks=pytest.mark.stress),
+    pipeline(2, 4, "gpipe"),
+    pipeline(4, 4, "eager_1f1b"),
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", DATA)
 def test_data_that_come_late_are_named(words, tmp_path, monkeypatch):
     own_rows = worker_module.own_rows
@@ -116,12 +117,14 @@ def test_data_that_come_late_are_named(words, tmp_path, monkeypatch):
 
 
 SAVES = [
-    pytest.param(Snapshots, "take", 0.4, pipeline(1, 2), marks=pytest.mark.slow),  # memory
-    pytest.param(Background, "save", 0.8, pipeline(2, 2, "gpipe"), marks=pytest.mark.slow),  # disk
-    pytest.param(Background, "save", 0.8, pipeline(4, 4), marks=pytest.mark.stress),
+    (Snapshots, "take", 0.4, pipeline(1, 2)),  # memory
+    (Background, "save", 0.8, pipeline(2, 2, "gpipe")),  # disk
+    (Background, "save", 0.8, pipeline(4, 4)),
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "what", "seconds", "words"), SAVES)
 def test_saves_that_are_slow_are_named(kind, what, seconds, words, tmp_path, monkeypatch):
     monkeypatch.setattr(kind, what, late(getattr(kind, what), seconds))

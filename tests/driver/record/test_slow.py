@@ -54,6 +54,7 @@ CAUSES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cost", [0.05, 0.1, 0.3, 0.5])
 @pytest.mark.parametrize(("slow", "cause"), CAUSES)
 def test_the_cause_is_named_within_twenty_steps_with_its_cost(slow, cause, cost):
@@ -68,12 +69,14 @@ def test_the_cause_is_named_within_twenty_steps_with_its_cost(slow, cause, cost)
     assert first.since > 19 * EVERY
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("noise", [0.01, 0.05])
 def test_nothing_is_named_in_an_hour_in_which_nothing_is_slow(seed, noise):
     assert not any(one for _, one in found([], 0.0, 10**9, 720, noise=noise, seed=seed))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("even", [True, False])
 def test_nor_under_a_second_load_on_the_machine(seed, even):

@@ -58,7 +58,7 @@ RUNS = {name: [*GPT_WORDS, *words] for name, words in PLANS.items()} | {
 }
 # One device: `test_a_text_is_printed_under_the_runs_own_settings`.
 FAST = ("two_stages",)
-SLOW = "zero3", "three_d", "moe-two_stages", "dropless-zero3"
+SLOW = "three_d", "dropless-zero3"
 GREEDY = "generate.temperature=0", "generate.max_new_tokens=20"
 
 
@@ -301,7 +301,7 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
         EvaluateTask().run(load([*words, "evaluate.path=no/a.json"]), make_console())
 
 
-@pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.stress)])
 def test_an_evaluation_is_the_same_where_no_device_holds_the_model(runs, name, monkeypatch):
     folder, params = runs
     assert params[name]

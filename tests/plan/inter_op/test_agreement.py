@@ -122,7 +122,7 @@ def sharded_alike(step, stage, table):
     return alone == together
 
 
-@pytest.mark.sampled(5, rest="stress")
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(30))
 def test_an_estimate_is_the_plans_own_prediction(seed):
     rng = np.random.default_rng(seed)

@@ -108,14 +108,8 @@ def test_an_estimate_predicts_what_the_whole_plan_does(step, shape, stages, chan
     )
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "zero_bubble",
-        pytest.param("1f1b", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.stress) for name in ("gpipe", "eager_1f1b")),
-    ],
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b", "gpipe", "eager_1f1b"])
 def test_an_estimate_holds_as_much_as_the_schedule_does(gpt, schedule):
     problem = make_problem(gpt, CLUSTER)
     assignment = assignment_of(problem, (1, 1), 4, schedule=schedule, num_micro_batches=8)

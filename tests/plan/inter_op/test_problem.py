@@ -67,6 +67,7 @@ def small_enough(problem):
     return len(problem.groups) * problem.cluster.num_devices <= 12
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_plan_is_that_of_brute_force(seed):
     rng = np.random.default_rng(seed)
@@ -85,6 +86,7 @@ def test_the_best_plan_is_that_of_brute_force(seed):
         check(candidate, problem)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(30))
 def test_every_found_plan_can_be_run(seed):
     problem = random_problem(np.random.default_rng(1000 + seed))
@@ -198,6 +200,7 @@ def least_objective(tables, devices):
     return least
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(80))
 def test_the_best_stages_are_those_of_least_objective(seed):
     tables, devices = random_tables(np.random.default_rng(seed))

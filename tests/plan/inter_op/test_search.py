@@ -66,7 +66,7 @@ def choices_of_stages(tables: StageTables, devices):
     yield from before(layers, devices, ())
 
 
-@pytest.mark.sampled(10, rest="stress")
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("seed", range(200))
 def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
     problem, wanted = small_problem(seed, most=10)
@@ -86,6 +86,7 @@ def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
         assert 0.99 * least <= found.least_seconds <= least * (1 + 1e-9)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize(
     "remat", ["none", "full", "selective", "full/2", "full:2", "dots_saveable"]
@@ -105,16 +106,8 @@ def solved(seed):
     return problem, find_plans(problem, Constraints())
 
 
-def networks():
-    """The seeds of `solved`: 2 by default, 4 slow."""
-
-    def marks(seed):
-        return [] if seed % 100 == 0 else [pytest.mark.stress if seed % 40 else pytest.mark.slow]
-
-    return [pytest.param(seed, marks=marks(seed)) for seed in range(200)]
-
-
-@pytest.mark.parametrize("seed", networks())
+@pytest.mark.sampled(100)
+@pytest.mark.parametrize("seed", range(200))
 def test_no_plan_is_below_the_bound_nor_faster_than_the_one_found(seed):
     """Of all divisors of the batch and all schedules; by 1 %."""
     problem, found = solved(seed)
@@ -146,7 +139,7 @@ def test_hosts_of_few_divisors_are_left_partly_idle(hosts, each, seed):
     assert least_seconds(problem, limit) == (limit, None)
 
 
-@pytest.mark.sampled(4, rest="stress")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("hosts", "each", "fewer"), [(5, 7, 4), (2, 7, 4), (3, 6, 4)])
 def test_more_devices_on_each_host_are_no_slower(hosts, each, fewer, seed):
@@ -165,6 +158,7 @@ def test_a_host_alone_has_all_sizes_of_its_own():
     assert _on_one_host(problem).sizes == (1, 2, 3, 4, 5, 6, 7)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_plan_is_faster_than_its_bound(seed):
     problem, wanted = small_problem(seed, most=12)
@@ -230,6 +224,7 @@ def test_a_bound_counts_the_round_trips_that_only_follow_one_another():
     assert 1.2 * without < bound <= seconds < 1.05 * bound
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_interleaved_plan_is_faster_than_its_bound(seed):
     problem, wanted = small_problem(1000 + seed, most=40)
@@ -260,6 +255,7 @@ def test_no_interleaved_plan_of_eight_layers_is_faster_than_its_bound(remat):
     assert checked
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(60))
 def test_stages_come_by_their_objective_and_none_is_left_out(seed):
     rng = np.random.default_rng(seed)

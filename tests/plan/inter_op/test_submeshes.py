@@ -13,6 +13,7 @@ def cluster_of(hosts, each):
     return dataclasses.replace(local_shape(1, 1, "cpu"), hosts=hosts, devices_per_host=each)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(30))
 def test_every_choice_of_sizes_has_a_place(seed):
     rng = np.random.default_rng(seed)

@@ -137,6 +137,7 @@ def test_links_that_noise_hides_stay_nominal() -> None:
     assert HostLinks.from_cache({"collectives": sums}).applied(nominal) == nominal
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("text", "words"),
     [

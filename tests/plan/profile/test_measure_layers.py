@@ -69,6 +69,7 @@ def test_distinct_layers_are_measured_once_and_then_remembered(
     assert caplog.messages == []
 
 
+@pytest.mark.sampled(4, rest="slow")
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -33,6 +33,7 @@ from launcher.recipes.datasets.tokens import Tokens
 EXPECTED = json.loads(PINNED.read_text())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_and_masks_are_those_of_transformers(form, tmp_path):
     tokenizer, expected = load_tokenizer(str(write(form, tmp_path / "own"))), EXPECTED[form]
@@ -56,6 +57,7 @@ def test_tokens_and_masks_are_those_of_transformers(form, tmp_path):
     assert [tokens.tolist(), learned.astype(int).tolist()] == expected["mask"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_is_the_same_tokenizer(form, tmp_path):
     own = str(write(form, tmp_path / "own"))

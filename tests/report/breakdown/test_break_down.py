@@ -57,6 +57,7 @@ def plan_of(schedule="1f1b", stages=4, devices=4, **shape):
     return method.plan(step, local_shape(devices, 1, "cpu"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("shared", [True, False])

@@ -42,6 +42,7 @@ BUBBLES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("meshes", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
 @pytest.mark.parametrize("name", BUBBLES)
 def test_the_bubble_of_events_is_the_schedules(name, meshes, micro_batches):
@@ -135,6 +136,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("culprit", "meshes", "process_of"), CASES)
 def test_what_is_slow_is_named(culprit, meshes, process_of):
     what, _, which = culprit.partition(" ")
