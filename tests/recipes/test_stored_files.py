@@ -279,8 +279,9 @@ def test_other_data_and_missing_libraries_are_refused_with_what_to_do(monkeypatc
         assert "is a URL; dataset=tokens" in refused(lambda url=url: find_corpus(url))
     typed = Tokens(path="s3://bucket/a", objects=["s3://bucket/a.bin"])
     assert "'s3://bucket/a.bin' is no line of a run" in refused(lambda: typed.pinned(dict))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
-    assert "Invalid endpoint: nonsense; see" in refused(lambda: Tokens(path="s3://b").pinned(dict))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://me:{SECRET}@a b")
+    said = refused(lambda: Tokens(path="s3://b").pinned(dict))
+    assert "AWS_ENDPOINT_URL or ~/.aws/config is no address; see" in said
     said = refused(lambda: find_text("s3://bucket/books", "*.txt"))
     assert said.startswith("dataset.path=s3://bucket/books is a URL; dataset=tokens, mixture and")
     monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
