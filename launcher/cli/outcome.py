@@ -129,7 +129,8 @@ def _carry_out(words: Sequence[str], stop: Stop, document: _Document) -> int:
             "Leave one of them out.",
             code="command_line",
         )
-    if arguments.multirun or (arguments.frozen and arguments.config_dir):
+    command.check(arguments)
+    if arguments.multirun:
         return command.carry_out(words, stop)
     config = command.settings_said(arguments)
     if config.task == "check":
