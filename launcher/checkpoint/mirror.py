@@ -85,6 +85,7 @@ class Mirror:
         try:
             return self.store.get("owner").decode(errors="replace")
         except stores.NotFoundError:
+            next(self.store.objects("owner"), None)  # raises it where there is no bucket
             return None
 
     def own(self, owner: str) -> bool:

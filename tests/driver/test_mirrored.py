@@ -64,6 +64,8 @@ def test_a_mirror_belongs_to_one_run(proxy: FaultProxy, monkeypatch: pytest.Monk
             start(config_of(*words))
         assert not Path("other").exists()
         assert not Path("outputs/b").exists()
+    with pytest.raises(ConfigError, match="s3://absent/a/owner is not there"):
+        look_at_mirror(config_of("run.mirror=s3://absent/a"))
     save(Path("grown/a"), 3)
     with pytest.raises(ConfigError, match="belongs to another run a than grown/a"):
         look_at_mirror(config_of("run.dir=grown"))
