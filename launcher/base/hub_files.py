@@ -235,7 +235,7 @@ def fetch(
 def _chosen(name: HubName, fits: Fits, said: str = "") -> list[HubFile]:
     """Return the files of a name; raises HubError where there is none.
 
-    Those of a folder are to fit, by their paths in it. A hint has the name as it was said.
+    Those of a folder are to fit, by their paths in it. A hint has the name as it was typed.
     """
     files, folder = _files(name), f"{name.below}/" if name.below else ""
     inside = {path[len(folder) :]: file for path, file in files.items() if path.startswith(folder)}
