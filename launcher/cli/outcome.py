@@ -28,10 +28,7 @@ _OF_STAGE = (
     *("layers", "hosts", "devices", "logical_mesh", "remat", "forward_seconds"),
     *("backward_seconds", "memory_bytes"),
 )
-_PRINTING = (
-    *("help", "version", "cfg", "package", "resolve", "info"),
-    *("hydra_help", "shell_completion"),
-)
+_PRINTING = ("help", "version", "cfg", "info", "hydra_help", "shell_completion")
 _FILE = re.compile(r"\.(json|npz|py|txt|ya?ml)$")  # a file's name looks like a setting's
 _LARGEST_PLAN = 2**28  # bytes
 

@@ -140,8 +140,7 @@ def _tried(words: Sequence[str]) -> Exception | None:
 
 def _advised(words: Sequence[str], error: Exception) -> Iterator[errors.Fix]:
     """Yield the changes that an error advises, but for another option than one that was typed."""
-    fixes = getattr(error, "fixes", errors.fixes_in(str(error), ""))
-    for fix in fixes:
+    for fix in getattr(error, "fixes", errors.fixes_in(str(error), "")):
         is_option = getattr(error, "code", "") == "unknown_setting" and None not in fix.values()
         if not is_option or not any(_key(word) in fix for word in words):
             yield fix
