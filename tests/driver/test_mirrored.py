@@ -78,6 +78,13 @@ def test_a_mirror_belongs_to_one_run(proxy: FaultProxy, monkeypatch: pytest.Monk
     assert look_at_mirror(config_of()) is None
 
 
+def test_without_the_library_the_error_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs boto3\. Install it: pip install 'boto3>=") as no:
+        look_at_mirror(config_of())
+    assert no.value.code == "missing_package"
+
+
 def test_without_an_intact_copy_nothing_begins_anew(proxy: FaultProxy) -> None:
     home, mirror = start(config_of()), Mirror(Store(URL))
     save(home, 3)

@@ -83,10 +83,11 @@ def _check_owner(config: Config, owner: str, known: str | None, here: int) -> No
 
 
 def _unusable(url: str, error: stores.StoreError) -> ConfigError:
-    return ConfigError(
-        f"run.mirror={url} cannot be used: {error}",
-        "Give credentials and a bucket that exists, or leave out run.mirror.",
-    )
+    problem, install, command = str(error).partition("; pip install")
+    remedy = "Give credentials and a bucket that exists, or leave out run.mirror."
+    if install:
+        remedy = f"Install it: pip install{command}."
+    return ConfigError(f"run.mirror={url} cannot be used: {problem}", remedy)
 
 
 def bring_back(config: Config, console: Console) -> None:
