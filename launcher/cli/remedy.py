@@ -235,8 +235,6 @@ def _without(words: Sequence[str], error: Exception) -> Iterator[Edit]:
         typed = {w: None for w in typed if not errors.closest(w.partition("=")[2], _STILL)}
     ordered = sorted(typed, key=words.index, reverse=True)
     yield from (Edit((word,)) for word in ordered)
-    if len(ordered) > 1:
-        yield Edit(tuple(ordered))
     for key in keys:
         if not _of_key(words, key) and (value := _default(key)) is not None:
             yield Edit(add=(f"{key}={value}",))
