@@ -175,8 +175,7 @@ def _failure(words: Sequence[str], error: Exception) -> _Document:
 def _stopped(stop: Stop) -> str:
     """Return the object of a command that a signal ends at once."""
     code, kind = stop.ending
-    document = {"schema": VERSION, "exit_code": code, "error": _error(kind, kind)}
-    return f"{json.dumps(document)}\n"
+    return json.dumps({"schema": VERSION, "exit_code": code, "error": _error(kind, kind)}) + "\n"
 
 
 def _ending(document: _Document) -> _Document:

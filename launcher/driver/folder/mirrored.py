@@ -16,7 +16,7 @@ from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
-from launcher.report.console import line_printer, status
+from launcher.report.console import Phase, line_printer, status
 from launcher.stop import Stop
 
 _IDENTITY = "mirror.json"  # in the run's folder
@@ -193,7 +193,7 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
     leaves = "Ctrl-C leaves the newest checkpoint on this disk alone"
     with (
         stop.heeded(line_printer(console), leaves, until="asked"),
-        status(console, f"mirroring to {url}") as advance,
+        status(console, f"mirroring to {url}", Phase.MIRRORING) as advance,
     ):
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:
