@@ -103,8 +103,9 @@ def test_killed_while_it_mirrors_a_run_resumes(
     proxy.heal()
     # Ctrl-C ends the wait for the mirror; the next start makes up.
     proxy.fail(Fault("delay", "PUT .*default", times=9999, seconds=60.0))
-    launcher, status = Launcher(tmp_path, *words), tmp_path / "outputs/a/status.json"
-    launcher.wait_for(lambda: '"mirroring"' in status.read_text())
+    (status := tmp_path / "outputs/a/status.json").unlink()
+    launcher = Launcher(tmp_path, *words)
+    launcher.wait_for(lambda: status.exists() and '"mirroring"' in status.read_text())
     launcher.process.send_signal(signal.SIGINT)
     code, _, err = launcher.end()
     assert code == 0
