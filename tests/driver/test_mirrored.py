@@ -1,8 +1,10 @@
 """Whose a mirror is: the run's that used it first, on any disk; before anything starts."""
 
+import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fault_proxy import Fault, FaultProxy
@@ -15,8 +17,9 @@ from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import claim
-from launcher.driver.folder.mirrored import bring_back, look_at_mirror, own
+from launcher.driver.folder.mirrored import _wait, bring_back, look_at_mirror, own
 from launcher.report.console import make_console
+from launcher.stop import Stop
 
 URL = "s3://bucket/runs/a"
 
@@ -98,3 +101,14 @@ def test_without_an_intact_copy_nothing_begins_anew(proxy: FaultProxy) -> None:
     with pytest.raises(ConfigError, match="damaged"):
         start(config_of())
     assert steps_in(home / "checkpoints") == []
+
+
+def test_a_run_that_waits_for_its_mirror_says_so() -> None:
+    console, phases = make_console(io.StringIO()), []
+    console.phases = (lambda phase, *done: phases.append(phase),)
+    ends = iter((False, False, True))
+    process = SimpleNamespace(
+        finish=lambda: None, wait=lambda seconds: next(ends), progress=(1 << 20, 2 << 20)
+    )
+    _wait(process, URL, console, Stop())
+    assert phases[0] == "mirroring"

@@ -103,11 +103,12 @@ def test_killed_while_it_mirrors_a_run_resumes(
     proxy.heal()
     # Ctrl-C ends the wait for the mirror; the next start makes up.
     proxy.fail(Fault("delay", "PUT .*default", times=9999, seconds=60.0))
-    (status := tmp_path / "outputs/a/status.json").unlink()
-    launcher = Launcher(tmp_path, *words)
-    launcher.wait_for(lambda: status.exists() and '"mirroring"' in status.read_text())
-    launcher.process.send_signal(signal.SIGINT)
-    code, _, err = launcher.end()
+    shown = tmp_path / "shown"
+    with shown.open("w") as out:
+        launcher = Launcher(tmp_path, *words, stdout=out.fileno())
+        launcher.wait_for(lambda: "mirroring to" in shown.read_text())
+        launcher.process.send_signal(signal.SIGINT)
+        code, _, err = launcher.end()
     assert code == 0
     assert f"not mirrored to {store.bucket}/a: step 6; the next start of run a" in err
     proxy.heal()
