@@ -135,6 +135,8 @@ def main() -> None:
         copied = copying.copied
         copying.end()
         timed.worker.close()
+    if copied < 1:
+        sys.exit("nothing was copied: other processes leave the server nothing of the processors")
     wall, used, plain_wall, plain_used = zip(*pairs, strict=True)
     rows = [
         (name, *(statistics.median(each) * 1e3 / args.steps for each in kinds))
