@@ -182,7 +182,7 @@ def pin(text: str) -> str:
         said = _silence() or "does not answer"
         _log.warning(f"{name}: the hub {said}; the cache had commit {commit} last")
     pinned = name.at(commit)
-    _chosen(pinned, bool)
+    _chosen(pinned, bool, text)
     _write(last, commit)
     return str(pinned)
 
@@ -232,10 +232,10 @@ def fetch(
     return name.snapshot / name.below
 
 
-def _chosen(name: HubName, fits: Fits) -> list[HubFile]:
+def _chosen(name: HubName, fits: Fits, said: str = "") -> list[HubFile]:
     """Return the files of a name; raises HubError where there is none.
 
-    Those of a folder are to fit, by their paths in it.
+    Those of a folder are to fit, by their paths in it. A hint has the name as it was typed.
     """
     files, folder = _files(name), f"{name.below}/" if name.below else ""
     inside = {path[len(folder) :]: file for path, file in files.items() if path.startswith(folder)}
@@ -246,7 +246,8 @@ def _chosen(name: HubName, fits: Fits) -> list[HubFile]:
     if not inside:
         folders = {str(above) for path in files for above in PurePosixPath(path).parents}
         near = difflib.get_close_matches(name.below, {*files, *folders}, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Look at {name.page}."
+        begin = (said or str(name)).rstrip("/").removesuffix(name.below)
+        hint = f"Did you mean {begin}{near[0]}?" if near else f"Look at {name.page}."
         raise HubError("has no such file or folder", hint)
     found = [path for path in found if path.lower().endswith(_HARMLESS)]
     if not found or (fits is is_model and all(map(is_small, found))):

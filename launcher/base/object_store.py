@@ -13,6 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -112,8 +113,8 @@ class Store:
         self._kind = _S3 if scheme == "s3" else _Google
         try:
             self._bucket: _Bucket = self._explained(lambda: self._kind(bucket))
-        except ValueError as error:  # of AWS_ENDPOINT_URL, say
-            raise StoreError(f"{url} cannot be reached: {error}") from None
+        except ValueError:  # its text repeats the address, with a password in it
+            raise StoreError(f"{url}: AWS_ENDPOINT_URL or ~/.aws/config is no address") from None
 
     def get(
         self, name: str, start: int = 0, stop: int | None = None, version: str | None = None
@@ -197,10 +198,8 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Delete an object that may not be there."""
-        try:
+        with suppress(NotFoundError):
             self._persist(lambda: self._bucket.delete(self._key(name)), name)
-        except NotFoundError:
-            return
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
@@ -397,9 +396,10 @@ class _Google:
             return MissingCredentialsError(f"{what}: no credentials; tried {_TRIED_GOOGLE}")
         if isinstance(error, auth.RefreshError) and not error.retryable:
             return ExpiredError(f"{what}: the credentials have expired or were revoked")
-        # AttributeError: the library reads an answer that was cut to nothing as bytes.
-        broken = requests.RequestException | DataCorruption | HTTPError | AttributeError
-        if isinstance(error, auth.GoogleAuthError | broken):
+        # An answer that was cut to nothing: the library asks its bytes for what JSON has.
+        is_cut = isinstance(error, AttributeError) and error.obj == b""
+        broken = requests.RequestException | DataCorruption | HTTPError
+        if is_cut or isinstance(error, auth.GoogleAuthError | broken):
             return UnavailableError(f"{what} cannot be reached ({type(error).__name__})")
         return None
 

@@ -85,6 +85,7 @@ class Mirror:
         try:
             return self.store.get("owner").decode(errors="replace")
         except stores.NotFoundError:
+            next(self.store.objects("owner"), None)  # raises it where there is no bucket
             return None
 
     def own(self, owner: str) -> bool:
@@ -250,15 +251,13 @@ def _superfluous(copies: list[MirrorCopy], folder: Path, keep: int) -> tuple[int
     here = set(layout.steps_in(folder))
     later = [copy for copy in others if copy.step >= newest.step]
     stay = [layout.stays(folder, one.step) if one.step in here else one.stays for one in copies]
-    left = [one for one, is_kept in zip(copies, stay, strict=True) if not is_kept]
-    counted = [one for one in left if one not in later]
-    return tuple(copy.number for copy in later + counted[keep:])
+    left = [one for one, kept in zip(copies, stay, strict=True) if not kept and one not in later]
+    return tuple(copy.number for copy in later + left[keep:])
 
 
 def _own_files(home: Path) -> list[str]:
-    kept = [name for name in _KEPT if (home / name).is_file()]
-    chosen = layout.files_below(home / _KEPT_FOLDER)
-    return kept + [str(path.relative_to(home)) for path in chosen]
+    paths = [*(home / name for name in _KEPT), *layout.files_below(home / _KEPT_FOLDER)]
+    return [str(path.relative_to(home)) for path in paths if path.is_file()]
 
 
 def _summed(progress: Progress, size: int) -> Callable[[int], None]:

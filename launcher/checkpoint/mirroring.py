@@ -156,8 +156,7 @@ def upload_all() -> None:
             left = unmirrored(home, mirror.copies())
             if not left:
                 break
-            keep = about["keep"]
-            mirror.upload(home, left[0], keep, lambda *done: _tell(progress=done))
+            mirror.upload(home, left[0], about["keep"], lambda *done: _tell(progress=done))
         _tell(mirrored=newest)
     except FileNotFoundError:  # the run has saved another and deleted this one: that one is next
         return

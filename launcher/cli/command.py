@@ -137,17 +137,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     # Imports are deferred here and below: Hydra's takes a tenth of a second, JAX's two.
     if arguments.hydra_help or arguments.shell_completion or arguments.info:
         return _for_hydra(arguments)
-    from launcher.api.versions import check_versions
-
-    check_versions()
-    if arguments.frozen and (arguments.multirun or arguments.config_dir):
-        raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
-    if arguments.resolve and not arguments.cfg:
-        raise ConfigError("--resolve is for --cfg", "Add --cfg job.")
-    if arguments.package and not arguments.cfg:
-        raise ConfigError("--package selects a part of what --cfg shows", "Add --cfg job.")
-    if arguments.multirun and arguments.cfg:
-        raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
+    check(arguments)
     if arguments.multirun:
         from launcher.submit.sweep import run_sweep
 
@@ -159,6 +149,21 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if config.task == "check":
         return answer("\n".join([summary_of(config), *notes_on(config)]))
     return perform(arguments, config, stop)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if flags contradict each other, or JAX is of a version that cannot work."""
+    from launcher.api.versions import check_versions
+
+    check_versions()
+    if arguments.frozen and (arguments.multirun or arguments.config_dir):
+        raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
+    if arguments.resolve and not arguments.cfg:
+        raise ConfigError("--resolve is for --cfg", "Add --cfg job.")
+    if arguments.package and not arguments.cfg:
+        raise ConfigError("--package selects a part of what --cfg shows", "Add --cfg job.")
+    if arguments.multirun and arguments.cfg:
+        raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
 
 
 def settings_said(arguments: argparse.Namespace, words: Sequence[str] = ()) -> Config:

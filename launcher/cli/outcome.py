@@ -28,10 +28,7 @@ _OF_STAGE = (
     *("layers", "hosts", "devices", "logical_mesh", "remat", "forward_seconds"),
     *("backward_seconds", "memory_bytes"),
 )
-_PRINTING = (
-    *("help", "version", "cfg", "package", "resolve", "info"),
-    *("hydra_help", "shell_completion"),
-)
+_PRINTING = ("help", "version", "cfg", "info", "hydra_help", "shell_completion")
 _FILE = re.compile(r"\.(json|npz|py|txt|ya?ml)$")  # a file's name looks like a setting's
 _LARGEST_PLAN = 2**28  # bytes
 
@@ -129,7 +126,8 @@ def _carry_out(words: Sequence[str], stop: Stop, document: _Document) -> int:
             "Leave one of them out.",
             code="command_line",
         )
-    if arguments.multirun or (arguments.frozen and arguments.config_dir):
+    command.check(arguments)
+    if arguments.multirun:
         return command.carry_out(words, stop)
     config = command.settings_said(arguments)
     if config.task == "check":
@@ -177,8 +175,7 @@ def _failure(words: Sequence[str], error: Exception) -> _Document:
 def _stopped(stop: Stop) -> str:
     """Return the object of a command that a signal ends at once."""
     code, kind = stop.ending
-    document = {"schema": VERSION, "exit_code": code, "error": _error(kind, kind)}
-    return f"{json.dumps(document)}\n"
+    return json.dumps({"schema": VERSION, "exit_code": code, "error": _error(kind, kind)}) + "\n"
 
 
 def _ending(document: _Document) -> _Document:

@@ -140,8 +140,7 @@ def _tried(words: Sequence[str]) -> Exception | None:
 
 def _advised(words: Sequence[str], error: Exception) -> Iterator[errors.Fix]:
     """Yield the changes that an error advises, but for another option than one that was typed."""
-    fixes = getattr(error, "fixes", errors.fixes_in(str(error), ""))
-    for fix in fixes:
+    for fix in getattr(error, "fixes", errors.fixes_in(str(error), "")):
         is_option = getattr(error, "code", "") == "unknown_setting" and None not in fix.values()
         if not is_option or not any(_key(word) in fix for word in words):
             yield fix
@@ -236,8 +235,6 @@ def _without(words: Sequence[str], error: Exception) -> Iterator[Edit]:
         typed = {w: None for w in typed if not errors.closest(w.partition("=")[2], _STILL)}
     ordered = sorted(typed, key=words.index, reverse=True)
     yield from (Edit((word,)) for word in ordered)
-    if len(ordered) > 1:
-        yield Edit(tuple(ordered))
     for key in keys:
         if not _of_key(words, key) and (value := _default(key)) is not None:
             yield Edit(add=(f"{key}={value}",))

@@ -126,6 +126,7 @@ class Phase(StrEnum):
     WARMING_UP = "warming_up"
     TRAINING = "training"
     RESTARTING = "restarting"
+    MIRRORING = "mirroring"
 
 
 @contextmanager

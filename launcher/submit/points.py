@@ -70,11 +70,16 @@ def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config
 
 def member(config: Config, sweep_id: str, folder: Path, number: int) -> Config:
     """Return the settings of one run of a sweep."""
+    name = f"{sweep_id}-{number}"
+    run = replace(config.run, id=name, dir=str(folder), mirror=mirror_of(config, name))
     return replace(
-        config,
-        run=replace(config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
-        wandb=replace(config.wandb, group=config.wandb.group or sweep_id),
+        config, run=run, wandb=replace(config.wandb, group=config.wandb.group or sweep_id)
     )
+
+
+def mirror_of(config: Config, run_id: str) -> str | None:
+    """Return the place of a run's mirror, below that of its sweep; None without one."""
+    return config.run.mirror and f"{config.run.mirror.rstrip('/')}/{run_id}"
 
 
 @dataclass(frozen=True)
@@ -219,6 +224,6 @@ def settings_digest(config: Config) -> str:
     tree = to_written(config)
     del tree["sweep"], tree["wandb"]
     tree["cluster"].pop("slurm", None)
-    for name in ("id", "dir", "resume", "shared"):
+    for name in ("id", "dir", "resume", "shared", "mirror"):
         del tree["run"][name]
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

@@ -53,6 +53,7 @@ from launcher.submit.points import (
     Points,
     make_sweep,
     members,
+    mirror_of,
     open_points,
     place_sweep,
     settings_digest,
@@ -356,6 +357,8 @@ def _command(
         return command  # it makes no run
     command += [setting_word(key, text) for key, text in pins(point.config)]
     command += [setting_word("run.dir", str(folder)), setting_word("run.id", run_id)]
+    if mirror := mirror_of(point.config, run_id):
+        command += [setting_word("run.mirror", mirror)]
     wandb, is_used = point.config.wandb, "wandb" in (point.config.report.trackers or ())
     is_free = wandb.group is None and not os.environ.get("WANDB_RUN_GROUP")
     if is_used and is_free and wandb.mode != "disabled":

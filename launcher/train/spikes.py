@@ -40,7 +40,7 @@ def spike_score(recent: jax.Array, loss: jax.Array, norm: jax.Array) -> tuple[ja
     With x the logarithm of the loss, m the larger one of the medians of the newest 20 and of the
     newest 5 x_i, and d_i = x_i - x_(i-1), it is
     z = (x - m) / max(1.4826 / sqrt(2) median|d_i - median d|, 0.05), of the norm likewise; the
-    score is the sum of both / sqrt(2). What has no logarithm, such as a loss below 0, adds 0.
+    score is the sum of both / sqrt(2). What has no logarithm, such as a loss of 0, adds 0.
 
     Args:
         recent: the logarithms of the newest steps' losses and gradient norms, the oldest first,
@@ -51,7 +51,8 @@ def spike_score(recent: jax.Array, loss: jax.Array, norm: jax.Array) -> tuple[ja
     Returns:
         The score, float32 [], 0 while it is not known; and the new record.
     """
-    newest = jnp.log(jnp.stack([loss, norm]).astype(jnp.float32))[:, None]
+    found = jnp.stack([loss, norm]).astype(jnp.float32)[:, None]
+    newest = jnp.log(jnp.where(found > 0, found, jnp.nan))
     near, steps = recent[:, -_NEAR:], recent[:, 1:] - recent[:, :-1]
     deviation = _TO_DEVIATION * _median(jnp.abs(steps - _median(steps)))
     level = jnp.maximum(_median(near), _median(recent[:, -_NEAREST:]))

@@ -130,8 +130,8 @@ def named_files(
     root = Path(path).expanduser()
     if re.match(r"\w+:/", path) and not root.exists():
         raise InputError(
-            f"{named} is a URL; dataset=tokens, mixture and parquet read s3://bucket/… and "
-            "gs://bucket/…: of others, copy the files and name the copy"
+            f"{named} is a URL; tokens, mixtures and Parquet are read from s3://… and gs://…, text "
+            "and documents from hf://…: of others, copy the files and name the copy"
         )
     if root.is_dir():
         return without_splits(named, root, _walked(root, fits), splits)

@@ -43,6 +43,7 @@ _REMEDIES = {
     stores.NotFoundError: _NAME,
 }
 _Objects = dict[Any, stores.Stat]  # by their paths
+_store = functools.cache(stores.Store)  # by the URL of its bucket
 
 
 class StoredPath(PurePosixPath):
@@ -192,11 +193,6 @@ def _range(path: Any, stat: stores.Stat, start: int, stop: int) -> bytes:
         ) from None
     except stores.StoreError as error:
         raise InputError(_with_remedy(error)) from None
-
-
-@functools.cache
-def _store(bucket: str) -> stores.Store:
-    return stores.Store(bucket)
 
 
 def pinned(

@@ -203,7 +203,7 @@ def test_what_the_hub_refuses(stub, at):
     assert refused("hf://org/name@mian").startswith("has no revision mian. Look at ")
     assert "; of a dataset, write hf://datasets/org/talks." in refused("hf://org/talks@v1.0")
     assert refused("hf://datasets/org/talks@v1.0/b.jsonl") == (
-        "has no such file or folder. Did you mean a.jsonl?"
+        "has no such file or folder. Did you mean hf://datasets/org/talks@v1.0/a.jsonl?"
     )
     assert refused("hf://org/na--me").startswith("is not the name of a repository. Cannot have -- ")
     assert refused("hf://org/pickled").startswith("holds no file that is read here, but .bin, .py.")

@@ -31,10 +31,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
-import numpy as np  # noqa: E402
 import psutil  # noqa: E402
-from scipy.stats import bootstrap  # noqa: E402
-from turns import in_turns, table, worker_of  # noqa: E402
+from turns import in_turns, more, table, worker_of  # noqa: E402
 
 from launcher.driver.folder.folder import RunFolder, write_plan  # noqa: E402
 from launcher.driver.folder.status import Status  # noqa: E402
@@ -114,14 +112,6 @@ class Reporting:
             done = threading.Event()
             tracker.forward(lambda _, done=done: done.set())
             done.wait()
-
-
-def more(these: Sequence[float], others: Sequence[float]) -> str:
-    """Return by how much these are more: the median of ratios and its 95 % interval."""
-    logs = np.log(these) - np.log(others)
-    found = bootstrap((logs,), np.median, method="percentile", rng=0).confidence_interval
-    middle, low, high = np.expm1([np.median(logs), *found])
-    return f"{middle:+.2%} (95 %: {low:+.2%} to {high:+.2%})"
 
 
 def children_seconds() -> float:

@@ -16,7 +16,7 @@ from fault_proxy import Fault, FaultProxy
 from object_servers import SECRET, ObjectServer, object_server
 
 from launcher.base import object_store
-from launcher.base.object_store import Store, StoreError
+from launcher.base.object_store import Store, StoreError, UnavailableError
 from launcher.checkpoint import damage, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
 from launcher.checkpoint.mirror import Mirror, SupersededError, unmirrored
@@ -184,6 +184,14 @@ def test_of_damaged_objects_the_next_older_is_taken(
             caplog.clear()
             found = content_of(empty / f"checkpoints/{step}")
             assert found == content_of(tmp_path / f"checkpoints/{step}")
+
+
+def test_only_an_answer_that_was_cut_is_asked_for_again() -> None:
+    pytest.importorskip("google.cloud.storage")
+    for answer, kind in ((b"", UnavailableError), (None, type(None))):
+        with pytest.raises(AttributeError) as raised:
+            answer.get("size")
+        assert type(object_store._Google.explain(raised.value, "gs://bucket/a")) is kind
 
 
 def test_a_prefix_has_one_owner_and_a_number_one_commit(url: str, tmp_path: Path) -> None:

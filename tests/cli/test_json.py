@@ -13,6 +13,7 @@ from broken import broken
 
 from launcher.cli import command, outcome, remedy
 from launcher.cli.remedy import Edit
+from launcher.config.errors import ConfigError
 from launcher.config.reader import setting_keys
 from launcher.stop import Stop
 
@@ -193,6 +194,18 @@ def test_nothing_else_is_on_standard_output(ask, monkeypatch):
 
     monkeypatch.setattr("launcher.driver.planning.check.check", noisy)
     assert ask("task=check")["check"]["notes"] == ["fine"]
+
+
+def test_what_is_refused_without_it_is_refused_with_it(ask, monkeypatch):
+    assert ask("--frozen", "config.yaml", "--config-dir", ".")["error"]["message"].startswith(
+        "--frozen is one run's settings"
+    )
+
+    def check_versions():
+        raise ConfigError("JAX 0.3 is too old")
+
+    monkeypatch.setattr("launcher.api.versions.check_versions", check_versions)
+    assert ask("task=check")["error"]["message"] == "JAX 0.3 is too old."
 
 
 def test_a_fault_of_the_launcher_is_an_object_too(ask, monkeypatch):

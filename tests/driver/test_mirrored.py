@@ -1,8 +1,10 @@
 """Whose a mirror is: the run's that used it first, on any disk; before anything starts."""
 
+import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fault_proxy import Fault, FaultProxy
@@ -15,8 +17,9 @@ from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import claim
-from launcher.driver.folder.mirrored import bring_back, look_at_mirror, own
+from launcher.driver.folder.mirrored import _wait, bring_back, look_at_mirror, own
 from launcher.report.console import make_console
+from launcher.stop import Stop
 
 URL = "s3://bucket/runs/a"
 
@@ -64,6 +67,8 @@ def test_a_mirror_belongs_to_one_run(proxy: FaultProxy, monkeypatch: pytest.Monk
             start(config_of(*words))
         assert not Path("other").exists()
         assert not Path("outputs/b").exists()
+    with pytest.raises(ConfigError, match="s3://absent/a/owner is not there"):
+        look_at_mirror(config_of("run.mirror=s3://absent/a"))
     save(Path("grown/a"), 3)
     with pytest.raises(ConfigError, match="belongs to another run a than grown/a"):
         look_at_mirror(config_of("run.dir=grown"))
@@ -74,6 +79,13 @@ def test_a_mirror_belongs_to_one_run(proxy: FaultProxy, monkeypatch: pytest.Monk
         look_at_mirror(config_of())
     save(home, 3)
     assert look_at_mirror(config_of()) is None
+
+
+def test_without_the_library_the_error_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs boto3\. Install it: pip install 'boto3>=") as no:
+        look_at_mirror(config_of())
+    assert no.value.code == "missing_package"
 
 
 def test_without_an_intact_copy_nothing_begins_anew(proxy: FaultProxy) -> None:
@@ -89,3 +101,14 @@ def test_without_an_intact_copy_nothing_begins_anew(proxy: FaultProxy) -> None:
     with pytest.raises(ConfigError, match="damaged"):
         start(config_of())
     assert steps_in(home / "checkpoints") == []
+
+
+def test_a_run_that_waits_for_its_mirror_says_so() -> None:
+    console, phases = make_console(io.StringIO()), []
+    console.phases = (lambda phase, *done: phases.append(phase),)
+    ends = iter((False, False, True))
+    process = SimpleNamespace(
+        finish=lambda: None, wait=lambda seconds: next(ends), progress=(1 << 20, 2 << 20)
+    )
+    _wait(process, URL, console, Stop())
+    assert phases[0] == "mirroring"

@@ -188,12 +188,16 @@ def test_what_is_no_model_and_no_documents_is_refused(stub, theirs):
     tables = load(["dataset=parquet", "dataset.path=hf://datasets/org/talks"])
     said = "dataset.path=hf://datasets/org/talks@.* holds no file that is read here, but .jsonl. "
     assert re.match(said, refusal(check, tables, os.environ))
-    where, data = "(on the command line).", "dataset.path=hf://datasets/org"
-    for word, text in (
-        (f"{data}/talks/daat", f"has no such file or folder {where} Did you mean data?"),
+    where, data = "(on the command line).", "hf://datasets/org"
+    for name, text in (
+        (
+            f"{data}/talks/daat",
+            f"has no such file or folder {where} Did you mean {data}/talks/data?",
+        ),
         (data, f"is not the name of a repository {where}"),
-        ("dataset.path=hf://org/talks", f"is not there, or is private {where} Open "),
+        ("hf://org/talks", f"is not there, or is private {where} Open "),
     ):
+        word = f"dataset.path={name}"
         assert refusal(load, ["dataset=jsonl", word]).startswith(f"{word} {text}")
 
 

@@ -274,13 +274,14 @@ def test_other_data_and_missing_libraries_are_refused_with_what_to_do(monkeypatc
     rows = Documents(path="web", format="parquet", tokens="s3://bucket/tokens")
     assert "tokens are written to a folder" in str(next(rows.check(MODEL)))
     for url in ("S3://bucket/a", "gcs://bucket/a", "https://bucket.s3.amazonaws.com/a", "s3:/b/a"):
-        assert "is a URL; dataset=tokens" in refused(lambda url=url: find_corpus(url))
+        assert "is a URL; tokens" in refused(lambda url=url: find_corpus(url))
     typed = Tokens(path="s3://bucket/a", objects=["s3://bucket/a.bin"])
     assert "'s3://bucket/a.bin' is no line of a run" in refused(lambda: typed.pinned(dict))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
-    assert "Invalid endpoint: nonsense; see" in refused(lambda: Tokens(path="s3://b").pinned(dict))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://me:{SECRET}@a b")
+    said = refused(lambda: Tokens(path="s3://b").pinned(dict))
+    assert "AWS_ENDPOINT_URL or ~/.aws/config is no address; see" in said
     said = refused(lambda: find_text("s3://bucket/books", "*.txt"))
-    assert said.startswith("dataset.path=s3://bucket/books is a URL; dataset=tokens, mixture and")
+    assert said.startswith("dataset.path=s3://bucket/books is a URL; tokens, mixtures and Parquet")
     monkeypatch.setattr("launcher.base.libraries.find_spec", lambda name: None)
     for url, library in (("s3://b/a", "'boto3>=1.36'"), ("gs://b/a", "'google-cloud-storage")):
         said = refused(lambda url=url: Tokens(path=url).pinned(dict))

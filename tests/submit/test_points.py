@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.compose import load
+from launcher.config.compose import Point, load
 from launcher.config.errors import ConfigError
 from launcher.submit.points import (
     DONE,
     FAILED,
     FILE,
     RUNNING,
+    members,
     open_points,
     read_points,
     settings_digest,
 )
+from launcher.submit.sweep import _command
 
 ONE, OTHER = ("train.steps=1",), ("train.steps=2",)
 
@@ -74,3 +76,14 @@ def test_only_what_changes_a_result_tells_settings_apart() -> None:
     same = load(["recipe=smoke", "run.id=x", "wandb.mode=offline", "run.dir=elsewhere"])
     assert settings_digest(plain) == settings_digest(same)
     assert settings_digest(plain) != settings_digest(load(["recipe=smoke", "run.seed=1"]))
+
+
+def test_the_runs_of_a_sweep_have_mirrors_of_their_own(tmp_path: Path) -> None:
+    words = ("model=mlp", "dataset=synthetic", "run.id=s", "run.mirror=s3://bucket/all/")
+    points = [Point(words, label, load(words)) for label in "ab"]
+    runs = [config.run for config in members(points, "s", tmp_path)]
+    assert [(run.id, run.mirror) for run in runs] == [
+        (name, f"s3://bucket/all/{name}") for name in ("s-0", "s-1")
+    ]
+    assert "run.mirror=s3://bucket/all/s-1" in _command(points[1], (), tmp_path, "s-1", "s")
+    assert settings_digest(load(words)) == settings_digest(load(words[:3]))

@@ -58,6 +58,9 @@ def test_what_has_no_logarithm_is_no_spike():
     steps[:, 100] = np.nan
     assert np.isfinite(scores(steps)).all()
     assert not (scores(np.ones((2, 60))) > LIMIT).any()
+    steps = STEPS.copy()
+    steps[0, :200] = 0  # what comes after is not above it by any factor
+    assert not (scores(steps) > LIMIT).any()
 
 
 @functools.cache

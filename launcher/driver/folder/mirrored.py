@@ -16,7 +16,7 @@ from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
-from launcher.report.console import line_printer, status
+from launcher.report import console as terminal
 from launcher.stop import Stop
 
 _IDENTITY = "mirror.json"  # in the run's folder
@@ -83,10 +83,11 @@ def _check_owner(config: Config, owner: str, known: str | None, here: int) -> No
 
 
 def _unusable(url: str, error: stores.StoreError) -> ConfigError:
-    return ConfigError(
-        f"run.mirror={url} cannot be used: {error}",
-        "Give credentials and a bucket that exists, or leave out run.mirror.",
-    )
+    problem, install, command = str(error).partition("; pip install")
+    remedy = "Give credentials and a bucket that exists, or leave out run.mirror."
+    if install:
+        remedy = f"Install it: pip install{command}."
+    return ConfigError(f"run.mirror={url} cannot be used: {problem}", remedy)
 
 
 def bring_back(config: Config, console: Console) -> None:
@@ -110,7 +111,7 @@ def bring_back(config: Config, console: Console) -> None:
                 return
             doing = f"fetching step {copy.step} from {mirror.store.url}"
             try:
-                with status(console, doing) as advance:
+                with terminal.status(console, doing) as advance:
                     problem = mirror.fetch(copy, home.path, _in_mib(advance))
             except stores.StoreError as error:
                 raise OSError(f"run.mirror: {error}") from None
@@ -191,8 +192,8 @@ def _wait(process: Mirroring, url: str, console: Console, stop: Stop) -> None:
     before = stop.requested, stop.repeats
     leaves = "Ctrl-C leaves the newest checkpoint on this disk alone"
     with (
-        stop.heeded(line_printer(console), leaves, until="asked"),
-        status(console, f"mirroring to {url}") as advance,
+        stop.heeded(terminal.line_printer(console), leaves, until="asked"),
+        terminal.status(console, f"mirroring to {url}", terminal.Phase.MIRRORING) as advance,
     ):
         while not process.wait(_POLL_SECONDS) and before == (stop.requested, stop.repeats):
             if process.progress:

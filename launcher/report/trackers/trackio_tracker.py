@@ -38,7 +38,7 @@ class TrackioTracker(Tracker):
         """Record a table."""
         from trackio import Table
 
-        cells = [[*map(_cell, row)] for row in rows]
+        cells = [["" if cell is None else cell for cell in row] for row in rows]
         self._open().log({name: Table(columns=[*columns], data=cells)}, step=self._newest)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -85,7 +85,3 @@ class TrackioTracker(Tracker):
             for record in tracked.earlier if again else ():
                 self.log(record["step"], record)
         return self._begun
-
-
-def _cell(value: Any) -> Any:
-    return "" if value is None else value
