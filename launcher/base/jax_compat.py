@@ -30,7 +30,7 @@ _A_DAY = 24 * 3600  # seconds; whoever started the processes looks after them
 # Private attributes of JAX's objects.
 _devices_of_sharding = attrgetter("_internal_device_list")  # in their order
 _program_of_compiled = attrgetter("_executable._unloaded_executable")  # what is to be loaded
-_about_lowered = attrgetter("_lowering.compile_args")
+_lowering_of = attrgetter("_lowering")
 _constants_of_compiled = attrgetter("_params.const_args")
 _takes_no_keywords = attrgetter("_no_kwargs")
 _registry_of_pytrees = attrgetter("_registry")
@@ -279,21 +279,9 @@ def described_devices(target_config: str, count: int) -> list[jax.Device]:
             os.environ[_UNCHECKED] = before
 
 
-def lower_for(
-    jitted: Any, arguments: Sequence[jax.ShapeDtypeStruct], platform: str | None = None
-) -> jax.stages.Lowered:
-    """Lower a jitted function; on abstract meshes for a platform, as `jax.Device.platform` has it.
-
-    The second gives the text that the first gives for devices.
-    """
-    names = platform and ({"gpu": "cuda"}.get(platform, platform),)
-    lowered: jax.stages.Lowered = jitted.trace(*arguments).lower(lowering_platforms=names)
-    return lowered
-
-
 def free_of_devices(lowered: jax.stages.Lowered) -> None:
     """Have a program that was lowered on abstract meshes keep no backend alive."""
-    _about_lowered(lowered)["backend"] = None
+    _lowering_of(lowered).compile_args["backend"] = None
 
 
 def bound_to_devices(
@@ -312,15 +300,14 @@ def bound_to_devices(
         Whether this JAX can do that.
     """
     try:
-        about = _about_lowered(lowered)
         devices = _devices_of_sharding([*arguments, *results][0])
-        there = len(about["in_shardings"]), len(about["out_shardings"])
-        if there != (len(arguments), len(results)) or lowered._lowering.const_args:
+        lowering = _lowering_of(lowered)
+        about, kept = lowering.compile_args, {"in_shardings": arguments, "out_shardings": results}
+        if lowering.const_args or any(len(about[name]) != len(kept[name]) for name in kept):
             return False
+        vars(lowering)["_device_list"] = devices
+        about |= {name: tuple(each) for name, each in kept.items()}
         about["backend"] = devices[0].client
-        about["in_shardings"], about["out_shardings"] = tuple(arguments), tuple(results)
-        made: Any = lowered._lowering
-        made._device_list = devices
         return True
     except Exception:  # private names may fail in any way
         return False

@@ -24,7 +24,6 @@ from launcher.base.jax_compat import (
     compiled,
     free_of_devices,
     loaded_for,
-    lower_for,
     overlap_options,
     with_barriers_kept,
 )
@@ -414,20 +413,20 @@ def _placed(run: Run, placement: DeviceMeshes) -> _Placed:
 
 
 def _kinds(run: Run, placement: DeviceMeshes) -> tuple[str, ...]:
-    """Return the kind of each device that a program runs on; none of an abstract mesh."""
+    """Return the kinds of the devices that a program runs on; none of an abstract mesh."""
     mesh = placement.meshes[run.mesh]
-    return () if _is_abstract(mesh) else tuple(device.device_kind for device in mesh.devices.flat)
+    return (
+        ()
+        if isinstance(mesh, AbstractMesh)
+        else tuple(device.device_kind for device in mesh.devices.flat)
+    )
 
 
 def _is_shared(run: Run, placement: DeviceMeshes) -> bool:
     """Return whether a program runs in several processes."""
-    if _is_abstract(placement.meshes[run.mesh]):
+    if isinstance(placement.meshes[run.mesh], AbstractMesh):
         return len(placement.owners[run.mesh]) > 1
     return not placement.whole(run.mesh).is_fully_addressable
-
-
-def _is_abstract(mesh: Mesh | AbstractMesh) -> bool:
-    return isinstance(mesh, AbstractMesh)
 
 
 def _lower(
@@ -458,7 +457,8 @@ def _lower(
         for aval, sharding in zip(avals, arguments, strict=True)
     ]
     try:
-        lowered = lower_for(jitted, given, platform)
+        names = platform and ({"gpu": "cuda"}.get(platform, platform),)  # as lowering has it
+        lowered = jitted.trace(*given).lower(lowering_platforms=names)
     except Exception as error:  # a kernel that these devices cannot run, say
         return Lowered(name, error, mesh)
     text = lowered.as_text()
