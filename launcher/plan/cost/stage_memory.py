@@ -41,8 +41,9 @@ from launcher.trace import (
 _SLACK = 1.06
 # What a product of cuBLAS's may use while it runs, as XLA:GPU asks for it.
 _WORKSPACE = 4 << 20
-# How XLA:GPU's scheduler times sums along a model axis, and products in 32 and in 16 bits.
-_SUM_START, _SUM_RATE, _RATE_32, _RATE_16 = 20e-6, 205e9, 300e12, 600e12
+# How XLA:GPU's scheduler times sums along a model axis, and products of gradients, each with what
+# is beside it. It has no price for convolutions.
+_START, _SUM_RATE, _RATE_32, _RATE_16 = 20e-6, 205e9, 320e12, 470e12
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,16 @@ class Stored:
         """
         own = {product: v for v in self.gradients if (product := products.get(v))}
         every = loads(within, lambda *_: False)
-        uses = [(use.eqn.outvars[0], load) for use, load in every if use.eqn.outvars]
+        uses = [(use.eqn.outvars[0], use.eqn, load) for use, load in every if use.eqn.outvars]
         found, left = [], {**own}
-        for place, (out, load) in reversed([*enumerate(uses)]):
+        for place, (out, _, load) in reversed([*enumerate(uses)]):
             size = 0.0 if out in own else sum(of.size for of in load.forward)
-            room, hidden = size and _SUM_START + size / _SUM_RATE, set[Var]()
-            for v, one in reversed(uses[:place] if room else ()):
+            room, hidden = size and _START + size / _SUM_RATE, set[Var]()
+            for v, eqn, one in reversed(uses[:place] if room else ()):
                 if room > 0 and v in left:
                     hidden.add(left.pop(v))
-                    room -= one.product_flops / _RATE_16 + one.product_flops_fp32 / _RATE_32
+                    seconds = one.product_flops / _RATE_16 + one.product_flops_fp32 / _RATE_32
+                    room -= _START + seconds if eqn.primitive.name == "dot_general" else 0.0
             found += [PutOff(hidden, (out,))] if hidden else []
         under = {v for of in found for v in of.gradients}
         return found and found + [PutOff({v}) for v in self.gradients if v not in under]
