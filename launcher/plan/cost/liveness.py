@@ -305,8 +305,6 @@ def _kept(
         fuses = eqn.primitive.name in FUSED or eqn.primitive.name in REDUCTIONS
         if not fuses or (of_sums and eqn.primitive.name in REDUCTIONS):
             reads = [v for v in eqn.invars if is_var(v)]
-            if on_gpu and eqn.primitive.name in MAX_POOL_GRADIENTS:
-                reads = reads[1:]  # it computes the slope itself
             if eqn.primitive.name == "dot_general":
                 reads = [same.get(v, v) for v in reads]
             kept.update(v for v in reads if v in defined)
