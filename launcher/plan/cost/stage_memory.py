@@ -42,7 +42,7 @@ _SLACK = 1.06
 # What a product of cuBLAS's may use while it runs, as XLA:GPU asks for it.
 _WORKSPACE = 4 << 20
 # How XLA:GPU's scheduler times sums along a model axis, and products of gradients, each with what
-# is beside it. It has no price for convolutions.
+# is beside it.
 _START, _SUM_RATE, _RATE_32, _RATE_16 = 20e-6, 205e9, 320e12, 470e12
 
 
@@ -146,16 +146,16 @@ class Stored:
         """
         own = {product: v for v in self.gradients if (product := products.get(v))}
         every = loads(within, lambda *_: False)
-        uses = [(use.eqn.outvars[0], use.eqn, load) for use, load in every if use.eqn.outvars]
+        uses = [(use.eqn.outvars[0], load) for use, load in every if use.eqn.outvars]
         found, left = [], {**own}
-        for place, (out, _, load) in reversed([*enumerate(uses)]):
+        for place, (out, load) in reversed([*enumerate(uses)]):
             size = 0.0 if out in own else sum(of.size for of in load.forward)
             room, hidden = size and _START + size / _SUM_RATE, set[Var]()
-            for v, eqn, one in reversed(uses[:place] if room else ()):
+            for v, one in reversed(uses[:place] if room else ()):
                 if room > 0 and v in left:
                     hidden.add(left.pop(v))
                     seconds = one.product_flops / _RATE_16 + one.product_flops_fp32 / _RATE_32
-                    room -= _START + seconds if eqn.primitive.name == "dot_general" else 0.0
+                    room -= _START + seconds
             found += [PutOff(hidden, (out,))] if hidden else []
         under = {v for of in found for v in of.gradients}
         return found and found + [PutOff({v}) for v in self.gradients if v not in under]
