@@ -19,7 +19,7 @@ CELLS = {sweep.name_of(cell): cell for cell in cells()}
 # Of the tier `slow`, in three minutes: convolutions of many channels take a minute a cell.
 _QUICK = [name for name in sorted(CELLS) if "unet" not in name and "wide_resnet" not in name]
 DRAWN = random.Random(37).sample(_QUICK, 20)
-BOUNDS = 0.90, 1.22  # predicted over compiled memory
+BOUNDS = 0.93, 1.22  # predicted over compiled memory
 REDUCING = "all-reduce", "reduce-scatter"
 
 

@@ -119,8 +119,8 @@ class Liveness:
     def _copy_ahead(self, defined: Set[Var], on_gpu: bool) -> None:
         """Make copies where the compiler does: those of inputs at the start.
 
-        XLA:GPU runs them under collectives. That of an input is made when the one before it of this
-        shape is read. Those of a value are made with it.
+        XLA:GPU runs them under collectives. That of a product's input is made when the one before
+        it of this shape is read. Those of a value are made with it.
         """
         copies = {v for copied in self._turned for v in copied if on_gpu}
         made = {v: place for place, of in enumerate(self._made) for v in of if v in copies}
@@ -128,7 +128,8 @@ class Liveness:
         for place, copied in enumerate(self._turned):
             self._turned[place] = [v for v in copied if v in defined and v not in made]
             for v in (v for v in copied if v in made or v not in defined):
-                before = ahead.get(v.aval.shape, place) if on_gpu else 0
+                in_turn = on_gpu and self.equations[place].primitive.name == "dot_general"
+                before = ahead.get(v.aval.shape, place) if in_turn else 0
                 self._made[made.get(v, before)].append(v)  # the copy
                 self._dying[place].append(v)
                 ahead |= {} if v in made else {v.aval.shape: place}
@@ -459,12 +460,16 @@ def _turned_apart(equations: Sequence[Equation]) -> list[list[Var]]:
 
     There the batch dimensions have to come first, in their order, and the contracted ones last; in
     the second operand they may be between. What nothing else reads is made in the right layout.
+    What a convolution pads at one end of a dimension more than at the other is copied, too.
     """
     reads = Counter(v for eqn in equations for v in eqn.invars if is_var(v))
     made = {v for eqn in equations for v in eqn.outvars}
     found: list[list[Var]] = []
     for eqn in equations:
         found.append([])
+        if eqn.primitive.name == "conv_general_dilated" and set(eqn.params["lhs_dilation"]) == {1}:
+            uneven = any(low != high for low, high in eqn.params["padding"] if min(low, high) >= 0)
+            found[-1] += [v for v in eqn.invars[:1] if uneven and is_var(v)]
         if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
             continue
         numbers = zip(*eqn.params["dimension_numbers"], strict=True)

@@ -21,6 +21,7 @@ from launcher.partition import (
     opened,
     sum_places,
 )
+from launcher.plan.cost.collectives import loads
 from launcher.plan.cost.liveness import Liveness, Size
 from launcher.plan.cost.waiting import PutOff
 from launcher.schedule import Kind
@@ -40,6 +41,9 @@ from launcher.trace import (
 _SLACK = 1.06
 # What a product of cuBLAS's may use while it runs, as XLA:GPU asks for it.
 _WORKSPACE = 4 << 20
+# How XLA:GPU's scheduler times sums along a model axis, and products of gradients, each with what
+# is beside it.
+_START, _SUM_RATE, _RATE_32, _RATE_16 = 20e-6, 205e9, 320e12, 470e12
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,13 @@ class Summed(NamedTuple):
 class Stored:
     """What a task program stores, and its values under any sharding."""
 
-    def __init__(self, one: TaskProgram, on_gpu: bool, how: Summed = Summed()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        one: TaskProgram,
+        on_gpu: bool,
+        how: Summed = Summed(),  # noqa: B008
+        sharding: Sharding | None = None,
+    ) -> None:
         self._given, self.jaxpr = one.closed.invars, opened(one.closed)
         inputs = self.jaxpr.invars[len(one.constants) :]  # its variables are others
         self.inputs: dict[Var, Name] = dict(zip(inputs, one.inputs, strict=True))
@@ -118,13 +128,37 @@ class Stored:
         waits = [
             PutOff(
                 # One in parts waits for no sum before its own.
-                {v for v in self.apart(together[k]) if v in products and not (n and products[v])},
+                {v for v in self.apart(together[k]) if v in products and (products[v] or not n)},
                 place.ties,
             )
             for n, place in enumerate(places)
             for k in place.buckets
         ]
+        if sharding and not waits:
+            waits = self._under_sums(products, self._inside(sharding))
         self.liveness = Liveness(self.jaxpr.eqns, held, summed, whole, waits, on_gpu=True)
+
+    def _under_sums(self, products: Mapping[Var, Var | None], within: Sharding) -> list[PutOff]:
+        """Return where XLA:GPU makes gradients in a pass that sums none over the replicas.
+
+        Other sums hide products before them: from the last one on the nearest, until they take as
+        long. Every other gradient is made where it stands.
+        """
+        own = {product: v for v in self.gradients if (product := products.get(v))}
+        every = loads(within, lambda *_: False)
+        uses = [(use.eqn.outvars[0], load) for use, load in every if use.eqn.outvars]
+        found, left = [], {**own}
+        for place, (out, load) in reversed([*enumerate(uses)]):
+            size = 0.0 if out in own else sum(of.size for of in load.forward)
+            room, hidden = size and _START + size / _SUM_RATE, set[Var]()
+            for v, one in reversed(uses[:place] if room else ()):
+                if room > 0 and v in left:
+                    hidden.add(left.pop(v))
+                    seconds = one.product_flops / _RATE_16 + one.product_flops_fp32 / _RATE_32
+                    room -= _START + seconds
+            found += [PutOff(hidden, (out,))] if hidden else []
+        under = {v for of in found for v in of.gradients}
+        return found and found + [PutOff({v}) for v in self.gradients if v not in under]
 
     def asked(self, values: float) -> float:
         """Return the bytes that the compiler asks for, given the most that values take."""
@@ -143,27 +177,30 @@ class Stored:
 
         What is added to an accumulator as it is made takes none, but for the gradients `apart`.
         """
+        return _sizes(self._inside(sharding), self._added - apart)
+
+    def _inside(self, sharding: Sharding) -> Sharding:
         inside = Sharding(self._dims if sharding.axis_of else NamedDims(()), sharding.sizes)
         for v, known in zip(self.jaxpr.invars, self._given, strict=True):
             inside.seed(v, sharding.spec(known))
-        return _sizes(inside, self._added - apart)
+        return inside
 
 
-def _products(equations: Sequence[Equation]) -> dict[Var, bool]:
-    """Return what are products in some form, and whether other parts are added."""
-    found: dict[Var, bool] = {}
+def _products(equations: Sequence[Equation]) -> dict[Var, Var | None]:
+    """Return what are products in some form, and the product; None: one of several parts."""
+    found: dict[Var, Var | None] = {}
     for eqn in equations:
         name, of = eqn.primitive.name, [found[v] for v in eqn.invars if is_var(v) and v in found]
         if name in CONTRACTIONS:
-            found.update(dict.fromkeys(eqn.outvars, False))
+            found[eqn.outvars[0]] = eqn.outvars[0]
         elif of and name in FORMS | GRADIENT_SUMS:
-            found.update(dict.fromkeys(eqn.outvars, any(of) or name in GRADIENT_SUMS))
+            found[eqn.outvars[0]] = None if name in GRADIENT_SUMS else of[0]
     return found
 
 
-def stored_in(of: StagePrograms, on_gpu: bool, how: Summed = Summed()) -> dict[Kind, Stored]:  # noqa: B008
+def stored_in(of: StagePrograms, on_gpu: bool) -> dict[Kind, Stored]:
     """Return what each of the task programs stores, where XLA:GPU compiles them or XLA:CPU."""
-    return {kind: Stored(one, on_gpu, how) for kind, one in of.programs.items()}
+    return {kind: Stored(one, on_gpu) for kind, one in of.programs.items()}
 
 
 def footprint(
@@ -185,7 +222,8 @@ def footprint(
 
     def working(how: Summed) -> dict[Kind, float]:
         found = {}
-        for k, (kind, one) in enumerate(stored_in(of, on_gpu, how).items()):
+        for k, (kind, program) in enumerate(of.programs.items()):
+            one = Stored(program, on_gpu, how, sharding)
             buffers = one.apart(how.afresh)
             inside = one.sizes(sharding, buffers | one.apart(how.gathered))
             live = one.liveness

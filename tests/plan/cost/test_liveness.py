@@ -251,6 +251,17 @@ def test_gradients_of_a_set_wait_for_one_another_and_for_its_ties():
     assert order(*held) == "tts" + "dddd"
 
 
+@pytest.mark.parametrize(("pads", "images"), [((1, 1), 1), ((0, 1), 2)])
+def test_a_convolution_with_uneven_padding_reads_a_padded_copy_on_gpus(pads, images):
+    def program(x, w):
+        return jax.lax.conv_general_dilated(jnp.tanh(x), w, (2, 2), [pads] * 2)
+
+    shapes = (2, 3, 16, 16), (1, 3, 3, 3)
+    jaxpr = make_jaxpr(program, *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
+    peak = Liveness(jaxpr.eqns, jaxpr.outvars, on_gpu=True).peak(lambda v: nbytes(v.aval))
+    assert peak / (2 * 3 * 16 * 16 * 4) == pytest.approx(images, abs=0.3)
+
+
 def test_what_is_gathered_is_whole_from_its_first_reader_to_its_last():
     def program(x, a, b):
         return jnp.tanh(x @ a) @ b

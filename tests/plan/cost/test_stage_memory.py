@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from launcher.partition import Name, TaskProgram
+from launcher.partition import Name, NamedDims, Sharding, TaskProgram
 from launcher.plan.cost.stage_memory import Stored, Summed
 from launcher.trace import make_jaxpr
 
@@ -64,3 +64,27 @@ def test_a_product_waits_for_other_parts_of_its_gradient_where_that_is_summed_fi
     )
     made = [e for e in stored.liveness.equations if e.primitive.name == "dot_general"]
     assert "".join("mr"[e.outvars[0].aval.shape[0] == 8] for e in made) == order
+
+
+@pytest.mark.parametrize(
+    ("width", "parts", "before"),
+    [(256, 1, {0, 1}), (256, 2, set()), (1 << 14, 2, {0})],
+    ids=["no sum", "short products", "long ones"],
+)
+def test_products_of_gradients_wait_for_the_sum_along_a_model_axis(width, parts, before):
+    """The nearest before it, until they take as long."""
+
+    def back(slope, rows, w):
+        first, second, summed = rows.T @ slope, jnp.sin(rows).T @ slope, slope @ w
+        return first, second, summed.T @ rows, jnp.tanh(summed)
+
+    shapes = (1 << 12, width), (1 << 12, width), (width, width)
+    closed = make_jaxpr(back, *[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
+    inputs = tuple(Name("operand", k) for k in range(3))
+    outputs = *(Name("grad", k) for k in range(3)), Name("cotangent", (0, 0))
+    sharding = Sharding(NamedDims(closed.eqns), {"model": parts})
+    sharding.seed(closed.invars[0], (None, "model"))
+    stored = Stored(TaskProgram(closed, (), inputs, outputs), True, sharding=sharding)
+    made = {v: place for place, eqn in enumerate(stored.liveness.equations) for v in eqn.outvars}
+    (total,) = (e.invars[0] for e in closed.eqns if e.primitive.name == "tanh")
+    assert {i for v, i in stored.gradients.items() if made[v] < made[total]} == before
