@@ -43,6 +43,7 @@ from launcher.runtime.transport.servers import Servers
 from launcher.runtime.transport.transport import Transport
 from launcher.trace import TracedStep
 
+_LOWERED_AS = {"gpu": "cuda"}  # the name of a platform where JAX lowers for it
 _Placed = tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]  # arguments, results
 
 
@@ -415,11 +416,8 @@ def _placed(run: Run, placement: DeviceMeshes) -> _Placed:
 def _kinds(run: Run, placement: DeviceMeshes) -> tuple[str, ...]:
     """Return the kinds of the devices that a program runs on; none of an abstract mesh."""
     mesh = placement.meshes[run.mesh]
-    return (
-        ()
-        if isinstance(mesh, AbstractMesh)
-        else tuple(device.device_kind for device in mesh.devices.flat)
-    )
+    here = [] if isinstance(mesh, AbstractMesh) else mesh.devices.flat
+    return tuple(device.device_kind for device in here)
 
 
 def _is_shared(run: Run, placement: DeviceMeshes) -> bool:
@@ -457,7 +455,7 @@ def _lower(
         for aval, sharding in zip(avals, arguments, strict=True)
     ]
     try:
-        names = platform and ({"gpu": "cuda"}.get(platform, platform),)  # as lowering has it
+        names = (_LOWERED_AS.get(platform, platform),) if platform else None
         lowered = jitted.trace(*given).lower(lowering_platforms=names)
     except Exception as error:  # a kernel that these devices cannot run, say
         return Lowered(name, error, mesh)

@@ -22,14 +22,14 @@ class DeviceMeshes:
     """The meshes and shardings of a step.
 
     Attributes:
-        meshes: the plan's meshes.
+        meshes: the plan's meshes, abstract ones where the devices are not here.
         slots: what each slot holds.
         shardings: the sharding of what each slot holds. Equal ones are the same object, since JAX
             compares those of a program's arguments with each call.
         owners: for every mesh, the processes that own one of its devices.
     """
 
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[Any, ...]
     slots: tuple[Slot, ...]
     shardings: tuple[NamedSharding, ...]
     owners: tuple[Set[int], ...]
