@@ -439,8 +439,9 @@ class _Job:
         begun = workers.submit("begin_setup", self.plan.to_dict())
         with self._interruptible():  # may wait for the network, while workers compile
             self.run_log.open(finished)
-            cluster, on_fewer = machines_of(self._config.cluster), self._all.on_fewer
-            if not self.restarts and cluster.hosts > 1 and cluster.host_wait and on_fewer:
+            hosts, on_fewer = self.plan.cluster["hosts"], self._all.on_fewer
+            waits = machines_of(self._config.cluster).host_wait
+            if not self.restarts and hosts > 1 and waits and on_fewer:
                 with held_back():
                     line = loss_of_a_host(self.plan, on_fewer)
                 _log.info(line)

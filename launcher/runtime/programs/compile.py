@@ -458,7 +458,7 @@ def _lower(
         names = (_LOWERED_AS.get(platform, platform),) if platform else None
         lowered = jitted.trace(*given).lower(lowering_platforms=names)
     except Exception as error:  # a kernel that these devices cannot run, say
-        return Lowered(name, error, mesh)
+        return Lowered(name, error, mesh, digest=name)
     text = lowered.as_text()
     platform = platform or mesh.devices.flat[0].platform
     options = {}
