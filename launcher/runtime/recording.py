@@ -79,8 +79,8 @@ class StepRecording:
         self._recorder = recorder
         profiled = profiled and (keep is not None or jax.default_backend() == "cpu")
         self._profile = DeviceProfile(keep) if profiled else None
-        # by place: when it was sent off, the places it reads of, and when it was there
-        self._ends: dict[int, tuple[int, list[int], Future[int | None]]] = {}
+        # by place: when its call began and ended, the places it reads of, and when it was there
+        self._ends: dict[int, tuple[int, int, list[int], Future[int | None]]] = {}
         self._watchers = ThreadPoolExecutor(_MOST_WATCHERS, thread_name_prefix="watcher")
         self.newest: Instruction | None = None
         self._runs: dict[int, Run] = {}
@@ -108,7 +108,9 @@ class StepRecording:
                 if self._profile is None:
                     told_by = min((results[k] for k in watched[place]), key=attrgetter("nbytes"))
                     ready = self._watchers.submit(_arrival, [told_by])
-                    self._ends[place] = sent, self._reads(entry), ready
+                    # XLA:CPU runs a small program inside the call.
+                    sent = start if told_by.is_ready() else sent
+                    self._ends[place] = start, sent, self._reads(entry), ready
                 for i in entry.inputs:
                     self._reader.setdefault(self._made_by.get(i, -1), place)
             elif isinstance(entry.instruction, Send):
@@ -197,10 +199,11 @@ class StepRecording:
         """
         found, before = [], dict.fromkeys(range(len(devices_of)), 0)
         covered, unseen = Counter[int](), dict[int, int]()
-        for place, (sent, reads, arrival) in sorted(self._ends.items()):
+        for place, (start, sent, reads, arrival) in sorted(self._ends.items()):
             run, end = self._runs[place], arrival.result()
             covered[run.mesh] += 1
-            begun = max([sent, before[run.mesh], *(ends[k] for k in reads if k in ends)])
+            ready = max([before[run.mesh], *(ends[k] for k in reads if k in ends)])
+            begun = ready if ready > start else sent  # else the call may have waited for inputs
             if end is None:
                 unseen.setdefault(run.mesh, begun)
                 continue
