@@ -74,6 +74,9 @@ class Launcher:
         if self.process.returncode == -signal.SIGKILL:
             soon = 30
         psutil.wait_procs(self.processes(), timeout=soon)
+        # wandb's own looks now and then whether its parent is there.
+        own = [process for process in self.processes() if "wandb-symon" in process.name()]
+        psutil.wait_procs(own, timeout=10)
         left = [(process.pid, process.status(), process.cmdline()) for process in self.processes()]
         assert left == [], f"left after exit code {self.process.returncode}: {left}\n{out}\n{err}"
         return self.process.returncode, out, err
