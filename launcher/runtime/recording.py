@@ -108,8 +108,6 @@ class StepRecording:
                 if self._profile is None:
                     told_by = min((results[k] for k in watched[place]), key=attrgetter("nbytes"))
                     ready = self._watchers.submit(_arrival, [told_by])
-                    # XLA:CPU runs a small program inside the call.
-                    sent = start if told_by.is_ready() else sent
                     self._ends[place] = start, sent, self._reads(entry), ready
                 for i in entry.inputs:
                     self._reader.setdefault(self._made_by.get(i, -1), place)
