@@ -442,7 +442,7 @@ class _Job:
             hosts, on_fewer = self.plan.cluster["hosts"], self._all.on_fewer
             waits = machines_of(self._config.cluster).host_wait
             if not self.restarts and hosts > 1 and waits and on_fewer:
-                with held_back():
+                with held_back(), status(self._console, "planning for a host less"):
                     line = loss_of_a_host(self.plan, on_fewer)
                 _log.info(line)
         with status(self._console, "compiling", Phase.COMPILING) as advance:

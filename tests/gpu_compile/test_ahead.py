@@ -27,7 +27,6 @@ ahead = compiling.lower_ahead(step, plan, gpus)
 devices = target_of("h100", 4).devices
 placement = compiling.place_on_devices(plan, devices, ahead.emitted.slots)
 for name, program in compiling._programs(ahead.emitted, placement, {}).items():
-    assert program.lowered.whole is not None
     print(name, ahead.lowered[name].digest == program.lowered.digest)
 """
 

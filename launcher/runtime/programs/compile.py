@@ -99,7 +99,7 @@ class StepCompilation:
         devices: Sequence[jax.Device],
         services: StepServices,
         pool: Executor,
-        ahead: LoweredAhead | None = None,
+        ahead: EmittedStep | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._plan, self._services = plan, services
@@ -175,14 +175,14 @@ def locality_of(devices: Sequence[jax.Device], services: StepServices) -> Locali
 
 
 @dataclass(frozen=True)
-class LoweredAhead:
-    """What a worker needs no device for.
+class EmittedStep:
+    """A step as a worker has it before it has devices.
 
     Attributes:
         step: the step, as its plan cuts it.
         emitted: what the worker runs of it.
-        lowered: its programs by their names, of equal ones one, as far as they could be lowered;
-            they are taken once.
+        lowered: those of its programs that are lowered, by their names, of equal ones one. They can
+            be given devices once.
     """
 
     step: TracedStep
@@ -190,24 +190,24 @@ class LoweredAhead:
     lowered: Mapping[str, Lowered] = field(default_factory=dict)
 
 
-def emit_for(step: TracedStep, plan: Plan, locality: Locality) -> LoweredAhead:
-    """Cut a step as its plan says, and emit what a worker runs of it; lower nothing."""
+def emit_for(step: TracedStep, plan: Plan, locality: Locality) -> EmittedStep:
+    """Cut a step as its plan says, and emit what a worker runs of it."""
     step = step.planned_as(plan.fingerprint).cut_at(plan.layer_ends)
-    return LoweredAhead(step, emit(step, plan, locality.rank, locality.devices, locality.between))
+    return EmittedStep(step, emit(step, plan, locality.rank, locality.devices, locality.between))
 
 
-def lower_ahead(step: TracedStep, plan: Plan, locality: Locality) -> LoweredAhead:
-    """Do the same and lower the programs for abstract meshes, which takes most of the time."""
+def lower_ahead(step: TracedStep, plan: Plan, locality: Locality) -> EmittedStep:
+    """Emit a step for a worker and lower its programs on abstract meshes."""
     made = emit_for(step, plan, locality)
     owners = locality.owners or (0,) * plan.num_devices
     placement = place_without_devices(plan, owners, made.emitted.slots)
     with jax.transfer_guard("allow"):
         programs = _programs(made.emitted, placement, {}, locality.platform)
-    lowered = {x.lowered.name: x.lowered for x in programs.values()}
-    whole = {name: one for name, one in lowered.items() if not isinstance(one.program, Exception)}
-    for one in whole.values():
+    every = [x.lowered for x in programs.values()]
+    lowered = {one.name: one for one in every if not isinstance(one.program, Exception)}
+    for one in lowered.values():
         free_of_devices(one.whole)
-    return replace(made, lowered=whole)
+    return replace(made, lowered=lowered)
 
 
 def _check(
@@ -354,10 +354,11 @@ def _programs(
         lower = functools.partial(_lower, name, run, emitted, placement, offered, platform)
         placed = _placed(run, placement)
         if key not in lowered:
-            there = ahead.get(name)
-            is_bound = there and bound_to_devices(there.whole, *placed)
-            mesh = placement.meshes[run.mesh]
-            lowered[key] = replace(there, mesh=mesh) if there and is_bound else lower()
+            one = ahead.get(name)
+            if one and bound_to_devices(one.whole, *placed):
+                lowered[key] = replace(one, mesh=placement.meshes[run.mesh])
+            else:
+                lowered[key] = lower()
         one = lowered[key]
         kind: Any = name
         if not (_is_shared(run, placement) or isinstance(one.program, Exception)):
