@@ -1,14 +1,14 @@
 """The copies of a run's checkpoints in an object store: `run.mirror`.
 
     owner               the run that the prefix belongs to, <id>/<token>; made once
+    starts/<number>     made once, when a start of the run first mirrors; only the newest goes on
     copies/<number>/…   files as in the run's folder: a checkpoint, metrics, plan, settings, …
     commits/<number>    made once, when all of these are there: from then on the copy counts
 
-Commits are numbered from 1 on and are never deleted, so a few requests for single ones find the
-newest. It lists all the copies that count. The store is asked for a list only of what to delete:
-copies that count no longer, and what a killed upload left under the next number. What is read is
-checked by checksums, of the commit, of checksums.json and so of every file. Only one process
-writes, and one that comes later makes the next commit, which the earlier one then cannot make.
+Starts and commits are numbered from 1 on and are never deleted, so a few requests for single ones
+find the newest. A commit lists all the copies that count. The store is asked for a list only of
+what to delete: copies that count no longer, and what a killed upload left under the next number.
+What is read is checked by checksums, of the commit, of checksums.json and so of every file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import threading
 from bisect import bisect_left
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class SupersededError(stores.StoreError):
-    """Another process mirrors to the prefix now."""
+    """A later start mirrors to the prefix now."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,14 @@ class _Commit:
 
 
 class Mirror:
-    """The objects of one run; every method raises StoreError."""
+    """The objects of one run; every method raises StoreError.
 
-    def __init__(self, store: stores.Store) -> None:
-        self.store = store
+    Attributes:
+        start: the number of this start of the run among those that have mirrored; None before.
+    """
+
+    def __init__(self, store: stores.Store, start: int | None = None) -> None:
+        self.store, self.start = store, start
 
     def owner(self) -> str | None:
         """Return the run that the prefix belongs to, `<id>/<token>`; None if it is nobody's."""
@@ -107,8 +112,9 @@ class Mirror:
 
         Raises:
             OSError: the checkpoint is gone, or cannot be read.
-            SupersededError: another process writes here.
+            SupersededError: a later start of the run has mirrored.
         """
+        self._check_start()
         newest, last = self._newest()
         number, root = newest + 1, home / _CHECKPOINTS / str(step)
         for one in (*last.dropped, number):  # perhaps not to the end, last time
@@ -131,8 +137,9 @@ class Mirror:
         dropped = _superfluous([copy, *last.copies], root.parent, keep)
         kept = tuple(one for one in (copy, *last.copies) if one.number not in dropped)
         commit = _sealed(asdict(_Commit(kept, dropped)))
+        self._check_start()
         if not self.store.put_if_absent(f"commits/{number}", commit):
-            raise SupersededError(f"{self.store.url}: another process mirrors this run now")
+            raise stores.StoreError("an earlier start of this run was mirroring until now")
         for one in dropped:
             self._clear(one)
 
@@ -190,6 +197,16 @@ class Mirror:
         _each(lambda name: download(f"{root}/{name}", partial / name, got), names)
         return {name: get(name, checksum) for name, checksum in copy.files.items()}
 
+    def _check_start(self) -> None:
+        """Raise SupersededError if this start is not the newest, which it becomes at first."""
+        if self.start is None:
+            number, token = self._last("starts") + 1, secrets.token_hex(8).encode()
+            while not self.store.put_if_absent(f"starts/{number}", token):
+                number += 1
+            self.start = number
+        elif self._exists(f"starts/{self.start + 1}"):
+            raise SupersededError("a later start of this run, on another disk, mirrors it now")
+
     def _clear(self, number: int) -> None:
         _each(self.store.delete, [name for name, _ in self.store.objects(f"copies/{number}/")])
 
@@ -199,11 +216,7 @@ class Mirror:
         Raises:
             StoreError: there are some, and none can be read.
         """
-        above = 1
-        while self._exists(above):
-            above *= 2
-        inside = range(1, above)
-        newest = bisect_left(inside, True, above // 2, key=lambda one: not self._exists(one))
+        newest = self._last("commits")
         for number in range(newest, 0, -1):
             for _ in range(_TRIES):
                 with suppress(DamagedError):
@@ -215,9 +228,20 @@ class Mirror:
             raise stores.StoreError(f"all of {self.store.url}/commits are damaged")
         return 0, _Commit()
 
-    def _exists(self, number: int) -> bool:
+    def _last(self, folder: str) -> int:
+        """Return the highest number of a folder's objects, which lacks none; 0 if it is empty."""
+
+        def lacks(number: int) -> bool:
+            return not self._exists(f"{folder}/{number}")
+
+        above = 1
+        while not lacks(above):
+            above *= 2
+        return bisect_left(range(1, above), True, above // 2, key=lacks)
+
+    def _exists(self, name: str) -> bool:
         try:
-            self.store.stat(f"commits/{number}")
+            self.store.stat(name)
         except stores.NotFoundError:
             return False
         return True

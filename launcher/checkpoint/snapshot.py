@@ -170,9 +170,9 @@ class Buffer:
     def forget(self, after: int = -1) -> None:
         """Forget what it holds, if that is of a later step than `after`."""
         header = None if self.path is None else header_of(self.path)
-        found = header and read_header(header)
+        found = header and after >= 0 and read_header(header)
         self.step = found["moment"][0] if found else self.step
-        if self.step > after:
+        if after < 0 or self.step > after:
             self.step = -1
             if header is not None:
                 header.unlink(missing_ok=True)
@@ -358,9 +358,9 @@ class Snapshots:
         """
         began, digest = time.thread_time(), xxhash.xxh3_128()
         moment = Moment(step, self._attempt)
-        chunks = [(place.start, place.bytes_of(buffer.contents)) for _, place in layout.places]
-        for _, value in chunks:
-            digest.update(value.data)
+        for _, place in layout.places:
+            digest.update(place.bytes_of(buffer.contents).data)
+        chunks = [(start, buffer.contents[start:end]) for start, end in layout.ranges]
         try:
             header = layout.header(moment, digest.hexdigest())
             spent += there.write(f"{_COPY}.{moment.step}.{moment.attempt}", chunks, header)
