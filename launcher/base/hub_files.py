@@ -194,9 +194,15 @@ def missing(text: str, fits: Fits) -> list[HubFile]:
 
 
 def described(text: str, fits: Fits) -> str:
-    """Return in words which commit it is, and what of it is still to be downloaded."""
+    """Return in words which commit it is, and what of it is still to be downloaded.
+
+    Raises:
+        HubError: as `pin`, or what is missing may not be read; anybody may list a gated repository.
+    """
     if not (lacks := missing(text, fits)):
         return f"{pin(text)} (in the cache)"
+    name = HubName.of(pin(text))
+    _asked(name, lambda: _hub().get_hf_file_metadata(_url(name, lacks[0]), timeout=_LIMIT))
     size = sum(file.size for file in lacks) / 2**20
     return f"{pin(text)} ({size:,.1f} MiB to download, files: {len(lacks):,})"
 
@@ -342,8 +348,7 @@ def _download(
 
 def _append(name: HubName, file: HubFile, partial: Path, progress: Callable[[int], object]) -> None:
     """Write a file's next bytes, as many as come; raises an error of the hub where none does."""
-    place = f"{name.address}/resolve/{name.revision}/{quote(file.path)}"
-    url, session = f"{_constants().ENDPOINT}/{place}", _hub().utils.get_session()
+    url, session = _url(name, file), _hub().utils.get_session()
     with open(partial, "ab") as output:
         begin = output.tell()
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={begin}-"}
@@ -363,6 +368,10 @@ def _append(name: HubName, file: HubFile, partial: Path, progress: Callable[[int
         else:
             if output.tell() == begin:
                 raise ValueError("no byte came")
+
+
+def _url(name: HubName, file: HubFile) -> str:
+    return f"{_constants().ENDPOINT}/{name.address}/resolve/{name.revision}/{quote(file.path)}"
 
 
 def _has_hash(file: Path, digest: str) -> bool:

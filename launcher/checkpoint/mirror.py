@@ -1,7 +1,7 @@
 """The copies of a run's checkpoints in an object store: `run.mirror`.
 
     owner               the run that the prefix belongs to, <id>/<token>; made once
-    starts/<number>     made once, when a start of the run first mirrors; only the newest goes on
+    starts/<number>     made once, when a start of the run first mirrors; only the newest continues
     copies/<number>/…   files as in the run's folder: a checkpoint, metrics, plan, settings, …
     commits/<number>    made once, when all of these are there: from then on the copy counts
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ class Mirroring:
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 text=True,
+                start_new_session=True,
             ) as self._process,
         ):
             _give_way(self._process.pid)
@@ -141,10 +143,13 @@ class Mirroring:
 
 
 def _give_way(process: int) -> None:
-    """Leave a process what all others leave of the processors."""
-    if sys.platform == "linux":  # the niceness alone would cost a step on full processors 2 %
-        os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+    """Leave a process, the first of its session, what all others leave of the processors."""
     os.setpriority(os.PRIO_PROCESS, process, _NICENESS)
+    if sys.platform == "linux":
+        os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+        # The kernel may give sessions equal shares, whatever is set of their processes.
+        with suppress(OSError):
+            Path(f"/proc/{process}/autogroup").write_text(str(_NICENESS))
 
 
 def upload_all() -> None:

@@ -74,7 +74,7 @@ class ShareLayout(NamedTuple):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The first byte of each series of values that lie side by side, and the one after them."""
+        """The ranges of bytes in which values lie side by side, as first bytes and those after."""
         found: list[tuple[int, int]] = []
         for start, end in sorted((each.start, each.start + each.size) for _, each in self.places):
             if found and start == aligned(found[-1][1]):

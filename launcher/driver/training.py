@@ -525,8 +525,9 @@ class _Job:
         before, checkpoints = failure.step - LAG, self._home.checkpoints
         batches = [self._next_batch(step) for step in range(before, failure.step)]
         ending = self._left_out.ending(failure.step)
-        oldest = min(checkpoint.steps_in(checkpoints), default=failure.step)
-        if self._home.forked_from and oldest > before:
+        steps = checkpoint.steps_in(checkpoints)
+        began_elsewhere = self._home.forked_from or (steps and before > 0)
+        if began_elsewhere and min(steps, default=failure.step) > before:
             ending = f"there is no checkpoint of a step up to {before}"
         if ending:
             raise FailedError(f"{failure.report}\nThe run is not restarted: {ending}.")

@@ -190,6 +190,8 @@ def test_what_the_hub_refuses(stub, at):
         ("hf_other987", "the token in use may not read it"),
     ):
         at(stub.url, HF_TOKEN=token)
+        with pytest.raises(HubError, match="is gated"):  # `task=check` says it, too
+            described("hf://org/gated", is_model)
         texts = {name: refused(f"hf://org/{name}") for name in (*closed, "none")}
         assert texts["gated"].startswith(f"is gated. {page}gated and accept its conditions; ")
         assert texts["private"].startswith(f"is not there, or is private. {page}private; ")

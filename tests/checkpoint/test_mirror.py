@@ -366,7 +366,9 @@ def test_the_process_tells_retries_and_is_replaced(
     process = Mirroring(url, tmp_path, OWNER, 2, lines.append)
     until(lambda: process._process is not None)
     until(lambda: os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19)
-    assert os.sched_getscheduler(process._process.pid) == os.SCHED_IDLE
+    until(lambda: os.sched_getscheduler(process._process.pid) == os.SCHED_IDLE)
+    group = Path(f"/proc/{process._process.pid}/autogroup")  # where the kernel has such
+    until(lambda: not group.exists() or group.read_text().endswith(" nice 19\n"))
     until(lambda: process.mirrored == 1)
     proxy.fail(Fault("status", status=401, times=9999))
     save(tmp_path, 2)

@@ -13,6 +13,8 @@ import pytest
 from disturbed import SLOW, WORDS, stored
 from launched import Launcher, command_of, lines, losses, summary, train
 
+from launcher.checkpoint import steps_in
+
 # A dataset whose batch 31, of step 32, is 100 times as large; and one that never had batches 29,
 # 30 and 31.
 MADE = """
@@ -95,3 +97,12 @@ def test_a_run_that_spikes_comes_to_the_bytes_of_one_without_these_batches(
     assert disturb is kill_the_launcher or summary(run)["restarts"] >= 1
     assert losses(run) == losses(without)
     jax.tree.map(np.testing.assert_array_equal, stored(run), stored(without))
+
+
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_before_the_spike_ends_and_loses_none(tmp_path: Path) -> None:
+    words = *words_of(tmp_path, "spiked", SPIKED), "train.snapshot=off", "train.checkpoint.keep=1"
+    code, out, err = Launcher(tmp_path, *words).end()
+    assert code == 1, out + err
+    assert "there is no checkpoint of a step up to 29" in err
+    assert steps_in(tmp_path / "outputs/one/checkpoints") == [30]

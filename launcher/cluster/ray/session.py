@@ -312,9 +312,10 @@ class RaySession(ABC):
     ) -> list[WorkerHandle]:
         """Start one process a host and build `worker_class(*arguments)` in each.
 
-        Waits for Ray and the processes. An exception of a constructor is raised by the results of
-        the calls that follow. The class and the arguments are pickled; a process gets the driver's
-        environment, working folder and module search path as they are now.
+        Waits for Ray and the processes. Others that were begun are ended while a call keeps them
+        busy. An exception of a constructor is raised by the results of the calls that follow. The
+        class and the arguments are pickled; a process gets the driver's environment, working folder
+        and module search path as they are now.
 
         Args:
             worker_class: the class to build.
@@ -331,7 +332,10 @@ class RaySession(ABC):
         self.begin(worker_class, *arguments)
         first = {handle.host: handle for handle in reversed(self._begun)}
         handles = [first[host] for host in sorted(first)]
-        self._begun = [handle for handle in self._begun if handle not in handles]
+        waiting = [handle for handle in self._begun if handle not in handles]
+        self._begun = [handle for handle in waiting if not handle.is_busy()]
+        for handle in set(waiting) - set(self._begun):  # these need the processors now
+            self._ray.kill(handle.actor)
         self._used += handles
         missing = dict.fromkeys([handle.name for handle in handles], "")
 

@@ -275,6 +275,7 @@ class WorkerHandle:
     ) -> None:
         self.actor, self.host, self.log, self.address = actor, host, log, address
         self.location = actor.location.remote()
+        self._newest: Any = None
         self._process: psutil.Process | None = None
         self._kills_before = _out_of_memory_kills()
         self.is_server = server is not None
@@ -285,7 +286,14 @@ class WorkerHandle:
 
     def submit(self, method: str, *arguments: Any) -> Future:
         """Queue a call of the worker object's `method` and return without waiting."""
-        return Future(self.actor.call.remote(method, *arguments), self, method)
+        self._newest = self.actor.call.remote(method, *arguments)
+        return Future(self._newest, self, method)
+
+    def is_busy(self) -> bool:
+        """Return whether the newest call is still to be answered."""
+        import ray
+
+        return self._newest is not None and not ray.wait([self._newest], timeout=0)[0]
 
     def ping(self) -> Any:
         """Return Ray's reference to an answer after all queued calls, or to the worker's death."""

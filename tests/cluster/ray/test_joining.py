@@ -1,5 +1,6 @@
 """Workers that stand while they are connected: each of these waits ends, and names them."""
 
+import os
 import re
 import sys
 import time
@@ -113,3 +114,15 @@ def test_workers_begun_beside_others_take_their_place(probe, tmp_path):
         session.end_workers()
         ended = [worker.process() for worker in (*begun, *first, *second, *taken)]
         assert all(map(has_ended, [child, *ended]))
+
+        first = session.begin(probe, 4)
+        second = session.begin(probe, 4, ahead=2)
+        assert gather([worker.submit("add", 0) for worker in (*first, *second)]) == [4] * 4
+        os.mkfifo(tmp_path / "pipe")
+        second[0].submit("wait", str(tmp_path / "pipe"))
+        process = second[0].process()
+        assert session.spawn(probe, 4) == first
+        while not has_ended(process):  # it would take processors that these need
+            time.sleep(0.01)
+        session.end_workers()
+        assert session.spawn(probe, 4)[1] is second[1]
