@@ -72,16 +72,6 @@ class ShareLayout(NamedTuple):
         """The bytes of the buffer."""
         return max([1, *(place.start + place.size for _, place in self.places)])
 
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """The ranges of bytes in which values lie side by side, as first bytes and those after."""
-        found: list[tuple[int, int]] = []
-        for start, end in sorted((each.start, each.start + each.size) for _, each in self.places):
-            if found and start == aligned(found[-1][1]):
-                start, _ = found.pop()
-            found.append((start, end))
-        return found
-
     def header(self, moment: Moment, digest: str) -> bytes:
         """Return the content of the header of a buffer, given the digest of its values."""
         shards = [[*piece, *place] for piece, place in self.places]

@@ -358,9 +358,9 @@ class Snapshots:
         """
         began, digest = time.thread_time(), xxhash.xxh3_128()
         moment = Moment(step, self._attempt)
-        for _, place in layout.places:
-            digest.update(place.bytes_of(buffer.contents).data)
-        chunks = [(start, buffer.contents[start:end]) for start, end in layout.ranges]
+        chunks = [(place.start, place.bytes_of(buffer.contents)) for _, place in layout.places]
+        for _, value in chunks:
+            digest.update(value.data)
         try:
             header = layout.header(moment, digest.hexdigest())
             spent += there.write(f"{_COPY}.{moment.step}.{moment.attempt}", chunks, header)

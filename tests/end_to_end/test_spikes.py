@@ -101,8 +101,9 @@ def test_a_run_that_spikes_comes_to_the_bytes_of_one_without_these_batches(
 
 @pytest.mark.slow
 def test_a_run_without_a_checkpoint_before_the_spike_ends_and_loses_none(tmp_path: Path) -> None:
-    words = *words_of(tmp_path, "spiked", SPIKED), "train.snapshot=off", "train.checkpoint.keep=1"
-    code, out, err = Launcher(tmp_path, *words).end()
+    words = (word for word in words_of(tmp_path, "spiked", SPIKED) if "every_steps" not in word)
+    own = "train.snapshot=off", "train.checkpoint.every_steps=31"
+    code, out, err = Launcher(tmp_path, *words, *own).end()
     assert code == 1, out + err
     assert "there is no checkpoint of a step up to 29" in err
-    assert steps_in(tmp_path / "outputs/one/checkpoints") == [30]
+    assert steps_in(tmp_path / "outputs/one/checkpoints") == [31]
