@@ -121,3 +121,8 @@ def result_text(value: Any, name: str) -> str:
     texts = {"loss": loss_text, "seconds": seconds_text, "bytes": bytes_text}
     texts |= {"fraction": percent_text, "parameters": count_text}
     return texts.get(name.removesuffix("_median").rpartition("_")[2], str)(value)
+
+
+def label_text(name: str) -> str:
+    """Return the name of a result in words, without its unit."""
+    return name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")

@@ -38,6 +38,7 @@ from launcher.runtime.emit.instructions import Instruction, Run, Send
 from launcher.schedule import Task
 
 _MOST_WATCHERS = 32  # transfers that are waited for at once
+_INSIDE = 0.1  # of its time: a run that ends so soon after its call was in it
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,9 @@ class StepRecording:
             run, end = self._runs[place], arrival.result()
             covered[run.mesh] += 1
             ready = max([before[run.mesh], *(ends[k] for k in reads if k in ends)])
-            begun = ready if ready > start else sent  # else the call may have waited for inputs
+            # A call may wait for inputs, and run the program itself: that ends with the call.
+            is_inside = end is None or end - sent <= _INSIDE * (end - ready)
+            begun = ready if ready > start and is_inside else max(ready, sent)
             if end is None:
                 unseen.setdefault(run.mesh, begun)
                 continue

@@ -1,7 +1,5 @@
 """What really is slow in a step is what its accounting names; a recorded step follows its plan."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from launcher.runtime import dispatch_table
 from launcher.runtime.device_profile import DeviceProfile, read_program
 from launcher.runtime.recording import StepRecording, matched, run_spans
 
-WIDTH, SLEEP = 64, 0.05  # seconds that a slow link takes for a transfer
+WIDTH, WORK = 64, 300  # products that a slow link takes for a transfer
 
 
 def turned(h, w):
@@ -142,25 +140,21 @@ def test_a_step_seen_by_the_host_is_divided_as_the_device_tracer_divides_it(both
 
 def slow_link(between):
     """What makes transfers between two devices, both ways, with a slow wire between these two: a
-    device of its own, which holds what passes for `SLEEP` seconds and one transfer at a time."""
+    device of its own, which computes `WORK` products before it passes a transfer on."""
     wire, make = jax.devices()[-1], dispatch_table.local_transfer
-
-    def held(*arrays):
-        time.sleep(SLEEP)
-        return arrays
 
     @jax.jit
     def pass_on(*arrays):
-        like = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-        # What computes less than this XLA:CPU may run inside the call, which holds the rest up.
-        work = arrays[0].ravel()[0] * jnp.arange(32.0 * 32).reshape(32, 32)
-        return jax.pure_callback(held, like, *arrays), work @ work
+        # What waits instead, or computes little, XLA:CPU may run inside the call.
+        work = jnp.eye(128) + arrays[0].ravel()[0]
+        work = jax.lax.fori_loop(0, WORK, lambda _, x: jnp.tanh(x @ x), work)
+        return tuple(x + (0.0 * work[0, 0]).astype(x.dtype) for x in arrays)
 
     def slowed(avals, src, dst):
         put, ends = make(avals, src, dst), {d.id for x in (src[0], dst[0]) for d in x.device_set}
         if ends != between:
             return put
-        return lambda *arrays: put(*pass_on(*jax.device_put(arrays, wire))[0])
+        return lambda *arrays: put(*pass_on(*jax.device_put(arrays, wire)))
 
     return slowed
 

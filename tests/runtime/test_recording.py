@@ -166,8 +166,9 @@ def test_what_a_slow_dispatch_takes_is_no_time_of_the_device():
     recording._ends = {0: (0, 10, [], there(100)), 1: (120, 170, [0], there(200))}
     spans = recording._seen_from_here([[0]], {})
     assert [(span.start, span.end) for span in spans] == [(10, 100), (170, 200)]
-    # The call waits for the first, as XLA:CPU's may.
-    recording._ends[1] = 80, 170, [0], there(200)
+    recording._ends[1] = 80, 170, [0], there(200)  # its inputs come meanwhile
+    assert [span.start for span in recording._seen_from_here([[0]], {})] == [10, 170]
+    recording._ends[1] = 80, 170, [0], there(175)  # it has run in the call, as XLA:CPU may
     assert [span.start for span in recording._seen_from_here([[0]], {})] == [10, 100]
 
 
