@@ -146,9 +146,9 @@ def _give_way(process: int) -> None:
     """Leave a process, the first of its session, what all others leave of the processors."""
     os.setpriority(os.PRIO_PROCESS, process, _NICENESS)
     if sys.platform == "linux":
-        os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
-        # The kernel may give sessions equal shares, whatever is set of their processes.
         with suppress(OSError):
+            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+            # The kernel may give sessions equal shares, whatever is set of their processes.
             Path(f"/proc/{process}/autogroup").write_text(str(_NICENESS))
 
 
