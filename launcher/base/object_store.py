@@ -307,7 +307,8 @@ class _S3:
         if isinstance(error, aws.UnauthorizedSSOTokenError | aws.TokenRetrievalError):
             return ExpiredError(f"{what}: the credentials have expired; run: aws sso login")
         useless = aws.PartialCredentialsError | aws.CredentialRetrievalError | aws.ProfileNotFound
-        if isinstance(error, aws.NoCredentialsError | aws.SSOError | useless):
+        unread = FileNotFoundError | PermissionError  # of AWS_WEB_IDENTITY_TOKEN_FILE
+        if isinstance(error, aws.NoCredentialsError | aws.SSOError | useless | unread):
             return MissingCredentialsError(f"{what}: no credentials; tried {_TRIED_AWS}")
         broken = aws.IncompleteReadError | aws.FlexibleChecksumError | ResponseParserError
         if isinstance(error, aws.ConnectionError | aws.HTTPClientError | HTTPError | broken):

@@ -97,6 +97,15 @@ class Mirror:
         """Return whether the prefix belongs to `owner`, from now on if it was nobody's."""
         return self.store.put_if_absent("owner", owner.encode())
 
+    def begin(self) -> int:
+        """Return the number of this start of the run, which is the newest if it is a new one."""
+        if self.start is None:
+            number, token = self._last("starts") + 1, secrets.token_hex(8).encode()
+            while not self.store.put_if_absent(f"starts/{number}", token):
+                number += 1
+            self.start = number
+        return self.start
+
     def copies(self) -> tuple[MirrorCopy, ...]:
         """Return the copies that count, newest first."""
         return self._newest()[1].copies
@@ -123,7 +132,7 @@ class Mirror:
         manifest, lasting = (root / layout.CHECKSUMS).read_bytes(), layout.stays(root.parent, step)
         with ExitStack() as stack:
             # Open files can be read to their end, even if the run deletes the checkpoint.
-            paths = [path for path in layout.files_below(root) if path != root / layout.CHECKSUMS]
+            paths = [root / name for name in parse_json(manifest)["files"]]
             files = {path: stack.enter_context(path.open("rb")) for path in paths}
             own = {name: (home / name).read_bytes() for name in _own_files(home)}
             names = {path: f"copies/{number}/{path.relative_to(home)}" for path in paths}
@@ -198,13 +207,8 @@ class Mirror:
         return {name: get(name, checksum) for name, checksum in copy.files.items()}
 
     def _check_start(self) -> None:
-        """Raise SupersededError if this start is not the newest, which it becomes at first."""
-        if self.start is None:
-            number, token = self._last("starts") + 1, secrets.token_hex(8).encode()
-            while not self.store.put_if_absent(f"starts/{number}", token):
-                number += 1
-            self.start = number
-        elif self._exists(f"starts/{self.start + 1}"):
+        """Raise SupersededError if this start is not the newest."""
+        if self._exists(f"starts/{self.begin() + 1}"):
             raise SupersededError("a later start of this run, on another disk, mirrors it now")
 
     def _clear(self, number: int) -> None:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launcher.base import end_with_parent, stores
+from launcher.base import DamagedError, end_with_parent, stores
 from launcher.checkpoint.layout import is_step, steps_in
 from launcher.checkpoint.mirror import Mirror, SupersededError, unmirrored
 from launcher.stop import ENDINGS
@@ -163,19 +163,23 @@ def upload_all() -> None:
         mirror = Mirror(stores.Store(about["url"]), about.get("start"))
         if not mirror.own(about["owner"]):
             raise SupersededError(f"{about['url']} belongs to another run now")
+        here, there = steps_in(home / "checkpoints"), mirror.copies()
+        if mirror.start is None and there and there[0].step > max(here, default=0):
+            # An upload deletes copies of later steps, as the run has gone back: it has not here.
+            text = f"it has step {there[0].step}, later than this disk: start again to fetch it"
+            raise stores.StoreError(text)
+        _tell(start=mirror.begin())
         while True:
             newest = max(steps_in(home / "checkpoints"), default=0)
             left = unmirrored(home, mirror.copies())
             if not left:
                 break
             mirror.upload(home, left[0], about["keep"], lambda *done: _tell(progress=done))
-            _tell(start=mirror.start)
         _tell(mirrored=newest)
     except FileNotFoundError:  # the run has saved another and deleted this one: that one is next
         return
-    except (stores.StoreError, OSError) as error:
-        text = str(error) if isinstance(error, stores.StoreError) else error.strerror
-        _tell(failure=(type(error).__name__, text))
+    except (stores.StoreError, OSError, DamagedError) as error:
+        _tell(failure=(type(error).__name__, getattr(error, "strerror", None) or str(error)))
 
 
 def _tell(**message: Any) -> None:

@@ -136,12 +136,13 @@ class Buffer:
     Attributes:
         path: as given.
         step: the step of what it holds whole; -1 if it holds nothing.
+        attempt: the number of the attempt that took it.
         is_held: whether it must stay as it is.
         contents: the memory, uint8 [bytes].
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.step, self.is_held = path, -1, False
+        self.path, self.step, self.attempt, self.is_held = path, -1, -1, False
         self.contents = np.empty(0, np.uint8)
         if path is not None:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -171,7 +172,7 @@ class Buffer:
         """Forget what it holds, if that is of a later step than `after`."""
         header = None if self.path is None else header_of(self.path)
         found = header and after >= 0 and read_header(header)
-        self.step = found["moment"][0] if found else self.step
+        self.step, self.attempt = found["moment"] if found else (self.step, self.attempt)
         if after < 0 or self.step > after:
             self.step = -1
             if header is not None:
@@ -332,7 +333,8 @@ class Snapshots:
     def _copy(self, step: int, views: dict[str, Any], layout: ShareLayout, waited: float) -> Buffer:
         self._sent.result()
         began = time.thread_time()
-        buffer = min((b for b in self._buffers if not b.is_held), key=lambda b: b.step)
+        free = (buffer for buffer in self._buffers if not buffer.is_held)
+        buffer = min(free, key=lambda each: (each.step, each.attempt))
         buffer.forget()
         buffer.reserve(layout.size)
         starts = [place.start for _, place in layout.places]
@@ -342,7 +344,7 @@ class Snapshots:
             if buffer.path is not None:
                 header = layout.header(Moment(step, self._attempt), digest)
                 write_whole(header_of(buffer.path), header, private=True, durable=False)
-            buffer.step = step
+            buffer.step, buffer.attempt = step, self._attempt
             if self._copied is not None:
                 self._sent = self._sender.submit(self._send, step, buffer, spent, *self._copied)
                 return buffer
@@ -387,10 +389,12 @@ def keep_snapshots(
     own = place.own(memory)
     with open(memory / LOCK, "a") as lock:  # the workers of a machine, one after the other
         fcntl.flock(lock, fcntl.LOCK_EX)
+        others = [folder for folder in place.all(memory) if folder != own]
+        if others and not own.exists():
+            others.pop().rename(own)  # it may be needed until a new one is whole
         own.mkdir(mode=0o700, exist_ok=True)
-        for folder in place.all(memory):
-            if folder != own:
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in others:
+            shutil.rmtree(folder, ignore_errors=True)
         for header in own.glob(f"{_COPY}.*{HEADER}"):
             if not (found := read_header(header)) or found["moment"][0] > moment.step:
                 header.unlink(missing_ok=True)

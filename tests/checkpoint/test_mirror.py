@@ -393,6 +393,12 @@ def test_the_process_tells_retries_and_is_replaced(
     assert process.mirrored == 4
     assert fetched(url, tmp_path / "empty") == (4, [])
     assert [name for name, _ in mirror_of(url).store.objects("starts/")] == ["starts/1"]
+    # A disk that lacks what was trained on another one takes nothing away.
+    save(tmp_path / "old", 1)
+    stale = Mirroring(url, tmp_path / "old", OWNER, 2, lines.append)
+    until(lambda: "it has step 4, later than this disk" in lines[-1])
+    stale.kill()
+    assert fetched(url, tmp_path / "second") == (4, [])
     # Another run has taken the prefix over: this one ends, and says so.
     other = Mirroring(url, tmp_path, "run/other", 2, lines.append)
     assert other.wait(60)

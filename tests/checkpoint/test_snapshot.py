@@ -190,6 +190,20 @@ def test_of_another_way_nothing_stays(kept, tmp_path):
     assert steps_in(tmp_path, HostPlace(4, 0, 2)) == set()
 
 
+def test_what_a_host_has_kept_stays_where_its_number_changes(kept, tmp_path):
+    moved = keep(tmp_path, 2, HostPlace(1))
+    assert {path.name for path in tmp_path.iterdir()} == {"host_1", snapshot.LOCK}
+    assert set(intact(HostPlace(1).all(tmp_path))) == {Moment(1, 0), Moment(2, 0)}
+    moved.close()
+
+
+def test_of_one_step_the_snapshot_of_the_attempt_before_is_written_over(kept, tmp_path):
+    again = keep(tmp_path, 2, attempt=1)
+    for step in (2, 3):
+        again.take(step, make_state(step)).result()
+    assert set(intact(HERE.all(tmp_path))) == {Moment(2, 1), Moment(3, 1)}
+
+
 def test_what_a_checkpoint_is_written_from_stays_as_it_is(kept, tmp_path):
     state = make_state(3)
     kept.take(3, state)

@@ -6,6 +6,7 @@ neither end of it holds a worker up. A file's header is another file, written la
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -116,7 +117,8 @@ def write_file_part(folder: str, name: str, part: Sequence[Chunk], header: bytes
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             for start, values in part:
-                os.pwrite(file, values, start)
+                if os.pwrite(file, values, start) < len(values):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(file)
         if header is not None:

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -335,7 +335,8 @@ class RaySession(ABC):
         waiting = [handle for handle in self._begun if handle not in handles]
         self._begun = [handle for handle in waiting if not handle.is_busy()]
         for handle in set(waiting) - set(self._begun):  # these need the processors now
-            self._ray.kill(handle.actor)
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(handle.actor)
         self._used += handles
         missing = dict.fromkeys([handle.name for handle in handles], "")
 

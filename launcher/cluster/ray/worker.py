@@ -277,6 +277,7 @@ class WorkerHandle:
         self.location = actor.location.remote()
         self._newest: Any = None
         self._process: psutil.Process | None = None
+        self._is_gone = False
         self._kills_before = _out_of_memory_kills()
         self.is_server = server is not None
         self.life = actor.live.remote() if self.is_server else None
@@ -300,14 +301,20 @@ class WorkerHandle:
         return self.actor.location.remote()
 
     def process(self) -> psutil.Process | None:
-        """Return the worker's process; None until it is up, and if it is on another machine."""
+        """Return the worker's process; None until it is up, and if it is on another machine.
+
+        None, too, if it was gone when it was first looked for.
+        """
         import ray
 
-        if self._process is None and not self.elsewhere:
-            with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
+        if self._process is None and not self.elsewhere and not self._is_gone:
+            with suppress(ray.exceptions.RayError):
                 where, pid, _ = ray.get(self.location, timeout=0)
                 self.elsewhere = where != machine_id()
-                self._process = None if self.elsewhere else psutil.Process(pid)
+                try:
+                    self._process = None if self.elsewhere else psutil.Process(pid)
+                except psutil.NoSuchProcess:
+                    self._is_gone = True
         return self._process
 
     @property
@@ -323,7 +330,9 @@ class WorkerHandle:
     def is_lost(self) -> bool:
         """Return whether the worker's process, on this machine, was up and is gone or stopped."""
         process = self.process()
-        return process is not None and has_ended(process, or_is=psutil.STATUS_STOPPED)
+        if process is None:
+            return self._is_gone
+        return has_ended(process, or_is=psutil.STATUS_STOPPED)
 
     def run_on_node(self, function: Callable[..., Any], seconds: float) -> Any:
         """Return `function(pid, log)`, called in a process of its own on the worker's node.

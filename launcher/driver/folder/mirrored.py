@@ -146,15 +146,16 @@ def own(config: Config, home: RunFolder) -> str | None:
     if (known := read_own(home.path / _IDENTITY, str)) is not None:
         return known  # `look_at_mirror` has compared it
     owner = f"{home.id}/{secrets.token_hex(8)}"
+    _note(home.path, owner)  # first: the store may have it, and its answer be lost
     try:
         mirror = Mirror(stores.Store(url, _PATIENCE))
         if not mirror.own(owner):
             owner = mirror.owner() or owner
             _check_owner(config, owner, None, home.finished_steps)
             # This run began on another disk, or was killed here, and has not saved yet.
+            _note(home.path, owner)
     except stores.StoreError as error:
         raise _unusable(url, error) from None
-    _note(home.path, owner)
     return owner
 
 
