@@ -163,12 +163,13 @@ def upload_all() -> None:
         mirror = Mirror(stores.Store(about["url"]), about.get("start"))
         if not mirror.own(about["owner"]):
             raise SupersededError(f"{about['url']} belongs to another run now")
-        here, there = steps_in(home / "checkpoints"), mirror.copies()
-        if mirror.start is None and there and there[0].step > max(here, default=0):
-            # An upload deletes copies of later steps, as the run has gone back: it has not here.
-            text = f"it has step {there[0].step}, later than this disk: start again to fetch it"
-            raise stores.StoreError(text)
-        _tell(start=mirror.begin())
+        if mirror.start is None:
+            newest, there = max(steps_in(home / "checkpoints"), default=0), mirror.copies()
+            if there and there[0].step > newest:
+                # An upload deletes copies of later steps, as the run has gone back: it has not.
+                text = f"it has step {there[0].step}, later than this disk: start again to fetch it"
+                raise stores.StoreError(text)
+            _tell(start=mirror.begin())
         while True:
             newest = max(steps_in(home / "checkpoints"), default=0)
             left = unmirrored(home, mirror.copies())

@@ -330,9 +330,7 @@ class WorkerHandle:
     def is_lost(self) -> bool:
         """Return whether the worker's process, on this machine, was up and is gone or stopped."""
         process = self.process()
-        if process is None:
-            return self._is_gone
-        return has_ended(process, or_is=psutil.STATUS_STOPPED)
+        return self._is_gone if process is None else has_ended(process, or_is=psutil.STATUS_STOPPED)
 
     def run_on_node(self, function: Callable[..., Any], seconds: float) -> Any:
         """Return `function(pid, log)`, called in a process of its own on the worker's node.
