@@ -2,12 +2,13 @@
 
     owner               the run that the prefix belongs to, <id>/<token>; made once
     starts/<number>     made once, when a start of the run first mirrors; only the newest continues
-    copies/<number>/…   files as in the run's folder: a checkpoint, metrics, plan, settings, …
+    copies/<number>/<start>/…   files as in the run's folder: a checkpoint, metrics, settings, …
     commits/<number>    made once, when all of these are there: from then on the copy counts
 
 Starts and commits are numbered from 1 on and are never deleted, so a few requests for single ones
-find the newest. A commit lists all the copies that count. The store is asked for a list only of
-what to delete: copies that count no longer, and what a killed upload left under the next number.
+find the newest. A commit lists all the copies that count. Two starts may copy under one number at
+once, to folders of their own; one of them commits. The store is asked for a list only of what to
+delete: copies that count no longer, and what uploads that were killed or came too late have left.
 What is read is checked by checksums, of the commit, of checksums.json and so of every file.
 """
 
@@ -35,7 +36,8 @@ from launcher.checkpoint import layout
 Progress = Callable[[int, int], None]  # takes the bytes that are copied, and all there are
 _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
-_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{layout.BEST}")
+_SETTINGS = "config.yaml"
+_KEPT = (_SETTINGS, "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{layout.BEST}")
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
 _each = functools.partial(layout.in_threads, threads=4, wait=True)
 
@@ -52,6 +54,7 @@ class MirrorCopy:
 
     Attributes:
         number: its number; the newest has the highest.
+        start: the number of the start that made it.
         step: the checkpoint's step.
         manifest: the SHA-256 of its checksums.json.
         size: the bytes of its files.
@@ -60,11 +63,17 @@ class MirrorCopy:
     """
 
     number: int
+    start: int
     step: int
     manifest: str
     size: int
     stays: bool
     files: Mapping[str, str]
+
+    @property
+    def root(self) -> str:
+        """The name of the folder that holds it."""
+        return _root(self.number, self.start)
 
 
 @dataclass(frozen=True)
@@ -78,12 +87,19 @@ class _Commit:
 class Mirror:
     """The objects of one run; every method raises StoreError.
 
+    Args:
+        store: the objects.
+        start: see the attribute.
+        texts: what to upload in place of some of the run's own files, by their path.
+
     Attributes:
         start: the number of this start of the run among those that have mirrored; None before.
     """
 
-    def __init__(self, store: stores.Store, start: int | None = None) -> None:
-        self.store, self.start = store, start
+    def __init__(
+        self, store: stores.Store, start: int | None = None, texts: Mapping[str, str] | None = None
+    ) -> None:
+        self.store, self.start, self._texts = store, start, texts or {}
 
     def owner(self) -> str | None:
         """Return the run that the prefix belongs to, `<id>/<token>`; None if it is nobody's."""
@@ -125,9 +141,10 @@ class Mirror:
         """
         self._check_start()
         newest, last = self._newest()
-        number, root = newest + 1, home / _CHECKPOINTS / str(step)
-        for one in (*last.dropped, number):  # perhaps not to the end, last time
-            self._clear(one)
+        number, start, root = newest + 1, self.begin(), home / _CHECKPOINTS / str(step)
+        place = _root(number, start)
+        self._clean(last)  # perhaps not to the end, last time
+        self._clear(place)
         # First: if the run saves this step again meanwhile, this copy is not that one's.
         manifest, lasting = (root / layout.CHECKSUMS).read_bytes(), layout.stays(root.parent, step)
         with ExitStack() as stack:
@@ -135,27 +152,30 @@ class Mirror:
             paths = [root / name for name in parse_json(manifest)["files"]]
             files = {path: stack.enter_context(path.open("rb")) for path in paths}
             own = {name: (home / name).read_bytes() for name in _own_files(home)}
-            names = {path: f"copies/{number}/{path.relative_to(home)}" for path in paths}
+            own |= {name: self._texts[name].encode() for name in self._texts.keys() & own.keys()}
+            names = {path: f"{place}/{path.relative_to(home)}" for path in paths}
             size = sum(os.fstat(file.fileno()).st_size for file in files.values())
             sent = _summed(progress, size)
             _each(lambda path: self.store.put_file(names[path], files[path], sent), paths)
         for name, data in {**own, f"{_CHECKPOINTS}/{step}/{layout.CHECKSUMS}": manifest}.items():
-            self.store.put(f"copies/{number}/{name}", data)
+            self.store.put(f"{place}/{name}", data)
         sums = {name: _digest(data) for name, data in own.items()}
-        copy = MirrorCopy(number, step, _digest(manifest), size, lasting, sums)
+        copy = MirrorCopy(number, start, step, _digest(manifest), size, lasting, sums)
         dropped = _superfluous([copy, *last.copies], root.parent, keep)
         kept = tuple(one for one in (copy, *last.copies) if one.number not in dropped)
-        commit = _sealed(asdict(_Commit(kept, dropped)))
+        commit = _Commit(kept, dropped)
         self._check_start()
-        if not self.store.put_if_absent(f"commits/{number}", commit):
+        if not self.store.put_if_absent(f"commits/{number}", _sealed(asdict(commit))):
             raise stores.StoreError("an earlier start of this run was mirroring until now")
-        for one in dropped:
-            self._clear(one)
+        self._clean(commit)
 
-    def fetch(self, copy: MirrorCopy, home: Path, progress: Progress) -> str | None:
+    def fetch(
+        self, copy: MirrorCopy, home: Path, progress: Progress, alone: bool = False
+    ) -> str | None:
         """Write a checkpoint and the run's files to the disk; return what is wrong with it, if so.
 
-        Nothing is left on the disk of a checkpoint that is not whole.
+        Nothing is left on the disk of a checkpoint that is not whole. Settings that are there are
+        those of this start, and stay; if it is fetched `alone`, all of the run's files do.
 
         Raises:
             OSError: the disk is full or broken.
@@ -173,7 +193,9 @@ class Mirror:
                 except (stores.NotFoundError, stores.ChangedError, DamagedError) as error:
                     problem = str(error)
                 if problem is None:
-                    for name, data in own.items():
+                    if (home / _SETTINGS).exists():
+                        own.pop(_SETTINGS, None)
+                    for name, data in () if alone else own.items():
                         (home / name).parent.mkdir(parents=True, exist_ok=True)
                         write_whole(home / name, data)
                     shutil.rmtree(final, ignore_errors=True)  # a damaged one, or an empty folder
@@ -190,7 +212,7 @@ class Mirror:
         """Write a checkpoint's files; return the run's own; raise DamagedError and OSError, too."""
 
         def get(name: str, checksum: str) -> bytes:
-            data = self.store.get(f"copies/{copy.number}/{name}")
+            data = self.store.get(f"{copy.root}/{name}")
             if _digest(data) != checksum:
                 raise DamagedError(f"{name} is not what was written")
             return data
@@ -202,7 +224,7 @@ class Mirror:
         _check_names([*names, *copy.files])
         for folder in {(partial / name).parent for name in names}:
             folder.mkdir(parents=True, exist_ok=True)
-        root, download = f"copies/{copy.number}/{prefix}", self.store.download
+        root, download = f"{copy.root}/{prefix}", self.store.download
         _each(lambda name: download(f"{root}/{name}", partial / name, got), names)
         return {name: get(name, checksum) for name, checksum in copy.files.items()}
 
@@ -211,8 +233,16 @@ class Mirror:
         if self._exists(f"starts/{self.begin() + 1}"):
             raise SupersededError("a later start of this run, on another disk, mirrors it now")
 
-    def _clear(self, number: int) -> None:
-        _each(self.store.delete, [name for name, _ in self.store.objects(f"copies/{number}/")])
+    def _clean(self, commit: _Commit) -> None:
+        """Delete what no longer counts since a commit: what it dropped, and others' uploads."""
+        for number in commit.dropped:
+            self._clear(f"copies/{number}")
+        for copy in commit.copies[:1]:
+            self._clear(f"copies/{copy.number}", but=f"{copy.root}/")
+
+    def _clear(self, folder: str, but: str | None = None) -> None:
+        names = [name for name, _ in self.store.objects(f"{folder}/")]
+        _each(self.store.delete, [name for name in names if not but or not name.startswith(but)])
 
     def _newest(self) -> tuple[int, _Commit]:
         """Return the newest commit's number, and the newest commit that can be read.
@@ -249,6 +279,10 @@ class Mirror:
         except stores.NotFoundError:
             return False
         return True
+
+
+def _root(number: int, start: int) -> str:
+    return f"copies/{number}/{start}"
 
 
 def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Mirroring:
         home: the run's folder.
         owner: this run.
         keep: how many checkpoints to keep besides those that stay.
+        texts: see `Mirror`.
         say: called with each line for the user, in the thread.
 
     Attributes:
@@ -47,10 +48,17 @@ class Mirroring:
     """
 
     def __init__(
-        self, url: str, home: Path, owner: str, keep: int, say: Callable[[str], None]
+        self,
+        url: str,
+        home: Path,
+        owner: str,
+        keep: int,
+        texts: Mapping[str, str],
+        say: Callable[[str], None],
     ) -> None:
         self._url, self._home, self._say = url, home.absolute(), say
-        self._about = {"url": url, "home": str(self._home), "owner": owner, "keep": keep}
+        about = {"url": url, "home": str(self._home), "owner": owner, "keep": keep, "texts": texts}
+        self._about: dict[str, Any] = about
         self._log = self._home / "logs" / "mirror.log"
         self._log.parent.mkdir(exist_ok=True)
         self.progress: tuple[int, int] | None = None
@@ -160,7 +168,7 @@ def upload_all() -> None:
     about = json.loads(sys.argv[1])
     home = Path(about["home"])
     try:
-        mirror = Mirror(stores.Store(about["url"]), about.get("start"))
+        mirror = Mirror(stores.Store(about["url"]), about.get("start"), about["texts"])
         if not mirror.own(about["owner"]):
             raise SupersededError(f"{about['url']} belongs to another run now")
         if mirror.start is None:

@@ -37,7 +37,7 @@ from launcher.driver.failures import (
 )
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
-from launcher.driver.folder.mirrored import mirroring
+from launcher.driver.folder.mirrored import fetch_older, mirroring
 from launcher.driver.loop import Saving, SnapshotCadence, resuming, train
 from launcher.driver.planning.fewer_hosts import loss_of_a_host, on_what_is_left
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
@@ -525,10 +525,10 @@ class _Job:
         before, checkpoints = failure.step - LAG, self._home.checkpoints
         batches = [self._next_batch(step) for step in range(before, failure.step)]
         ending = self._left_out.ending(failure.step)
-        steps = checkpoint.steps_in(checkpoints)
-        began_elsewhere = self._home.forked_from or (steps and before > 0)
-        if began_elsewhere and min(steps, default=failure.step) > before:
-            ending = f"there is no checkpoint of a step up to {before}"
+        later = before > 0 and checkpoint.steps_in(checkpoints)
+        if not ending and (later or self._home.forked_from):  # else it begins at step 0
+            with self._interruptible():
+                ending = fetch_older(self._config, self._home, before, self._console)
         if ending:
             raise FailedError(f"{failure.report}\nThe run is not restarted: {ending}.")
         self._left_out = self._left_out.after(failure.step, batches)

@@ -160,7 +160,7 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
 def test_of_damaged_objects_the_next_older_is_taken(
     url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mirror, array = mirror_of(url), "copies/3/checkpoints/3/default/d/b"
+    mirror, array = mirror_of(url), "copies/3/1/checkpoints/3/default/d/b"
     for step in (1, 2, 3):
         save(tmp_path, step)
         mirror.upload(tmp_path, step, 3, quiet)
@@ -169,8 +169,8 @@ def test_of_damaged_objects_the_next_older_is_taken(
     damages = {
         array: (None, flipped, store.get(array)[:-1]),
         "commits/3": (None, b"garbage", store.get("commits/2")),
-        "copies/3/checkpoints/3/checksums.json": (None, b"garbage"),
-        "copies/3/metrics.jsonl": (None, b"garbage"),
+        "copies/3/1/checkpoints/3/checksums.json": (None, b"garbage"),
+        "copies/3/1/metrics.jsonl": (None, b"garbage"),
     }
     for name, contents in damages.items():
         before = store.get(name)
@@ -217,6 +217,55 @@ def test_a_prefix_has_one_owner_and_mirrors_its_newest_start(url: str, tmp_path:
     del second._newest
     second.upload(homes[1], 2, 2, quiet)
     assert [(copy.number, copy.step) for copy in second.copies()] == [(3, 2), (2, 1)]
+
+
+def test_two_starts_that_copy_at_once_do_not_mix(url: str, tmp_path: Path) -> None:
+    """The second begins and copies while the first one's files are under way, or all there."""
+    homes = [tmp_path / name for name in "ab"]
+    for home in homes:
+        save(home, 1)
+    for is_late in (False, True):
+        place, empty = f"{url}/{is_late}", tmp_path / f"empty{is_late}"
+        first, second = mirror_of(place), mirror_of(place)
+        name = "put" if is_late else "put_file"
+        setattr(first.store, name, overtaken(getattr(first.store, name), second, homes[1]))
+        with pytest.raises(SupersededError):
+            first.upload(homes[0], 1, 1, quiet)
+        assert (first.start, second.start) == (1, 2)
+        assert fetched(place, empty) == (1, [])
+        assert content_of(empty / "checkpoints/1") == content_of(homes[1] / "checkpoints/1")
+        save(homes[1], 2)
+        second.upload(homes[1], 2, 1, quiet)
+        assert_no_rest(place)
+        shutil.rmtree(homes[1] / "checkpoints/2")
+
+
+def overtaken(send, other: Mirror, home: Path):
+    """What sends an object, and before the first one has another mirror copy all."""
+    turns = iter([other])
+
+    def first_the_other(*what):
+        for other in turns:
+            other.upload(home, 1, 1, quiet)
+        return send(*what)
+
+    return first_the_other
+
+
+def test_settings_are_uploaded_without_secrets_and_stay_where_they_are(
+    url: str, tmp_path: Path
+) -> None:
+    home, empty = tmp_path / "home", tmp_path / "empty"
+    save(home, 1)
+    (home / "config.yaml").write_text("secret")
+    Mirror(Store(url), texts={"config.yaml": "***", "absent": ""}).upload(home, 1, 2, quiet)
+    assert not [name for name, _ in Store(url).objects() if name.endswith("absent")]
+    assert fetched(url, empty) == (1, [])
+    assert (empty / "config.yaml").read_text() == "***"
+    (empty / "config.yaml").write_text("of this start")
+    shutil.rmtree(empty / "checkpoints")
+    assert fetched(url, empty) == (1, [])
+    assert (empty / "config.yaml").read_text() == "of this start"
 
 
 KINDS = ("status", "lost", "reset", "reset_upload", "truncate", "flip", "shorten", "hide")
@@ -286,7 +335,7 @@ def test_many_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> 
 
 def start(url: str, home: Path) -> subprocess.Popen:
     """Start the process that mirrors, as a run does."""
-    about = {"url": url, "home": str(home), "owner": OWNER, "keep": 2}
+    about = {"url": url, "home": str(home), "owner": OWNER, "keep": 2, "texts": {}}
     command = [sys.executable, "-c", _PROGRAM, json.dumps(about)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
@@ -338,7 +387,7 @@ def assert_no_rest(url: str) -> None:
     store = mirror_of(url).store
     needed = {f"commits/{n}" for n in range(1, mirror_of(url)._newest()[0] + 1)}
     for copy in mirror_of(url).copies():
-        root = f"copies/{copy.number}"
+        root = copy.root
         sums = f"{root}/checkpoints/{copy.step}/checksums.json"
         files = json.loads(store.get(sums))["files"]
         needed |= {sums, *(f"{root}/{name}" for name in copy.files)}
@@ -363,7 +412,7 @@ def test_the_process_tells_retries_and_is_replaced(
     save(tmp_path, 1)
     monkeypatch.setattr("launcher.checkpoint.mirroring._LOOK_SECONDS", 0.05)
     proxy.fail(Fault("delay", "PUT|POST", seconds=0.5))
-    process = Mirroring(url, tmp_path, OWNER, 2, lines.append)
+    process = Mirroring(url, tmp_path, OWNER, 2, {}, lines.append)
     until(lambda: process._process is not None)
     until(lambda: os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19)
     until(lambda: os.sched_getscheduler(process._process.pid) == os.SCHED_IDLE)
@@ -395,12 +444,12 @@ def test_the_process_tells_retries_and_is_replaced(
     assert [name for name, _ in mirror_of(url).store.objects("starts/")] == ["starts/1"]
     # A disk that lacks what was trained on another one takes nothing away.
     save(tmp_path / "old", 1)
-    stale = Mirroring(url, tmp_path / "old", OWNER, 2, lines.append)
+    stale = Mirroring(url, tmp_path / "old", OWNER, 2, {}, lines.append)
     until(lambda: "it has step 4, later than this disk" in lines[-1])
     stale.kill()
     assert fetched(url, tmp_path / "second") == (4, [])
     # Another run has taken the prefix over: this one ends, and says so.
-    other = Mirroring(url, tmp_path, "run/other", 2, lines.append)
+    other = Mirroring(url, tmp_path, "run/other", 2, {}, lines.append)
     assert other.wait(60)
     assert other.mirrored == 0
     assert "belongs to another run" in lines[-1]

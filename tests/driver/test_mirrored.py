@@ -11,7 +11,7 @@ from fault_proxy import Fault, FaultProxy
 from object_servers import s3_server
 
 from launcher.base.object_store import Store
-from launcher.checkpoint import Mirror, steps_in
+from launcher.checkpoint import Mirror, newest, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
@@ -58,20 +58,26 @@ def test_a_mirror_belongs_to_one_run(proxy: FaultProxy, monkeypatch: pytest.Monk
     start(config_of())  # the same run, also after SIGKILL
     shutil.rmtree(home)
     start(config_of())  # … or on another disk, before it has saved
+    shutil.rmtree(home)
+    start(config_of("run.resume=never"))  # there is nothing to resume from
+    save(home, 3)
+    Mirror(Store(URL)).upload(home, 3, 2, lambda done, size: None)
     for words, text in (
         (("run.id=b",), "belongs to run a"),
         (("run.dir=other", "run.resume=never"), "holds a run a already"),
-        (("run.dir=other", "run.resume=must"), "finds nothing to resume from"),
     ):
         with pytest.raises(ConfigError, match=text):
             start(config_of(*words))
         assert not Path("other").exists()
         assert not Path("outputs/b").exists()
+    with pytest.raises(ConfigError, match="finds nothing to resume from"):
+        start(config_of("run.dir=other", "run.mirror=s3://bucket/none", "run.resume=must"))
     with pytest.raises(ConfigError, match="s3://absent/a/owner is not there"):
         look_at_mirror(config_of("run.mirror=s3://absent/a"))
     save(Path("grown/a"), 3)
     with pytest.raises(ConfigError, match="belongs to another run a than grown/a"):
         look_at_mirror(config_of("run.dir=grown"))
+    shutil.rmtree(home / "checkpoints")
     # Out of reach: only a run that has a checkpoint here, and knows its mirror, may begin.
     monkeypatch.setattr("launcher.driver.folder.mirrored._PATIENCE", 0.1)
     proxy.fail(Fault("status", times=9999))
@@ -92,15 +98,28 @@ def test_without_an_intact_copy_nothing_begins_anew(proxy: FaultProxy) -> None:
     home, mirror = start(config_of()), Mirror(Store(URL))
     save(home, 3)
     mirror.upload(home, 3, 2, lambda done, size: None)
-    mirror.store.put(f"copies/1/checkpoints/3/{METADATA}", b"garbage")
+    mirror.store.put(f"copies/1/1/checkpoints/3/{METADATA}", b"garbage")
     shutil.rmtree(home)
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* is intact"):
+    with pytest.raises(ConfigError, match=r"nothing in .* is intact"):
         start(config_of())
     assert not home.exists()
     mirror.store.put("commits/1", b"garbage")
     with pytest.raises(ConfigError, match="damaged"):
         start(config_of())
     assert steps_in(home / "checkpoints") == []
+
+
+def test_where_none_here_is_intact_the_error_says_how_to_fetch_one(proxy: FaultProxy) -> None:
+    home = start(config_of())
+    save(home, 3)
+    Mirror(Store(URL)).upload(home, 3, 2, lambda done, size: None)
+    (home / "checkpoints/3" / METADATA).write_bytes(b"garbage")
+    with pytest.raises(ConfigError) as raised:
+        start(config_of())
+    assert raised.value.remedy.endswith(f"to fetch one from {URL}, remove them all.")
+    shutil.rmtree(home / "checkpoints/3")
+    bring_back(config_of(), make_console())
+    assert newest(home / "checkpoints").step == 3
 
 
 def test_a_run_that_waits_for_its_mirror_says_so() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from disturbed import SLOW, WORDS, stored
 from launched import Launcher, command_of, lines, losses, summary, train
+from object_servers import s3_server
 
 from launcher.checkpoint import steps_in
 
@@ -95,6 +97,31 @@ def test_a_run_that_spikes_comes_to_the_bytes_of_one_without_these_batches(
     assert code == 0, out + err
     assert "step 32: passing over batches 29, 30, 31, from step 30 on" in out
     assert disturb is kill_the_launcher or summary(run)["restarts"] >= 1
+    assert losses(run) == losses(without)
+    jax.tree.map(np.testing.assert_array_equal, stored(run), stored(without))
+
+
+@pytest.mark.slow
+def test_on_an_empty_disk_the_mirror_has_a_checkpoint_of_before_the_spike(
+    without: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start there fetches the newest, of step 30, which may have led to the spike."""
+    words = words_of(tmp_path, "spiked", f"__import__('time').sleep(5 * (k == 31)); {SPIKED}")
+    words = *words, "train.snapshot=off", "run.mirror=s3://bucket/a"
+    run, shown = tmp_path / "outputs" / "one", tmp_path / "shown"
+    with s3_server() as server, shown.open("w") as out:
+        for name, value in {**server.environ(server.url), "NO_PROXY": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        launcher = Launcher(tmp_path, *words, stdout=out.fileno())
+        launcher.wait_for(lambda: "passing over" in shown.read_text())
+        launcher.process.send_signal(signal.SIGKILL)
+        launcher.end()
+        assert max(steps_in(run / "checkpoints")) == 25
+        shutil.rmtree(run)
+        code, said, err = Launcher(tmp_path, *words).end()
+    assert code == 0, err
+    assert "resuming run one at step 30" in said
+    assert "step 32: passing over batches 29, 30, 31, from step 30 on" in said
     assert losses(run) == losses(without)
     jax.tree.map(np.testing.assert_array_equal, stored(run), stored(without))
 

@@ -17,7 +17,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -335,10 +335,11 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
         check_same_run(path, choice.step, choice.run, config)
     elif choice.damaged:
         step, problem = choice.damaged[0]
+        begins = f"fetch one from {url}" if (url := config.run.mirror) else "start afresh"
         raise ConfigError(
             f"run.id={path.name} cannot be resumed: no checkpoint in {checkpoints} is intact "
             f"(in {step}, {problem})",
-            "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
+            f"Put back a copy of one, or choose another run.id; to {begins}, remove them all.",
         )
     elif config.run.resume == "must" and config.run.mirror is None:  # else see `mirrored`
         raise ConfigError(
@@ -423,12 +424,19 @@ class LostFolderError(OSError):
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write `config.yaml`, resolved except for environment variables, and `plan.json`."""
-    tree = to_written(replace(config, run=replace(config.run, id=home.id, fork=home.forked_from)))
-    tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
     # Atomic, because another task of a Slurm job may be reading them.
-    text = yaml.safe_dump(tree, sort_keys=False)
+    text = settings_text(home, config, to_written)
     write_whole(home.path / "config.yaml", text, config.cluster.holds_secrets)
     write_plan_alone(home, plan)
+
+
+def settings_text(
+    home: RunFolder, config: Config, write: Callable[[Config], dict[str, Any]] = redacted
+) -> str:
+    """Return a run's settings as YAML, as they are written to its folder but for secrets."""
+    tree = write(replace(config, run=replace(config.run, id=home.id, fork=home.forked_from)))
+    tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def write_plan_alone(home: RunFolder, plan: Plan) -> None:

@@ -15,7 +15,7 @@ from launcher.base import Advance, complain, read_own, stores, to_type, write_wh
 from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.folder.folder import RunFolder, claim, delete_on_error
+from launcher.driver.folder.folder import RunFolder, claim, delete_on_error, settings_text
 from launcher.report import console as terminal
 from launcher.stop import Stop
 
@@ -44,6 +44,11 @@ def look_at_mirror(config: Config) -> tuple[Mirror, str, Sequence[MirrorCopy]] |
         if owner := mirror.owner():
             _check_owner(config, owner, known, here)
             copies = mirror.copies()
+            if copies and run.resume == "never" and known is None:
+                raise ConfigError(
+                    f"run.mirror={url} holds a run {run.id} already, and run.resume=never",
+                    "Choose another prefix, or use run.resume=auto to resume that run.",
+                )
             if copies and copies[0].step > here:
                 return mirror, owner, copies
     except stores.UnavailableError as error:
@@ -69,11 +74,6 @@ def _check_owner(config: Config, owner: str, known: str | None, here: int) -> No
             f"run.mirror={url} belongs to run {owner_id}",
             f"Choose another prefix for run {run.id}, or resume that run with "
             f"{to_type(('run.id', owner_id))}.",
-        )
-    if run.resume == "never" and known is None:
-        raise ConfigError(
-            f"run.mirror={url} holds a run {run.id} already, and run.resume=never",
-            "Choose another prefix, or use run.resume=auto to resume that run.",
         )
     if known not in (None, owner) or (known is None and here):
         raise ConfigError(
@@ -105,25 +105,52 @@ def bring_back(config: Config, console: Console) -> None:
         _note(home.path, owner)
         for line in home.damaged:
             _log.warning(line)
-        here = home.finished_steps
-        for copy in copies:
-            if copy.step <= here:
-                return
-            doing = f"fetching step {copy.step} from {mirror.store.url}"
-            try:
-                with terminal.status(console, doing) as advance:
-                    problem = mirror.fetch(copy, home.path, _in_mib(advance))
-            except stores.StoreError as error:
-                raise OSError(f"run.mirror: {error}") from None
-            if problem is None:
-                return
-            _log.warning(f"checkpoint {copy.step} of {mirror.store.url} is damaged: {problem}")
-        if not here:
+        later = [copy for copy in copies if copy.step > home.finished_steps]
+        try:
+            is_there = _fetch(mirror, later, home.path, console)
+        except stores.StoreError as error:
+            raise OSError(f"run.mirror: {error}") from None
+        if not is_there and not home.finished_steps:
             raise ConfigError(
-                f"run.id={home.id} cannot be resumed: no checkpoint in {mirror.store.url} is "
-                f"intact (in {copy.step}, {problem})",
+                f"run.id={home.id} cannot be resumed: nothing in {mirror.store.url} is intact",
                 "Choose another prefix and run.id to start afresh.",
             )
+
+
+def fetch_older(config: Config, home: RunFolder, step: int, console: Console) -> str:
+    """Write the mirror's newest checkpoint of a step up to `step` to a disk that has none.
+
+    Returns:
+        That there is none, and why; empty if there is one.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    problem = f"there is no checkpoint of a step up to {step}"
+    if min(steps_in(home.checkpoints), default=step + 1) <= step:
+        return ""
+    if config.run.mirror is None:
+        return problem
+    try:
+        mirror = Mirror(stores.Store(config.run.mirror))
+        older = [copy for copy in mirror.copies() if copy.step <= step]
+        return "" if _fetch(mirror, older, home.path, console, alone=True) else problem
+    except stores.StoreError as error:
+        return f"{problem} (run.mirror: {error})"
+
+
+def _fetch(
+    mirror: Mirror, copies: Sequence[MirrorCopy], home: Path, console: Console, alone: bool = False
+) -> bool:
+    """Fetch the first of the copies that is intact; return whether one is."""
+    for copy in copies:
+        doing = f"fetching step {copy.step} from {mirror.store.url}"
+        with terminal.status(console, doing) as advance:
+            problem = mirror.fetch(copy, home, _in_mib(advance), alone)
+        if problem is None:
+            return True
+        _log.warning(f"checkpoint {copy.step} of {mirror.store.url} is damaged: {problem}")
+    return False
 
 
 def _in_mib(advance: Advance) -> Callable[[int, int], None]:
@@ -169,7 +196,8 @@ def mirroring(config: Config, home: RunFolder, console: Console, stop: Stop) -> 
     if url is None or owner is None or config.task == "preflight":
         yield
         return
-    process = Mirroring(url, home.path, owner, keep, _log.warning)
+    texts = {"config.yaml": settings_text(home, config)}
+    process = Mirroring(url, home.path, owner, keep, texts, _log.warning)
     try:
         yield
         _wait(process, url, console, stop)
