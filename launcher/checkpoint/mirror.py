@@ -39,6 +39,8 @@ _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
 _KEPT = (_SETTINGS, "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{layout.BEST}")
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
+_LATER = "a later start of this run, on another disk, mirrors it now"
+_EARLIER = "an earlier start of this run was mirroring until now"
 _each = functools.partial(layout.in_threads, threads=4, wait=True)
 
 _log = logging.getLogger(__name__)
@@ -139,7 +141,8 @@ class Mirror:
             OSError: the checkpoint is gone, or cannot be read.
             SupersededError: a later start of the run has mirrored.
         """
-        self._check_start()
+        if self._is_superseded():
+            raise SupersededError(_LATER)
         newest, last = self._newest()
         number, start, root = newest + 1, self.begin(), home / _CHECKPOINTS / str(step)
         place = _root(number, start)
@@ -164,9 +167,10 @@ class Mirror:
         dropped = _superfluous([copy, *last.copies], root.parent, keep)
         kept = tuple(one for one in (copy, *last.copies) if one.number not in dropped)
         commit = _Commit(kept, dropped)
-        self._check_start()
-        if not self.store.put_if_absent(f"commits/{number}", _sealed(asdict(commit))):
-            raise stores.StoreError("an earlier start of this run was mirroring until now")
+        superseded, sealed = self._is_superseded(), _sealed(asdict(commit))
+        if superseded or not self.store.put_if_absent(f"commits/{number}", sealed):
+            self._clear(place)
+            raise SupersededError(_LATER) if superseded else stores.StoreError(_EARLIER)
         self._clean(commit)
 
     def fetch(
@@ -174,8 +178,8 @@ class Mirror:
     ) -> str | None:
         """Write a checkpoint and the run's files to the disk; return what is wrong with it, if so.
 
-        Nothing is left on the disk of a checkpoint that is not whole. Settings that are there are
-        those of this start, and stay; if it is fetched `alone`, all of the run's files do.
+        Nothing is left on the disk of a checkpoint that is not whole. Settings that are there stay,
+        as those of a start on this disk; if it is fetched `alone`, all of the run's files do.
 
         Raises:
             OSError: the disk is full or broken.
@@ -228,10 +232,9 @@ class Mirror:
         _each(lambda name: download(f"{root}/{name}", partial / name, got), names)
         return {name: get(name, checksum) for name, checksum in copy.files.items()}
 
-    def _check_start(self) -> None:
-        """Raise SupersededError if this start is not the newest."""
-        if self._exists(f"starts/{self.begin() + 1}"):
-            raise SupersededError("a later start of this run, on another disk, mirrors it now")
+    def _is_superseded(self) -> bool:
+        """Return whether this start is not the newest."""
+        return self._exists(f"starts/{self.begin() + 1}")
 
     def _clean(self, commit: _Commit) -> None:
         """Delete what no longer counts since a commit: what it dropped, and others' uploads."""
@@ -288,12 +291,12 @@ def _root(number: int, start: int) -> str:
 def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
     """Return the steps to upload, oldest first: of those after the last copy, which are to stay.
 
-    The newest counts among these.
+    The newest counts among these, also if there are copies of later ones: the run has gone back.
 
     Raises:
         OSError: a checkpoint is gone, or cannot be read.
     """
-    there = {(copy.step, copy.manifest) for copy in copies}
+    there = [(copy.step, copy.manifest) for copy in copies]
     folder = home / _CHECKPOINTS
     steps = layout.steps_in(folder)
     wanted = [step for step in steps if step == steps[-1] or layout.stays(folder, step)]
@@ -301,7 +304,8 @@ def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
     # No run resumes from one without.
     sums = {step: _digest(path.read_bytes()) for step, path in paths.items() if path.exists()}
     done = [number for number, one in enumerate(sums.items(), start=1) if one in there]
-    return list(sums)[max(done, default=0) :]
+    behind = bool(sums) and [*sums.items()][-1] in there[1:]
+    return list(sums)[max(done, default=0) - behind :]
 
 
 def _superfluous(copies: list[MirrorCopy], folder: Path, keep: int) -> tuple[int, ...]:

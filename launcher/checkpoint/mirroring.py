@@ -118,8 +118,8 @@ class Mirroring:
         with (
             open(self._log, "a") as log,
             subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, json.dumps(self._about)],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-c", _PROGRAM],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -128,7 +128,10 @@ class Mirroring:
             ) as self._process,
         ):
             _give_way(self._process.pid)
+            assert self._process.stdin is not None
             assert self._process.stdout is not None
+            with self._process.stdin as pipe:  # all users of a machine see arguments
+                json.dump(self._about, pipe)
             for line in self._process.stdout:
                 result = json.loads(line)
                 self.progress = result.get("progress", self.progress)
@@ -165,7 +168,7 @@ def upload_all() -> None:
     end_with_parent()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    about = json.loads(sys.argv[1])
+    about = json.load(sys.stdin)
     home = Path(about["home"])
     try:
         mirror = Mirror(stores.Store(about["url"]), about.get("start"), about["texts"])

@@ -140,6 +140,10 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
     # After a roll-back, what it has gone back on is no part of the run any more.
     for step in (12, 22, 24):
         shutil.rmtree(tmp_path / f"checkpoints/{step}")
+    assert unmirrored(tmp_path, mirror.copies()) == [20]
+    mirror.upload(tmp_path, 20, 1, quiet)
+    assert [copy.step for copy in mirror.copies()] == [20, 10]
+    assert unmirrored(tmp_path, mirror.copies()) == []
     save(tmp_path, 21, every_steps=10)
     mirror.upload(tmp_path, 21, 1, quiet)
     assert [copy.step for copy in mirror.copies()] == [21, 20, 10]
@@ -232,6 +236,7 @@ def test_two_starts_that_copy_at_once_do_not_mix(url: str, tmp_path: Path) -> No
         with pytest.raises(SupersededError):
             first.upload(homes[0], 1, 1, quiet)
         assert (first.start, second.start) == (1, 2)
+        assert_no_rest(place)
         assert fetched(place, empty) == (1, [])
         assert content_of(empty / "checkpoints/1") == content_of(homes[1] / "checkpoints/1")
         save(homes[1], 2)
@@ -336,9 +341,12 @@ def test_many_faults(url: str, proxy: FaultProxy, tmp_path: Path, seed: int) -> 
 def start(url: str, home: Path) -> subprocess.Popen:
     """Start the process that mirrors, as a run does."""
     about = {"url": url, "home": str(home), "owner": OWNER, "keep": 2, "texts": {}}
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(about)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    command, pipe = [sys.executable, "-c", _PROGRAM], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    with process.stdin:
+        json.dump(about, process.stdin)
+    process.stdin = None
+    return process
 
 
 @pytest.mark.slow
@@ -412,7 +420,8 @@ def test_the_process_tells_retries_and_is_replaced(
     save(tmp_path, 1)
     monkeypatch.setattr("launcher.checkpoint.mirroring._LOOK_SECONDS", 0.05)
     proxy.fail(Fault("delay", "PUT|POST", seconds=0.5))
-    process = Mirroring(url, tmp_path, OWNER, 2, {}, lines.append)
+    texts = {"config.yaml": "#" * 2**18}  # more than an argument may have
+    process = Mirroring(url, tmp_path, OWNER, 2, texts, lines.append)
     until(lambda: process._process is not None)
     until(lambda: os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19)
     until(lambda: os.sched_getscheduler(process._process.pid) == os.SCHED_IDLE)

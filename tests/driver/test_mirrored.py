@@ -16,8 +16,8 @@ from launcher.checkpoint.layout import METADATA, checksums, files_below, write_c
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.folder.folder import claim
-from launcher.driver.folder.mirrored import _wait, bring_back, look_at_mirror, own
+from launcher.driver.folder.folder import RunFolder, claim
+from launcher.driver.folder.mirrored import _wait, bring_back, fetch_older, look_at_mirror, own
 from launcher.report.console import make_console
 from launcher.stop import Stop
 
@@ -116,10 +116,37 @@ def test_where_none_here_is_intact_the_error_says_how_to_fetch_one(proxy: FaultP
     (home / "checkpoints/3" / METADATA).write_bytes(b"garbage")
     with pytest.raises(ConfigError) as raised:
         start(config_of())
-    assert raised.value.remedy.endswith(f"to fetch one from {URL}, remove them all.")
+    assert raised.value.remedy.endswith(f"of {URL}, if it has any, remove them all.")
     shutil.rmtree(home / "checkpoints/3")
     bring_back(config_of(), make_console())
     assert newest(home / "checkpoints").step == 3
+
+
+def test_an_older_checkpoint_comes_from_the_own_mirror_if_none_here_is_intact(
+    proxy: FaultProxy,
+) -> None:
+    config, mirror = config_of(), Mirror(Store(URL))
+    home = RunFolder(start(config))
+
+    def fetch(step: int) -> str:
+        return fetch_older(config, home, step, make_console())
+
+    for step in (2, 4, 6):
+        save(home.path, step)
+        mirror.upload(home.path, step, 3, lambda done, size: None)
+    whole = (home.checkpoints / "2" / METADATA).read_bytes()
+    (home.checkpoints / "2" / METADATA).write_bytes(b"garbage")
+    shutil.rmtree(home.checkpoints / "4")
+    (home.path / "metrics.jsonl").write_text("of this start")
+    assert fetch(6) == ""
+    assert steps_in(home.checkpoints) == [2, 6]
+    assert "no checkpoint of a step up to 1" in fetch(1)
+    assert fetch(3) == ""
+    assert (home.checkpoints / "2" / METADATA).read_bytes() == whole
+    assert (home.path / "metrics.jsonl").read_text() == "of this start"
+    shutil.rmtree(home.checkpoints / "2")
+    mirror.store.put("owner", b"b/1234")
+    assert "no checkpoint of a step up to 5" in fetch(5)
 
 
 def test_a_run_that_waits_for_its_mirror_says_so() -> None:

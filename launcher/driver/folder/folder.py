@@ -335,7 +335,8 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
         check_same_run(path, choice.step, choice.run, config)
     elif choice.damaged:
         step, problem = choice.damaged[0]
-        begins = f"fetch one from {url}" if (url := config.run.mirror) else "start afresh"
+        url = config.run.mirror
+        begins = f"fetch the newest of {url}, if it has any" if url else "start afresh"
         raise ConfigError(
             f"run.id={path.name} cannot be resumed: no checkpoint in {checkpoints} is intact "
             f"(in {step}, {problem})",

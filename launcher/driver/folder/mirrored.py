@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.base import Advance, complain, read_own, stores, to_type, write_whole
-from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, newest, steps_in
+from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, damage, newest, steps_in
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error, settings_text
@@ -118,24 +118,23 @@ def bring_back(config: Config, console: Console) -> None:
 
 
 def fetch_older(config: Config, home: RunFolder, step: int, console: Console) -> str:
-    """Write the mirror's newest checkpoint of a step up to `step` to a disk that has none.
+    """Write the mirror's newest checkpoint of a step up to `step` to a disk that has none intact.
 
     Returns:
         That there is none, and why; empty if there is one.
-
-    Raises:
-        OSError: the disk is full or broken.
     """
-    problem = f"there is no checkpoint of a step up to {step}"
-    if min(steps_in(home.checkpoints), default=step + 1) <= step:
+    here = [home.checkpoints / str(each) for each in steps_in(home.checkpoints) if each <= step]
+    if any(damage(path) is None for path in reversed(here)):
         return ""
+    problem = f"there is no checkpoint of a step up to {step}"
     if config.run.mirror is None:
         return problem
     try:
         mirror = Mirror(stores.Store(config.run.mirror))
-        older = [copy for copy in mirror.copies() if copy.step <= step]
+        is_own = mirror.owner() == read_own(home.path / _IDENTITY, str)
+        older = [copy for copy in mirror.copies() if is_own and copy.step <= step]
         return "" if _fetch(mirror, older, home.path, console, alone=True) else problem
-    except stores.StoreError as error:
+    except (stores.StoreError, OSError) as error:
         return f"{problem} (run.mirror: {error})"
 
 

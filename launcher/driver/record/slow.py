@@ -18,15 +18,17 @@ from launcher.report.text import percent_text, seconds_text
 
 STAGE, LINK, DISPATCH, DATA, GARBAGE = "stage", "link", "dispatch", "data", "garbage"
 EVERY = 5  # steps from one sample to the next
-_NEWEST = 3  # samples that all have to be slow
+# How many of the newest samples are looked at, and by how many standard deviations all of them but
+# a quarter at both ends are slower: few that are much slower, or more that are a little.
+_LOOKS = (3, 3.0), (9, 1.0)
 _FEWEST, _MOST = 6, 40  # samples before them
-_SIGMAS = 3.0
 _SPREAD = 0.005  # of the median: no spread is taken to be less
 _NORMAL = 1.4826  # of a median absolute deviation, to a standard deviation
 _SHARE = 0.02  # of the step, which a slowdown has to cost
 _SEEN = 0.3  # of it that the step has to show
 _EXPLAINS = 0.5  # of a slowdown, which its cause has to
 _ALIKE = 0.5  # of the median: none of the newest samples is below, and none above its inverse
+_CALM = 3  # samples in which nothing is slow, after which nothing is
 _LOADED = 1.2  # times as long as all stages take at most, for one to be blamed
 _STEADY = 0.2  # of the median: the spread of a wait that is the same at each step
 _OF_DATA = 0.04  # of the step, for which devices wait for their batch
@@ -114,15 +116,17 @@ class Monitor:
     def add(self, sample: StepSample) -> Slow | None:
         """Take the next sample; return what slows the run."""
         self._newest.append(sample)
-        if len(self._newest) > _NEWEST:
+        if len(self._newest) > max(count for count, _ in _LOOKS):
             earlier = self._newest.popleft()
             if self.found is None:
                 self._before.append(earlier)
-        found = slowest(self._before, self._newest, self._hosts)
+        newest = [*self._newest]
+        looks = (slowest(self._before, newest[-n:], sigmas, self._hosts) for n, sigmas in _LOOKS)
+        found = next(filter(None, looks), None)
         self._calm = 0 if found else self._calm + 1
         if found and self.found and found.cause == self.found.cause:
             found = replace(found, since=self.found.since)
-        if found or self._calm >= _NEWEST:  # one that is hardly seen comes and goes
+        if found or self._calm >= _CALM:  # one that is hardly seen comes and goes
             self.found = found
         return self.found
 
@@ -130,6 +134,7 @@ class Monitor:
 def slowest(
     before: Sequence[StepSample],
     newest: Sequence[StepSample],
+    sigmas: float,
     hosts: Sequence[tuple[int, ...]] = (),
 ) -> Slow | None:
     """Return what slows the newest samples most, against those before; None if nothing does.
@@ -137,14 +142,15 @@ def slowest(
     Args:
         before: samples of the normal run.
         newest: the newest samples.
+        sigmas: by how many standard deviations these are to be slower.
         hosts: the hosts of each stage.
     """
-    if len(newest) < _NEWEST or len(before) < _FEWEST:
+    if len(before) < _FEWEST:
         return None
     step = statistics.median(sample.step_seconds for sample in newest)
     base, spread = _normal([sample.step_seconds for sample in before])
-    rise, unsteady = step - base, _SIGMAS * spread
-    rises, sure = _rises(before, newest)
+    rise, unsteady = step - base, sigmas * spread
+    rises, sure = _rises(before, newest, sigmas)
     costs = {
         spot: min(rises[spot], rise)
         for spot in sure
@@ -193,28 +199,29 @@ def _normal(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _rises(
-    before: Sequence[StepSample], newest: Sequence[StepSample]
+    before: Sequence[StepSample], newest: Sequence[StepSample], sigmas: float
 ) -> tuple[dict[Spot, float], set[Spot]]:
     """Return by how many seconds the spots take longer, and those that surely do.
 
     A load that slows all stages counts for none; under a heavy one nothing is sure.
     """
     old, new = _columns(before), _columns(newest)
-    known = [spot for spot in new if len(new[spot]) == _NEWEST and len(old[spot]) >= _FEWEST]
+    known = [spot for spot in new if len(new[spot]) == len(newest) and len(old[spot]) >= _FEWEST]
     base = {spot: _normal(old[spot]) for spot in known}
     stages = [spot for spot in known if spot.kind == STAGE and base[spot][0] > 0]
     # As the lower one of two: which of them is at fault is known by the other alone.
     loads = [
         max(1.0, statistics.median_low([new[spot][k] / base[spot][0] for spot in stages] or [1]))
-        for k in range(_NEWEST)
+        for k in range(len(newest))
     ]
     found, sure = {}, set()
     for spot in known:
         middle, spread = base[spot]
         more = [value - middle * load for value, load in zip(new[spot], loads, strict=True)]
         found[spot] = statistics.median(more)
-        least = max(_SIGMAS * spread, _ALIKE * found[spot])
-        steady = min(more) > least and _ALIKE * max(more) < found[spot]
+        least = max(sigmas * spread, _ALIKE * found[spot])
+        most = sorted(more)[len(more) // 4 : len(more) - len(more) // 4]
+        steady = most[0] > least and _ALIKE * most[-1] < found[spot]
         if steady and max(loads) <= _LOADED:
             sure.add(spot)
     return found, sure

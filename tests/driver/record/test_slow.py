@@ -69,6 +69,15 @@ def test_the_cause_is_named_within_twenty_steps_with_its_cost(slow, cause, cost)
     assert first.since > 19 * EVERY
 
 
+@pytest.mark.parametrize(("slow", "cause"), CAUSES)
+def test_what_is_lost_in_the_noise_of_single_samples_is_named_by_more_of_them(slow, cause):
+    told = found(slow, 0.06, 30, 45, noise=0.025)
+    assert not any(one for step, one in told if step <= 30 * EVERY)
+    step, first = next((step, one) for step, one in told if one)
+    assert 30 * EVERY + 20 < step <= 30 * EVERY + 50
+    assert first.cause == cause
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("noise", [0.01, 0.05])
@@ -94,7 +103,7 @@ def test_nor_under_a_second_load_on_the_machine(seed, even):
 
 def test_data_that_are_late_from_the_start_are_named():
     told = found([OTHERS[2]], 0.1, 0, 20)
-    assert [one.cause for _, one in told if one] == ["the data of worker 0"] * 12
+    assert [one.cause for _, one in told if one] == ["the data of worker 0"] * 6
 
 
 def test_a_stage_that_is_slower_but_holds_nothing_up_is_not_named():

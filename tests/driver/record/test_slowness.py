@@ -91,7 +91,7 @@ def test_what_slows_the_run_is_logged_once_shown_and_summed_up():
     assert said == [
         "the data of worker 0 has slowed the run since step 105 by 250 ms a step; "
         "without that: 25.0% faster",
-        "the data of worker 0 no longer slows the run, by step 215",
+        "the data of worker 0 no longer slows the run, by step 225",
     ]
     assert fields == {"slow": None}
     assert slowness.worst == said[0]
