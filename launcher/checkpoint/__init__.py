@@ -33,6 +33,7 @@ from launcher.checkpoint.layout import steps_in as steps_in
 from launcher.checkpoint.layout import write_best as write_best
 from launcher.checkpoint.mirror import Mirror as Mirror
 from launcher.checkpoint.mirror import MirrorCopy as MirrorCopy
+from launcher.checkpoint.mirror import note_roll_back as note_roll_back
 from launcher.checkpoint.mirroring import Mirroring as Mirroring
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.base import DamagedError, parse_json, stores, sync_folder, write_whole
+from launcher.base import DamagedError, parse_json, read_own, stores, sync_folder, write_whole
 from launcher.base.reading import read
 from launcher.checkpoint import layout
 
@@ -38,6 +38,7 @@ _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
 _KEPT = (_SETTINGS, "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{layout.BEST}")
+_ROLLED_BACK = f"{_CHECKPOINTS}/rolled_back.json"  # until the mirror follows
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
 _LATER = "a later start of this run, on another disk, mirrors it now"
 _EARLIER = "an earlier start of this run was mirroring until now"
@@ -143,6 +144,7 @@ class Mirror:
         """
         if self._is_superseded():
             raise SupersededError(_LATER)
+        back = _rolled_back(home)
         newest, last = self._newest()
         number, start, root = newest + 1, self.begin(), home / _CHECKPOINTS / str(step)
         place = _root(number, start)
@@ -164,13 +166,15 @@ class Mirror:
             self.store.put(f"{place}/{name}", data)
         sums = {name: _digest(data) for name, data in own.items()}
         copy = MirrorCopy(number, start, step, _digest(manifest), size, lasting, sums)
-        dropped = _superfluous([copy, *last.copies], root.parent, keep)
+        dropped = _superfluous([copy, *last.copies], root.parent, keep, back)
         kept = tuple(one for one in (copy, *last.copies) if one.number not in dropped)
         commit = _Commit(kept, dropped)
         superseded, sealed = self._is_superseded(), _sealed(asdict(commit))
         if superseded or not self.store.put_if_absent(f"commits/{number}", sealed):
             self._clear(place)
             raise SupersededError(_LATER) if superseded else stores.StoreError(_EARLIER)
+        if back == _rolled_back(home):
+            (home / _ROLLED_BACK).unlink(missing_ok=True)
         self._clean(commit)
 
     def fetch(
@@ -291,7 +295,7 @@ def _root(number: int, start: int) -> str:
 def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
     """Return the steps to upload, oldest first: of those after the last copy, which are to stay.
 
-    The newest counts among these, also if there are copies of later ones: the run has gone back.
+    The newest counts among these, after a roll-back also if there are copies of later ones.
 
     Raises:
         OSError: a checkpoint is gone, or cannot be read.
@@ -304,18 +308,38 @@ def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
     # No run resumes from one without.
     sums = {step: _digest(path.read_bytes()) for step, path in paths.items() if path.exists()}
     done = [number for number, one in enumerate(sums.items(), start=1) if one in there]
-    behind = bool(sums) and [*sums.items()][-1] in there[1:]
+    behind = _rolled_back(home) is not None and bool(sums) and [*sums.items()][-1] in there[1:]
     return list(sums)[max(done, default=0) - behind :]
 
 
-def _superfluous(copies: list[MirrorCopy], folder: Path, keep: int) -> tuple[int, ...]:
+def note_roll_back(home: Path, step: int) -> None:
+    """Have the next upload drop all copies of later steps but those of checkpoints on the disk."""
+    before = _rolled_back(home)
+    step = step if before is None else min(step, before)
+    write_whole(home / _ROLLED_BACK, json.dumps(step) + "\n")
+
+
+def _rolled_back(home: Path) -> int | None:
+    return read_own(home / _ROLLED_BACK, int)
+
+
+def _superfluous(
+    copies: list[MirrorCopy], folder: Path, keep: int, back: int | None
+) -> tuple[int, ...]:
     """Return the numbers of the copies to delete, given all of them, newest first.
 
     Those of later steps are of a past that the run has gone back on.
     """
     newest, *others = copies
     here = set(layout.steps_in(folder))
-    later = [copy for copy in others if copy.step >= newest.step]
+
+    def is_past(copy: MirrorCopy) -> bool:
+        if copy.step >= newest.step or back is None or copy.step <= back:
+            return copy.step >= newest.step
+        sums = folder / str(copy.step) / layout.CHECKSUMS
+        return not sums.exists() or _digest(sums.read_bytes()) != copy.manifest
+
+    later = [copy for copy in others if is_past(copy)]
     stay = [layout.stays(folder, one.step) if one.step in here else one.stays for one in copies]
     left = [one for one, kept in zip(copies, stay, strict=True) if not kept and one not in later]
     return tuple(copy.number for copy in later + left[keep:])

@@ -2,8 +2,8 @@
 
 A thread of the driver looks at the folder of checkpoints each second and starts a process after a
 save: a step waits for neither, and no worker knows of them. The process ends when all is mirrored,
-or with what prevents it, so that each save tries anew, with the credentials of then. It writes a
-line of JSON for its progress, and one for its result.
+or with what prevents it, so that each save tries anew, with the credentials of then. It reads what
+it is to do from its input, and writes a line of JSON for its progress, and one for its result.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Mirroring:
             _give_way(self._process.pid)
             assert self._process.stdin is not None
             assert self._process.stdout is not None
-            with self._process.stdin as pipe:  # all users of a machine see arguments
+            with suppress(BrokenPipeError), self._process.stdin as pipe:  # seen by nobody else
                 json.dump(self._about, pipe)
             for line in self._process.stdout:
                 result = json.loads(line)

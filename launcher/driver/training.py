@@ -37,7 +37,7 @@ from launcher.driver.failures import (
 )
 from launcher.driver.folder import folder
 from launcher.driver.folder.folder import RunFolder, current_folder, write_plan, write_plan_alone
-from launcher.driver.folder.mirrored import fetch_older, mirroring
+from launcher.driver.folder.mirrored import fetch_older, go_back, mirroring
 from launcher.driver.loop import Saving, SnapshotCadence, resuming, train
 from launcher.driver.planning.fewer_hosts import loss_of_a_host, on_what_is_left
 from launcher.driver.planning.prepare import Prepared, knows_trials, of_run
@@ -522,10 +522,10 @@ class _Job:
         Raises:
             FailedError: there is no state before them, or others have not helped.
         """
-        before, checkpoints = failure.step - LAG, self._home.checkpoints
+        before = failure.step - LAG
         batches = [self._next_batch(step) for step in range(before, failure.step)]
         ending = self._left_out.ending(failure.step)
-        later = before > 0 and checkpoint.steps_in(checkpoints)
+        later = before > 0 and checkpoint.steps_in(self._home.checkpoints)
         if not ending and (later or self._home.forked_from):  # else it begins at step 0
             with self._interruptible():
                 ending = fetch_older(self._config, self._home, before, self._console)
@@ -533,7 +533,7 @@ class _Job:
             raise FailedError(f"{failure.report}\nThe run is not restarted: {ending}.")
         self._left_out = self._left_out.after(failure.step, batches)
         self._anchor, self._sound = (before, batches[0]), before
-        checkpoint.drop_after(checkpoints, before)
+        go_back(self._config, self._home, before)
         some = ", ".join(map(str, batches))
         _log.warning(f"step {failure.step}: passing over batches {some}, from step {before + 1} on")
 

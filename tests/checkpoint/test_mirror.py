@@ -19,7 +19,7 @@ from launcher.base import object_store
 from launcher.base.object_store import Store, StoreError, UnavailableError
 from launcher.checkpoint import damage, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
-from launcher.checkpoint.mirror import Mirror, SupersededError, unmirrored
+from launcher.checkpoint.mirror import Mirror, SupersededError, note_roll_back, unmirrored
 from launcher.checkpoint.mirroring import _PROGRAM, Mirroring
 
 OWNER = "run/1234"
@@ -140,10 +140,25 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
     # After a roll-back, what it has gone back on is no part of the run any more.
     for step in (12, 22, 24):
         shutil.rmtree(tmp_path / f"checkpoints/{step}")
+    assert unmirrored(tmp_path, mirror.copies()) == []  # they may be lost or damaged here alone
+    for back in (20, 21):
+        note_roll_back(tmp_path, back)
     assert unmirrored(tmp_path, mirror.copies()) == [20]
     mirror.upload(tmp_path, 20, 1, quiet)
     assert [copy.step for copy in mirror.copies()] == [20, 10]
     assert unmirrored(tmp_path, mirror.copies()) == []
+    for step in (21, 23):
+        save(tmp_path, step)
+        mirror.upload(tmp_path, step, 2, quiet)
+    shutil.rmtree(tmp_path / "checkpoints/23")
+    save(tmp_path, 21)
+    save(tmp_path, 25)
+    note_roll_back(tmp_path, 20)  # … and the store was away until now
+    mirror.upload(tmp_path, 25, 2, quiet)
+    assert [copy.step for copy in mirror.copies()] == [25, 20, 10]
+    shutil.rmtree(tmp_path / "checkpoints/25")
+    shutil.rmtree(tmp_path / "checkpoints/21")
+    note_roll_back(tmp_path, 20)
     save(tmp_path, 21, every_steps=10)
     mirror.upload(tmp_path, 21, 1, quiet)
     assert [copy.step for copy in mirror.copies()] == [21, 20, 10]

@@ -11,8 +11,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launcher import checkpoint
 from launcher.base import Advance, complain, read_own, stores, to_type, write_whole
-from launcher.checkpoint import Mirror, MirrorCopy, Mirroring, damage, newest, steps_in
+from launcher.checkpoint import (
+    Mirror,
+    MirrorCopy,
+    Mirroring,
+    damage,
+    newest,
+    note_roll_back,
+    steps_in,
+)
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim, delete_on_error, settings_text
@@ -123,19 +132,26 @@ def fetch_older(config: Config, home: RunFolder, step: int, console: Console) ->
     Returns:
         That there is none, and why; empty if there is one.
     """
-    here = [home.checkpoints / str(each) for each in steps_in(home.checkpoints) if each <= step]
-    if any(damage(path) is None for path in reversed(here)):
-        return ""
-    problem = f"there is no checkpoint of a step up to {step}"
-    if config.run.mirror is None:
-        return problem
+    url, problem = config.run.mirror, f"there is no checkpoint of a step up to {step}"
     try:
-        mirror = Mirror(stores.Store(config.run.mirror))
+        here = [home.checkpoints / str(each) for each in steps_in(home.checkpoints) if each <= step]
+        if url is None:
+            return "" if here else problem
+        if any(damage(path) is None for path in reversed(here)):
+            return ""
+        mirror = Mirror(stores.Store(url))
         is_own = mirror.owner() == read_own(home.path / _IDENTITY, str)
         older = [copy for copy in mirror.copies() if is_own and copy.step <= step]
         return "" if _fetch(mirror, older, home.path, console, alone=True) else problem
     except (stores.StoreError, OSError) as error:
         return f"{problem} (run.mirror: {error})"
+
+
+def go_back(config: Config, home: RunFolder, step: int) -> None:
+    """Delete the checkpoints of later steps, and have the mirror do so, too."""
+    if config.run.mirror is not None:
+        note_roll_back(home.path, step)
+    checkpoint.drop_after(home.checkpoints, step)  # imports JAX
 
 
 def _fetch(

@@ -11,27 +11,42 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from launcher.plan.breakdown import StepSeconds
 from launcher.report.text import percent_text, seconds_text
 
+T = TypeVar("T")
 STAGE, LINK, DISPATCH, DATA, GARBAGE = "stage", "link", "dispatch", "data", "garbage"
 EVERY = 5  # steps from one sample to the next
-# How many of the newest samples are looked at, and by how many standard deviations all of them but
-# a quarter at both ends are slower: few that are much slower, or more that are a little.
-_LOOKS = (3, 3.0), (9, 1.0)
-_FEWEST, _MOST = 6, 40  # samples before them
+_FEWEST, _MOST = 6, 40  # samples before the newest ones
 _SPREAD = 0.005  # of the median: no spread is taken to be less
 _NORMAL = 1.4826  # of a median absolute deviation, to a standard deviation
 _SHARE = 0.02  # of the step, which a slowdown has to cost
 _SEEN = 0.3  # of it that the step has to show
 _EXPLAINS = 0.5  # of a slowdown, which its cause has to
-_ALIKE = 0.5  # of the median: none of the newest samples is below, and none above its inverse
-_CALM = 3  # samples in which nothing is slow, after which nothing is
+_ALIKE = 0.5  # of the median: no sample that counts is below, and none above its inverse
 _LOADED = 1.2  # times as long as all stages take at most, for one to be blamed
 _STEADY = 0.2  # of the median: the spread of a wait that is the same at each step
 _OF_DATA = 0.04  # of the step, for which devices wait for their batch
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How the newest samples are judged.
+
+    Attributes:
+        count: how many there are. A quarter of them at both ends does not count.
+        sigmas: by how many standard deviations all others are to be slower.
+        fewest: with how many samples before them they are compared at least.
+    """
+
+    count: int
+    sigmas: float
+    fewest: int
+
+
+_LOOKS = _Look(3, 3.0, _FEWEST), _Look(9, 1.0, 2 * _FEWEST)  # much slower, or a little for longer
 
 
 class Spot(NamedTuple):
@@ -110,31 +125,39 @@ class Monitor:
         self._hosts = [tuple(each) for each in hosts]
         self._before: deque[StepSample] = deque(maxlen=_MOST)
         self._newest: deque[StepSample] = deque()
-        self._calm = 0  # samples since something was slow
+        # Samples since something was slow, and how many end it: as many as have named it.
+        self._calm, self._patience = 0, 0
         self.found: Slow | None = None
 
     def add(self, sample: StepSample) -> Slow | None:
         """Take the next sample; return what slows the run."""
         self._newest.append(sample)
-        if len(self._newest) > max(count for count, _ in _LOOKS):
+        if len(self._newest) > _LOOKS[-1].count:
             earlier = self._newest.popleft()
             if self.found is None:
                 self._before.append(earlier)
-        newest = [*self._newest]
-        looks = (slowest(self._before, newest[-n:], sigmas, self._hosts) for n, sigmas in _LOOKS)
-        found = next(filter(None, looks), None)
-        self._calm = 0 if found else self._calm + 1
-        if found and self.found and found.cause == self.found.cause:
-            found = replace(found, since=self.found.since)
-        if found or self._calm >= _CALM:  # one that is hardly seen comes and goes
-            self.found = found
+        for look in _LOOKS:
+            newest = [*self._newest][-look.count :]
+            if found := slowest(self._before, newest, look, self._hosts):
+                self._name(found, look.count)
+                return self.found
+        self._calm += 1
+        if self.found and self._calm >= self._patience:
+            self.found = None
+            self._newest = deque([*self._newest][-self._calm :])  # the others are not normal
         return self.found
+
+    def _name(self, found: Slow, count: int) -> None:
+        self._calm = 0
+        if self.found and found.cause == self.found.cause:  # one that is hardly seen comes and goes
+            found, count = replace(found, since=self.found.since), min(count, self._patience)
+        self.found, self._patience = found, count
 
 
 def slowest(
     before: Sequence[StepSample],
     newest: Sequence[StepSample],
-    sigmas: float,
+    look: _Look,
     hosts: Sequence[tuple[int, ...]] = (),
 ) -> Slow | None:
     """Return what slows the newest samples most, against those before; None if nothing does.
@@ -142,15 +165,15 @@ def slowest(
     Args:
         before: samples of the normal run.
         newest: the newest samples.
-        sigmas: by how many standard deviations these are to be slower.
+        look: how they are judged.
         hosts: the hosts of each stage.
     """
-    if len(before) < _FEWEST:
+    if len(newest) < look.count or len(before) < look.fewest:
         return None
     step = statistics.median(sample.step_seconds for sample in newest)
     base, spread = _normal([sample.step_seconds for sample in before])
-    rise, unsteady = step - base, sigmas * spread
-    rises, sure = _rises(before, newest, sigmas)
+    rise, unsteady = step - base, look.sigmas * spread
+    rises, sure = _rises(before, newest, look.sigmas)
     costs = {
         spot: min(rises[spot], rise)
         for spot in sure
@@ -168,7 +191,7 @@ def slowest(
     slow_stages = {spot for spot in alike if spot.kind == STAGE}
     if worst.kind == STAGE and not slow_stages <= _beside(worst, hosts):
         return None  # several hosts at once: a load that is uneven
-    return Slow(_named(worst, alike, hosts), newest[0].step, costs[worst], step)
+    return Slow(_named(worst, alike, hosts), _counted(newest)[0].step, costs[worst], step)
 
 
 def _always_late(
@@ -220,11 +243,17 @@ def _rises(
         more = [value - middle * load for value, load in zip(new[spot], loads, strict=True)]
         found[spot] = statistics.median(more)
         least = max(sigmas * spread, _ALIKE * found[spot])
-        most = sorted(more)[len(more) // 4 : len(more) - len(more) // 4]
-        steady = most[0] > least and _ALIKE * most[-1] < found[spot]
-        if steady and max(loads) <= _LOADED:
+        counted = _counted(sorted(more))
+        steady = counted[0] > least and _ALIKE * counted[-1] < found[spot]
+        if steady and _counted(sorted(loads))[-1] <= _LOADED:
             sure.add(spot)
     return found, sure
+
+
+def _counted(values: Sequence[T]) -> Sequence[T]:
+    """Return values without a quarter of them at both ends."""
+    left_out = len(values) // 4
+    return values[left_out : len(values) - left_out]
 
 
 def _columns(samples: Sequence[StepSample]) -> dict[Spot, list[float]]:

@@ -76,6 +76,28 @@ def test_what_is_lost_in_the_noise_of_single_samples_is_named_by_more_of_them(sl
     step, first = next((step, one) for step, one in told if one)
     assert 30 * EVERY + 20 < step <= 30 * EVERY + 50
     assert first.cause == cause
+    assert first.since > 28 * EVERY
+
+
+def test_little_that_lasts_is_named_once_and_beside_what_is_normal():
+    """Through single steps in which the whole machine is busy."""
+    monitor, told = Monitor(HOSTS), []
+    for k, sample in enumerate(samples([STAGES[1]], 0.07, 30, 230, noise=0.025)):
+        seconds = {p: each * (1.5 if k % 40 == 39 else 1) for p, each in sample.seconds.items()}
+        told.append(monitor.add(StepSample(sample.step, sample.step_seconds, seconds)))
+    named = [one for one in told if one]
+    assert {(one.cause, one.since) for one in named} == {("stage 1", named[0].since)}
+    assert told.index(named[0]) + len(named) == len(told)
+
+
+def test_no_sample_of_a_slowdown_that_has_ended_becomes_normal():
+    monitor = Monitor(HOSTS)
+    for sample in samples([STAGES[1]], 0.2, 20, 40):
+        assert monitor.add(sample) is None or sample.step > 20 * EVERY
+    for sample in samples([], 0.0, 10**9, 40, seed=1):
+        found = monitor.add(sample)
+    assert found is None
+    assert max(sample.seconds[STAGES[1]] for sample in monitor._before) < 0.77
 
 
 @pytest.mark.sampled(4)
