@@ -38,7 +38,7 @@ _TRIES = 2  # of an object that arrives damaged
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
 _KEPT = (_SETTINGS, "plan.json", "metrics.jsonl", f"{_CHECKPOINTS}/{layout.BEST}")
-_ROLLED_BACK = f"{_CHECKPOINTS}/rolled_back.json"  # until the mirror follows
+_ROLLED_BACK = "rolled_back.json"  # until the mirror follows
 _KEPT_FOLDER = "autotune"  # the kernels that XLA chose: without them the last bits may differ
 _LATER = "a later start of this run, on another disk, mirrors it now"
 _EARLIER = "an earlier start of this run was mirroring until now"
@@ -85,6 +85,14 @@ class _Commit:
 
     copies: tuple[MirrorCopy, ...] = ()
     dropped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _RollBack:
+    """A note of the newest step that a roll-back has left; its token tells it from others."""
+
+    step: int
+    token: str
 
 
 class Mirror:
@@ -173,7 +181,7 @@ class Mirror:
         if superseded or not self.store.put_if_absent(f"commits/{number}", sealed):
             self._clear(place)
             raise SupersededError(_LATER) if superseded else stores.StoreError(_EARLIER)
-        if back == _rolled_back(home):
+        if back is not None and back == _rolled_back(home):
             (home / _ROLLED_BACK).unlink(missing_ok=True)
         self._clean(commit)
 
@@ -206,6 +214,8 @@ class Mirror:
                     for name, data in () if alone else own.items():
                         (home / name).parent.mkdir(parents=True, exist_ok=True)
                         write_whole(home / name, data)
+                    if not alone:  # the run is what the mirror has now
+                        (home / _ROLLED_BACK).unlink(missing_ok=True)
                     shutil.rmtree(final, ignore_errors=True)  # a damaged one, or an empty folder
                     partial.rename(final)
                     sync_folder(final.parent)
@@ -314,17 +324,18 @@ def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
 
 def note_roll_back(home: Path, step: int) -> None:
     """Have the next upload drop all copies of later steps but those of checkpoints on the disk."""
-    before = _rolled_back(home)
-    step = step if before is None else min(step, before)
-    write_whole(home / _ROLLED_BACK, json.dumps(step) + "\n")
+    if (before := _rolled_back(home)) is not None:
+        step = min(step, before.step)
+    note = _RollBack(step, secrets.token_hex(8))
+    write_whole(home / _ROLLED_BACK, json.dumps(asdict(note)) + "\n", private=True)
 
 
-def _rolled_back(home: Path) -> int | None:
-    return read_own(home / _ROLLED_BACK, int)
+def _rolled_back(home: Path) -> _RollBack | None:
+    return read_own(home / _ROLLED_BACK, lambda tree: read(_RollBack, tree))
 
 
 def _superfluous(
-    copies: list[MirrorCopy], folder: Path, keep: int, back: int | None
+    copies: list[MirrorCopy], folder: Path, keep: int, back: _RollBack | None
 ) -> tuple[int, ...]:
     """Return the numbers of the copies to delete, given all of them, newest first.
 
@@ -334,7 +345,7 @@ def _superfluous(
     here = set(layout.steps_in(folder))
 
     def is_past(copy: MirrorCopy) -> bool:
-        if copy.step >= newest.step or back is None or copy.step <= back:
+        if copy.step >= newest.step or back is None or copy.step <= back.step:
             return copy.step >= newest.step
         sums = folder / str(copy.step) / layout.CHECKSUMS
         return not sums.exists() or _digest(sums.read_bytes()) != copy.manifest

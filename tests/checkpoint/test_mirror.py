@@ -159,6 +159,13 @@ def test_keep_holds_for_the_mirror(url: str, proxy: FaultProxy, tmp_path: Path) 
     shutil.rmtree(tmp_path / "checkpoints/25")
     shutil.rmtree(tmp_path / "checkpoints/21")
     note_roll_back(tmp_path, 20)
+    put, mirror.store.put = (
+        mirror.store.put,
+        lambda *what: note_roll_back(tmp_path, 20) or put(*what),
+    )
+    mirror.upload(tmp_path, 20, 1, quiet)  # meanwhile it goes back once more
+    mirror.store.put = put
+    assert (tmp_path / "rolled_back.json").exists()
     save(tmp_path, 21, every_steps=10)
     mirror.upload(tmp_path, 21, 1, quiet)
     assert [copy.step for copy in mirror.copies()] == [21, 20, 10]

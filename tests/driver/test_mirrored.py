@@ -11,13 +11,20 @@ from fault_proxy import Fault, FaultProxy
 from object_servers import s3_server
 
 from launcher.base.object_store import Store
-from launcher.checkpoint import Mirror, newest, steps_in
+from launcher.checkpoint import Mirror, newest, note_roll_back, steps_in
 from launcher.checkpoint.layout import METADATA, checksums, files_below, write_checksums
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.folder.folder import RunFolder, claim
-from launcher.driver.folder.mirrored import _wait, bring_back, fetch_older, look_at_mirror, own
+from launcher.driver.folder.mirrored import (
+    _wait,
+    bring_back,
+    fetch_older,
+    go_back,
+    look_at_mirror,
+    own,
+)
 from launcher.report.console import make_console
 from launcher.stop import Stop
 
@@ -118,8 +125,10 @@ def test_where_none_here_is_intact_the_error_says_how_to_fetch_one(proxy: FaultP
         start(config_of())
     assert raised.value.remedy.endswith(f"of {URL}, if it has any, remove them all.")
     shutil.rmtree(home / "checkpoints/3")
+    note_roll_back(home, 1)
     bring_back(config_of(), make_console())
     assert newest(home / "checkpoints").step == 3
+    assert not (home / "rolled_back.json").exists()
 
 
 def test_an_older_checkpoint_comes_from_the_own_mirror_if_none_here_is_intact(
@@ -131,6 +140,7 @@ def test_an_older_checkpoint_comes_from_the_own_mirror_if_none_here_is_intact(
     def fetch(step: int) -> str:
         return fetch_older(config, home, step, make_console())
 
+    go_back(config, home, 1)  # before anything is saved
     for step in (2, 4, 6):
         save(home.path, step)
         mirror.upload(home.path, step, 3, lambda done, size: None)

@@ -135,10 +135,10 @@ def fetch_older(config: Config, home: RunFolder, step: int, console: Console) ->
     url, problem = config.run.mirror, f"there is no checkpoint of a step up to {step}"
     try:
         here = [home.checkpoints / str(each) for each in steps_in(home.checkpoints) if each <= step]
-        if url is None:
-            return "" if here else problem
-        if any(damage(path) is None for path in reversed(here)):
+        if any(damage(path, thorough=url is not None) is None for path in reversed(here)):
             return ""
+        if url is None:
+            return problem
         mirror = Mirror(stores.Store(url))
         is_own = mirror.owner() == read_own(home.path / _IDENTITY, str)
         older = [copy for copy in mirror.copies() if is_own and copy.step <= step]

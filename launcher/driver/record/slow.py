@@ -125,7 +125,7 @@ class Monitor:
         self._hosts = [tuple(each) for each in hosts]
         self._before: deque[StepSample] = deque(maxlen=_MOST)
         self._newest: deque[StepSample] = deque()
-        # Samples since something was slow, and how many end it: as many as have named it.
+        # Samples since something was slow, and how many end it: as many as named it first.
         self._calm, self._patience = 0, 0
         self.found: Slow | None = None
 
@@ -150,7 +150,7 @@ class Monitor:
     def _name(self, found: Slow, count: int) -> None:
         self._calm = 0
         if self.found and found.cause == self.found.cause:  # one that is hardly seen comes and goes
-            found, count = replace(found, since=self.found.since), min(count, self._patience)
+            found, count = replace(found, since=self.found.since), self._patience
         self.found, self._patience = found, count
 
 
