@@ -15,7 +15,8 @@ from disturbed import SLOW, WORDS, stored
 from launched import Launcher, command_of, lines, losses, summary, train
 from object_servers import s3_server
 
-from launcher.checkpoint import steps_in
+from launcher.base.object_store import Store
+from launcher.checkpoint import Mirror, steps_in
 
 # A dataset whose batch 31, of step 32, is 100 times as large; and one that never had batches 29,
 # 30 and 31.
@@ -33,6 +34,7 @@ def build(*arguments):
 """
 SPIKED = 'return {n: v * (100 if n == "x" and k == 31 else 1) for n, v in dataset.train(k).items()}'
 WITHOUT = "return dict(dataset.train(k if k < 29 else k + 3))"
+URL = "s3://bucket/a"
 OPTIONS = "+dataset.options={num_samples: 4096, targets: network}"
 
 
@@ -106,13 +108,19 @@ def test_on_an_empty_disk_the_mirror_has_a_checkpoint_of_before_the_spike(
     without: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start there fetches the newest, of step 30, which may have led to the spike."""
-    words = words_of(tmp_path, "spiked", f"__import__('time').sleep(5 * (k == 31)); {SPIKED}")
-    words = *words, "train.snapshot=off", "run.mirror=s3://bucket/a"
-    run, shown = tmp_path / "outputs" / "one", tmp_path / "shown"
+    go, run, shown = (tmp_path / name for name in ("go", "outputs/one", "shown"))
+    waits = f"""import os, time
+        while k == 31 and not os.path.exists({str(go)!r}):
+            time.sleep(0.1)
+        {SPIKED}"""
+    words = *words_of(tmp_path, "spiked", waits), "train.snapshot=off", "cluster.step_timeout=120"
+    words = *words, f"run.mirror={URL}"
     with s3_server() as server, shown.open("w") as out:
         for name, value in {**server.environ(server.url), "NO_PROXY": "127.0.0.1"}.items():
             monkeypatch.setenv(name, value)
         launcher = Launcher(tmp_path, *words, stdout=out.fileno())
+        launcher.wait_for(lambda: [each.step for each in Mirror(Store(URL)).copies()][:1] == [30])
+        go.touch()
         launcher.wait_for(lambda: "passing over" in shown.read_text())
         launcher.process.send_signal(signal.SIGKILL)
         launcher.end()
