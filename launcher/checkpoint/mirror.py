@@ -209,13 +209,9 @@ class Mirror:
                 except (stores.NotFoundError, stores.ChangedError, DamagedError) as error:
                     problem = str(error)
                 if problem is None:
-                    if (home / _SETTINGS).exists():
-                        own.pop(_SETTINGS, None)
-                    for name, data in () if alone else own.items():
-                        (home / name).parent.mkdir(parents=True, exist_ok=True)
-                        write_whole(home / name, data)
-                    if not alone:  # the run is what the mirror has now
-                        (home / _ROLLED_BACK).unlink(missing_ok=True)
+                    if not alone:
+                        _write_own(own, home)
+                        (home / _ROLLED_BACK).unlink(missing_ok=True)  # it follows the mirror now
                     shutil.rmtree(final, ignore_errors=True)  # a damaged one, or an empty folder
                     partial.rename(final)
                     sync_folder(final.parent)
@@ -324,9 +320,8 @@ def unmirrored(home: Path, copies: Iterable[MirrorCopy]) -> list[int]:
 
 def note_roll_back(home: Path, step: int) -> None:
     """Have the next upload drop all copies of later steps but those of checkpoints on the disk."""
-    if (before := _rolled_back(home)) is not None:
-        step = min(step, before.step)
-    note = _RollBack(step, secrets.token_hex(8))
+    before = _rolled_back(home)
+    note = _RollBack(min(step, before.step) if before else step, secrets.token_hex(8))
     write_whole(home / _ROLLED_BACK, json.dumps(asdict(note)) + "\n", private=True)
 
 
@@ -344,13 +339,14 @@ def _superfluous(
     newest, *others = copies
     here = set(layout.steps_in(folder))
 
-    def is_past(copy: MirrorCopy) -> bool:
-        if copy.step >= newest.step or back is None or copy.step <= back.step:
-            return copy.step >= newest.step
+    def is_here(copy: MirrorCopy) -> bool:
         sums = folder / str(copy.step) / layout.CHECKSUMS
-        return not sums.exists() or _digest(sums.read_bytes()) != copy.manifest
+        return sums.exists() and _digest(sums.read_bytes()) == copy.manifest
 
-    later = [copy for copy in others if is_past(copy)]
+    def is_left(copy: MirrorCopy) -> bool:
+        return back is not None and copy.step > back.step and not is_here(copy)
+
+    later = [copy for copy in others if copy.step >= newest.step or is_left(copy)]
     stay = [layout.stays(folder, one.step) if one.step in here else one.stays for one in copies]
     left = [one for one, kept in zip(copies, stay, strict=True) if not kept and one not in later]
     return tuple(copy.number for copy in later + left[keep:])
@@ -359,6 +355,14 @@ def _superfluous(
 def _own_files(home: Path) -> list[str]:
     paths = [*(home / name for name in _KEPT), *layout.files_below(home / _KEPT_FOLDER)]
     return [str(path.relative_to(home)) for path in paths if path.is_file()]
+
+
+def _write_own(files: Mapping[str, bytes], home: Path) -> None:
+    """Write the run's own files, but for settings that are there."""
+    for name, data in files.items():
+        if name != _SETTINGS or not (home / name).exists():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(home / name, data)
 
 
 def _summed(progress: Progress, size: int) -> Callable[[int], None]:
